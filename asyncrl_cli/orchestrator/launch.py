@@ -35,7 +35,7 @@ from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource, first_prompts
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
@@ -48,6 +48,7 @@ from asyncrl_cli.runs.scaling import forget_requests
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
+from asyncrl_cli.train.model.probe import prompt_tokens
 from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 INTERRUPT_S = 5.0
@@ -243,6 +244,8 @@ async def _start(
         raise
     tokenizer = await asyncio.to_thread(load_tokenizer, model_dir, spec.model.chat_template)
     encoder = PromptEncoder.of(spec, tokenizer, "" in experiment.episodic)
+    if "" not in experiment.episodic:
+        ranks.probe_prompt_ids = prompt_tokens(first_prompts(experiment.train_prompts, encoder))
     watchdog = Watchdog(limit_s, reporter.stalled)
     client = client_of(spec, engines, encoder.decode, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)

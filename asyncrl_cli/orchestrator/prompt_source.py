@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,6 +21,9 @@ MAX_SKIPS_IN_A_ROW = 10_000
 
 UNUSABLE_NAMED = 20
 """So many rows that cannot be used are named; all are counted."""
+
+FIRST_ROWS = 200
+"""So many rows are looked at for prompts that are short enough, before there is anything to wait for."""
 
 
 class PromptEncoder:
@@ -192,6 +195,14 @@ class PromptSource:
         self._serial = serial
         if loader is not None:
             self.loader.restore(dict(loader))
+
+
+def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator[tuple[int, ...]]:
+    """Token ids of the prompts that can be trained on, in the order of the data; none of episodes."""
+    for row in range(min(len(prompts), FIRST_ROWS)):
+        with suppress(DataError):  # the loader skips it, too, and says so
+            if ids := encoder.encode(prompts[row]):
+                yield ids
 
 
 def _with_text(message: Message) -> dict[str, Any]:

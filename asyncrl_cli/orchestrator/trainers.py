@@ -46,6 +46,7 @@ class TrainerRanks:
 
     Attributes:
         seats: where they run, rank by rank; empty before ``preload``.
+        probe_prompt_ids: tokens of the task's prompts, which prove the weights of a version; empty where it has none.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class TrainerRanks:
         ``limit_s``: seconds that one call may take. ``warn`` gets what is missing while Ray has no room. ``share``
         makes a batch an argument for all ranks."""
         self.seats: tuple[Seat, ...] = ()
+        self.probe_prompt_ids: tuple[int, ...] = ()
         self._share = share
         self._group = group
         self._make_actor = make_actor
@@ -155,7 +157,7 @@ class TrainerRanks:
 
         Raises ``ReplicaGone`` when a rank does not find its memory.
         """
-        probe: Probe = (await self._call("write", version, paths))[0]
+        probe: Probe = (await self._call("write", version, paths, self.probe_prompt_ids))[0]
         return probe
 
     async def save_checkpoint(self, folder: Path) -> dict[str, Digest]:

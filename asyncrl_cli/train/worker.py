@@ -95,7 +95,7 @@ class TrainerWorker:
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.algorithms.objective import Objective
         from asyncrl_cli.train.model.reference import Copy, load_reference
-        from asyncrl_cli.train.model.tokenizer import PROBE_TOKENS, load_tokenizer, probe_ids
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
         from asyncrl_cli.train.shards import engine_layout
         from asyncrl_cli.train.step import Learner
@@ -133,9 +133,7 @@ class TrainerWorker:
         own = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)
         self._copies = copies_of(self._engine.device)
         self._replica = MappedReplica(self._layout, self._copies, own)
-        tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
-        vocabulary = self._model.config.get_text_config().vocab_size
-        self._probe_ids = probe_ids(tokenizer, vocabulary, min(PROBE_TOKENS, self._spec.model.max_length - 1))
+        self._tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         # Last: it restores the random-number states, from which the models above may have drawn. Policy, then critic.
         for part, source in sources.items():
             engine = critic if critic is not None and part == checkpoints.CRITIC else self._engine
@@ -161,11 +159,11 @@ class TrainerWorker:
         """The layout of the weights that engines get; the same on every rank."""
         return self._layout
 
-    def write(self, version: int, paths: Sequence[str]) -> Probe | None:
+    def write(self, version: int, paths: Sequence[str], prompt_ids: Sequence[int] = ()) -> Probe | None:
         """Write this rank's shard of the weights into the memory at its path, one of ``paths`` for each rank.
 
-        Rank 0 returns what proves them. Collective: a rank that does not find its memory takes part all the same, and
-        then raises ``ReplicaGone``.
+        Rank 0 returns what proves them, by ``prompt_ids`` of the task's prompts. Collective: a rank that does not find
+        its memory takes part all the same, and then raises ``ReplicaGone``.
         """
         from asyncrl_cli.train.shards import shards, write_shard
         from asyncrl_cli.weights.manifest import ReplicaGone
@@ -183,7 +181,7 @@ class TrainerWorker:
                 if missing is None:
                     write_shard(tensors[name], begin, own, self._copies)
             # On all ranks, as the forward pass is collective (decision 0003), while a GPU copies what was begun above.
-            ids, logprobs = self._probe()
+            ids, logprobs = self._probe(prompt_ids)
         if missing is not None:
             raise missing
         return Probe(ids, logprobs) if self._rank == 0 else None
@@ -219,10 +217,14 @@ class TrainerWorker:
             written |= self._learner.reference.save(Path(folder), self._rank)
         return {path.relative_to(folder).as_posix(): digest for path, digest in written.items()}
 
-    def _probe(self) -> tuple[tuple[int, ...], Any]:
+    def _probe(self, prompt_ids: Sequence[int]) -> tuple[tuple[int, ...], Any]:
         import torch
 
-        ids = torch.tensor([self._probe_ids])
+        from asyncrl_cli.train.model.probe import PROBE_TOKENS, probe_ids
+
+        vocabulary = self._model.config.get_text_config().vocab_size
+        length = min(PROBE_TOKENS, self._spec.model.max_length - 1)
+        ids = torch.tensor([probe_ids(prompt_ids, self._tokenizer, vocabulary, length)])
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, 0] = False
         device = self._engine.device

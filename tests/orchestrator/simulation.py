@@ -356,7 +356,7 @@ class Rank(Actor):
         return layout(self._ranks)
 
     @remote
-    async def write(self, version: int, paths: list[str]) -> Probe:
+    async def write(self, version: int, paths: list[str], prompt_ids: tuple[int, ...]) -> Probe:
         async with self._turn:
             await self._work(0.05)
             self._hosts.write(paths[self._rank], self._rank, self._weights)

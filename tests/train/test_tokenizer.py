@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, PROBE_TOKENS, character_tokenizer, end_tokens, probe_ids
+from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer, end_tokens
 
 TOKENIZER = character_tokenizer(256)
 
@@ -94,13 +94,3 @@ def test_end_tokens_are_those_that_engines_stop_at(
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert end_tokens(tmp_path, TOKENIZER) == expected
-
-
-def test_the_probe_is_ordinary_text_of_known_tokens() -> None:
-    ids = probe_ids(TOKENIZER, 99, 200)
-    assert len(ids) == 200 and min(ids) >= 3
-    assert TOKENIZER.decode(ids[:PROBE_TOKENS]).startswith("Tom has 3")
-    small = probe_ids(TOKENIZER, 40, PROBE_TOKENS)
-    assert len(small) == PROBE_TOKENS and max(small) < 40
-    with pytest.raises(ValueError, match="no token of the model"):
-        probe_ids(TOKENIZER, 3, PROBE_TOKENS)

@@ -126,24 +126,6 @@ def _not_a_template(path: str, why: str) -> ChatTemplateError:
     return ChatTemplateError(f"{path} is not a chat template: {why}", location="model.chat_template", hint=hint)
 
 
-PROBE_TOKENS = 24
-PROBE_TEXT = "Tom has 3 apples and buys 14 more. How many apples does he have now? 3 + 14 = 17, so he has 17 apples.\n"
-"""Ordinary text: special tokens, such as placeholders of images, would need inputs that are missing here."""
-
-
-def probe_ids(tokenizer: Any, vocabulary: int, length: int) -> tuple[int, ...]:
-    """``length`` token ids below ``vocabulary``, the same at every call: the probe text, repeated.
-
-    The log-probs of this sequence prove which weights an engine serves. Raises ``ValueError`` when the tokenizer finds
-    no token in the text.
-    """
-    text: list[int] = tokenizer(PROBE_TEXT, add_special_tokens=False)["input_ids"]
-    known = [token for token in text if token < vocabulary]
-    if not known:
-        raise ValueError("the model's tokenizer finds no token of the model in an English text")
-    return tuple((known * (length // len(known) + 1))[:length])
-
-
 @contextmanager
 def without_progress_bars() -> Iterator[None]:
     """Keep transformers' progress bars, which would run through a live view, off while it loads or saves."""
