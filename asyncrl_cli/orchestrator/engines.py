@@ -19,8 +19,8 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 STOP_S = 5.0
 """Seconds that an engine may take to stop its processes before it is killed."""
-MAX_EQUAL_CRASHES = 3
-"""An engine that crashes so often in the same way, while none has completed a request, ends the run."""
+MAX_EQUAL_FAILURES = 3
+"""An engine that fails so often in the same way, while none has completed a request, ends the run."""
 
 
 class EngineProcess(SupervisedActor):
@@ -125,7 +125,7 @@ class EngineKeeper:
         self._client = client
         self._weights = weights
         self._may_start = may_start or _at_once
-        self._crashes: Counter[tuple[str, str]] = Counter()  # by engine and cause
+        self._failures: Counter[tuple[str, str]] = Counter()  # by engine and cause
         self.on_serving: Callable[[EngineState], None] = lambda _: None
         self.why_left: Callable[[EngineState, bool], Awaitable[str]] = _stays
 
@@ -146,29 +146,34 @@ class EngineKeeper:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
                 reasons = (lost, lost.__cause__)
                 unreachable = any(isinstance(reason, Unreachable) for reason in reasons)
-                crashed = any(isinstance(reason, ActorCrashed) for reason in reasons)
+                by_itself = any(map(_failed_by_itself, reasons))
             # Its requests first: other engines continue them while this one starts (decision 0015).
             self._client.reclaim(engine)
             if why := await self.why_left(engine, unreachable):
                 return why
             await engine.process.lose(engine.process.actor, cause)
-            if crashed:
-                self._count_crash(engine.name, cause)
+            if by_itself:
+                self._count_failure(engine.name, cause)
             await self._may_start()
             await engine.process.running()
 
-    def _count_crash(self, name: str, cause: str) -> None:
+    def _count_failure(self, name: str, cause: str) -> None:
         """Raise ``RunError`` when this would come back at every start: nothing has ever worked."""
         if any(engine.has_completed for engine in self._client.engines):
             return
         kind = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # without addresses, process ids and times
-        self._crashes[kind] += 1
-        if self._crashes[kind] >= MAX_EQUAL_CRASHES:
+        self._failures[kind] += 1
+        if self._failures[kind] >= MAX_EQUAL_FAILURES:
             raise RunError(
-                f"it crashed {MAX_EQUAL_CRASHES} times in the same way before any engine completed a request: {cause}",
+                f"it failed {MAX_EQUAL_FAILURES} times in the same way before any engine completed a request: {cause}",
                 location=name,
                 hint=f"correct the setting or installation that the error is about (see logs/{name}.log)",
             )
+
+
+def _failed_by_itself(reason: BaseException | None) -> bool:
+    """Whether an engine has failed by an error of its own, which is likely to come back, and was not lost."""
+    return isinstance(reason, ActorCrashed) or (isinstance(reason, RunError) and not isinstance(reason, ActorLost))
 
 
 async def _at_once() -> None:

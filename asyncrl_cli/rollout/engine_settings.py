@@ -195,6 +195,12 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
         args = engine_args(spec, model_dir, load_format)
         config = args.create_engine_config()
     except Exception as error:  # of pydantic, transformers or vLLM
+        if (missing := _missing_package(model_dir)) is not None:
+            raise ConfigError(
+                f"vLLM's class for this model needs the package {missing}, which is not installed",
+                location="model",
+                hint=f"install the {missing} that belongs to the installed torch, or use another model",
+            ) from error
         raise ConfigError(
             f"vLLM refuses the engine's settings: {_refusal(error)}",
             location="rollout.engine_args" if own else "rollout",
@@ -205,6 +211,23 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
     if spec.rollout.gpus_per_engine == 0:
         _check_head_size(config.model_config)
     return args, config
+
+
+def _missing_package(model_dir: str) -> str | None:
+    """The package without which vLLM's class for a model cannot be imported, such as torchvision for Qwen3.5, whose
+    text model is in one file with its vision model. vLLM itself says so in its log only."""
+    from transformers import AutoConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    try:
+        for name in AutoConfig.from_pretrained(model_dir).architectures or []:
+            if name in ModelRegistry.models:
+                ModelRegistry.models[name].load_model_cls()
+    except ModuleNotFoundError as error:
+        return error.name
+    except Exception:  # it is what vLLM has refused
+        return None
+    return None
 
 
 def _check_head_size(model: ModelConfig) -> None:

@@ -80,9 +80,12 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def start_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        from asyncrl_cli.weights.next_layers import with_own_weights
+
         if self.next is None:
             if self.device.type == "cpu":
                 self._forget_expert_kernels()
+            self.awaiting = with_own_weights(self.model)
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -103,10 +106,13 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def finish_weight_update(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        from asyncrl_cli.weights.next_layers import refuse_missing
+
         if self.next is not None:
             self.thread.submit(self.next.clear)
             self.next = None
             return
+        refuse_missing(self.awaiting)
         finalize_layerwise_reload(self.model, self.model_config)
         self._repack_tied_head()
         self.reading.close()

@@ -11,6 +11,8 @@ from tests.contracts.uses import ASYNCRL
 
 LITERALS = {
     "mode": ("rollout/engine.py", "vllm.v1.engine.PauseMode"),
+    "quantization": ("spec/rules/quantization.py", "vllm.model_executor.layers.quantization.QuantizationMethods"),
+    "kv_cache_dtype": ("spec/rules/quantization.py", "vllm.config.cache.CacheDType"),
     "logprobs_mode": ("rollout/engine_settings.py", "vllm.config.model.LogprobsMode"),
 }
 """By argument: where asyncrl writes it, and the type that lists its values."""

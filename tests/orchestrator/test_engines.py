@@ -275,7 +275,7 @@ def test_an_engine_that_crashes_in_the_same_way_before_anything_worked_ends_the_
         assert "restarted 10 times" in cause.message
         assert len(crashes) == 10
     else:
-        assert "it crashed 3 times in the same way before any engine completed a request" in cause.message
+        assert "it failed 3 times in the same way before any engine completed a request" in cause.message
         assert "ValueError: head size 24" in cause.message
         assert len(crashes) == 3, "each is recorded"
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
-from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.model import check_served
 from asyncrl_cli.orchestrator.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.orchestrator.launch import _encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -73,3 +75,27 @@ def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> No
     found = _encoded(prompts(BROKEN, FINE, LONG, BROKEN), ENCODER, "data.eval", warned.append)
     assert [prompt.content for prompt, _ in found] == [FINE]
     assert [text.partition(" prompts ")[0] for text in warned] == ["data.eval: 2 of 4", "data.eval: 1 of 4"]
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gpt_oss_in_another", "quantized", "quantized_text"])
+def test_models_that_no_engine_can_be_given_weights_of_are_refused(kind: str) -> None:
+    from transformers import Gemma3Config, Gemma3TextConfig, GptOssConfig, Qwen3Config
+
+    quantized = {"quant_method": "gptq", "bits": 4}
+    config = {
+        "gpt_oss": GptOssConfig(),
+        "gpt_oss_in_another": SimpleNamespace(model_type="seeing", get_text_config=GptOssConfig),
+        "quantized": Qwen3Config(quantization_config=quantized),
+        "quantized_text": Gemma3Config(text_config=Gemma3TextConfig(quantization_config=quantized)),
+    }[kind]
+    says = "past the reload" if "gpt" in kind else r"the checkpoint is quantized \(gptq\)"
+    with pytest.raises(ConfigError, match=says) as refused:
+        check_served(config, "model.path")
+    assert refused.value.location == "model.path"
+
+
+def test_other_models_are_not() -> None:
+    from transformers import Gemma3Config, Qwen3MoeConfig
+
+    for config in (Gemma3Config(), Qwen3MoeConfig()):
+        check_served(config, "model.path")

@@ -12,6 +12,7 @@ import yaml
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import Problem, SpecError
 from asyncrl_cli.spec.rules.model import SIZES
+from asyncrl_cli.spec.rules.quantization import FP8_ENGINES
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +123,17 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "rollout.engine_args.distributed-executor-backend",
             "set it to mp",
         ),
-        (["rollout.engine_args={quantization: fp8}"], "rollout.engine_args.quantization", "publishes"),
+        (["rollout.engine_args={quantization: fp8_per_block}"], "rollout.engine_args.quantization", "engines on GPUs"),
+        (["rollout.engine_args={quantization: fp8}"], "rollout.engine_args.quantization", "use one of fp8_per_tensor"),
+        (["rollout.engine_args={kv-cache-dtype: fp8}"], "rollout.engine_args.kv_cache_dtype", "engines on GPUs"),
+        (["rollout.engine_args={quantization: gptq}"], "rollout.engine_args.quantization", "publishes"),
+        (["rollout.engine_args={kv_cache_dtype: nvfp4}"], "rollout.engine_args.kv_cache_dtype", "publishes"),
+        (["rollout.engine_args={calculate_kv_scales: true}"], "rollout.engine_args.calculate_kv_scales", "publishes"),
+        (
+            ["model={path: null, init: {architecture: gpt_oss, tokenizer: characters}}"],
+            "model.init.architecture",
+            "vLLM's loader writes its experts",
+        ),
         (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
         (["tracking.register_model=m", "tracking.mlflow=false"], "tracking.register_model", "tracking.mlflow is false"),
@@ -332,3 +343,19 @@ def test_shares_that_cannot_be_shared(overrides: list[str], path: str, message: 
     found = [problem for problem in findings(ROOT / "specs/quickstart.yaml", *SHARED, *overrides) if problem.hint]
     assert [problem.path for problem in found if problem.severity == "error"] == [path]
     assert any(message in problem.message for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [(argument, value) for argument, values in FP8_ENGINES.items() for value in values]
+)
+def test_engines_on_gpus_may_compute_in_fp8_where_the_difference_is_corrected(
+    write: Write, argument: str, value: str
+) -> None:
+    gpus = ("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1", f"rollout.engine_args={{{argument}: {value}}}")
+    dtype = ("rollout.dtype=bfloat16", "trainer.dtype=bfloat16")
+    assert not findings(write(), *gpus, *dtype)
+    (problem,) = findings(write(), *gpus)
+    assert (problem.path, problem.message) == ("rollout.dtype", f"engines with {argument} {value} need bfloat16")
+    off = "algorithm.correction={level: null, cap: null}"
+    problems = [problem for problem in findings(write(), *gpus, *dtype, off) if problem.severity == "error"]
+    assert [problem.path for problem in problems] == ["algorithm.correction.level"]

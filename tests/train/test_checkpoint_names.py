@@ -12,46 +12,7 @@ from asyncrl_cli.train.model.policy import PolicyError
 from asyncrl_cli.train.shards import engine_layout, shards, write_shard
 from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, size_of
-
-SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-ROUTED: dict[str, Any] = {
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_5_text": {"num_hidden_layers": 4},
-    "gemma3_text": {"sliding_window": 16},
-    "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": {**ROUTED, **LATENT, "num_key_value_heads": 4},
-    "glm4_moe": ROUTED,
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
-}
-
-
-def model_of(architecture: str) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(architecture, **SMALL | ARCHITECTURES[architecture])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for tensor in model.state_dict().values():
-        tensor.normal_()
-    return model
+from tests.small_models import ARCHITECTURES, small_model
 
 
 def view(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
@@ -63,7 +24,7 @@ def view(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
 def test_the_memory_of_a_version_has_every_tensor_of_the_checkpoint(architecture: str, tmp_path: Any) -> None:
     from safetensors.torch import load_file
 
-    model = model_of(architecture)
+    model = small_model(architecture)
     model.save_pretrained(tmp_path)
     slots = engine_layout(model, torch.float32)
     memory = torch.zeros(size_of(slots), dtype=torch.uint8)

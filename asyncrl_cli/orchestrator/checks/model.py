@@ -13,6 +13,7 @@ from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.sizing.model import SizedModel, sized, without_weights
 from asyncrl_cli.spec.inputs import ModelSpec
+from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 HUB_S = 5.0
@@ -84,6 +85,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
     """transformers builds the model, the adapters find their layers, and tokens and lengths are within its tables."""
     key = "model.init.config" if spec.model.init is not None else "model.path"
     _check_config(config.get_text_config(), key)
+    check_served(config, key)
     try:
         model = without_weights(config)
     except Exception as error:  # of any layer
@@ -128,6 +130,27 @@ def _check_config(config: Any, key: str) -> None:
         if isinstance(theta, int | float) and not theta > 0:
             hint = "set a positive number, such as 10000, or leave it out"
             raise ConfigError(f"rope_theta is {theta}: it must be more than 0", location=key, hint=hint)
+
+
+def check_served(config: Any, key: str) -> None:
+    """Raise ``ConfigError`` for a model whose published weights no engine can load, or that has none to train.
+
+    ``config`` is the model's, ``key`` what of the spec it is from.
+    """
+    kinds = {config.model_type, config.get_text_config().model_type}
+    for kind in kinds & UNSERVED.keys():
+        message = f"a {kind} cannot be trained: {UNSERVED[kind]}"
+        raise ConfigError(message, location=key, hint="use another model; docs/models.md lists those that were tested")
+    parts = (config, config.get_text_config())
+    if quantized := next(filter(None, (getattr(part, "quantization_config", None) for part in parts)), None):
+        settings = quantized if isinstance(quantized, dict) else quantized.to_dict()
+        method = settings.get("quant_method", "an unknown method")
+        raise ConfigError(
+            f"the checkpoint is quantized ({method}), and a trainer cannot update quantized weights",
+            location=key,
+            hint="use the model's bfloat16 checkpoint; engines on GPUs can quantize what is published "
+            "(rollout.engine_args.quantization: fp8_per_tensor)",
+        )
 
 
 def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:

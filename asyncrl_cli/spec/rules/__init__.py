@@ -4,7 +4,7 @@ A rule sees a spec whose fields are each right by themselves. A hint names the n
 are the sentences that docs/spec.md shows, in the order of these imports.
 """
 
-from asyncrl_cli.spec.rules import model, data, sizes, objective, machine  # noqa: I001
+from asyncrl_cli.spec.rules import model, data, sizes, objective, machine, quantization  # noqa: I001
 from asyncrl_cli.spec.rules.base import RULES
 
-__all__ = ["RULES", "data", "machine", "model", "objective", "sizes"]
+__all__ = ["RULES", "data", "machine", "model", "objective", "quantization", "sizes"]

@@ -72,6 +72,20 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("model.init.architecture", f"transformers has no causal language model of type `{name}`", hint)
 
 
+UNSERVED = {
+    "gpt_oss": "vLLM's loader writes its experts and attention sinks past the reload that a published version needs",
+}
+"""Architectures that transformers can train and no engine can be given new weights of, and why."""
+
+
+@rule
+def architecture_is_served(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Engines can load published weights of `model.init.architecture`; of gpt_oss they cannot."""
+    name = spec.model.init.architecture if spec.model.init else ""
+    if name in UNSERVED:
+        yield Problem("model.init.architecture", f"`{name}` cannot be trained: {UNSERVED[name]}", "use `qwen3_moe`")
+
+
 @cache
 def _architectures() -> frozenset[str]:
     """The types in the source of transformers, whose import takes seconds; none if it is not found.

@@ -1,0 +1,48 @@
+"""Small models of the architectures that docs/models.md lists, with random weights, as transformers makes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 8192,
+}
+ROUTED: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": {"num_hidden_layers": 4},
+    "gemma3_text": {"sliding_window": 16},
+    "mixtral": {"num_local_experts": 4},
+    "deepseek_v3": {**ROUTED, **LATENT, "num_key_value_heads": 4},
+    "glm4_moe": ROUTED,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+}
+
+
+def small_model(architecture: str) -> Any:
+    """A causal language model in float32; every weight and persistent buffer has random numbers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(architecture, **SMALL | ARCHITECTURES[architecture])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for tensor in model.state_dict().values():
+        tensor.normal_()
+    return model

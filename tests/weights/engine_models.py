@@ -1,0 +1,164 @@
+"""Loads small models into vLLM's own classes, from a folder and from a published version, and compares all they hold.
+
+    python -m tests.weights.engine_models ARCHITECTURE...
+
+No engine runs: the classes are made in this process, with vLLM's loaders and the project's transfer engine. One line of
+JSON for each architecture: its differences, which are none, and what was compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
+
+os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
+
+import torch
+import vllm.v1.worker.cpu.shm  # noqa: F401  # first, as in vLLM's own worker: it adapts torch to CPUs
+from torch import nn
+from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.model_loader import get_model
+from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
+
+from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+from asyncrl_cli.weights.layout import TensorSlot, size_of
+from asyncrl_cli.weights.replica import VERSION_BYTES
+from asyncrl_cli.weights.vllm_worker import BACKEND, ReplicaInitInfo, ReplicaTransferEngine
+from tests.small_models import small_model
+
+POSITION = 4000
+"""Where rotary frequencies are compared."""
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for architecture in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as folder:
+            print("RESULT", json.dumps(compared(architecture, Path(folder))), flush=True)
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def compared(architecture: str, folder: Path) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = small_model(architecture)
+    model.save_pretrained(folder / "model")
+    _, loaded = engine_model(folder, "auto")
+    config, served = engine_model(folder, "dummy")
+    transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
+    slots = engine_layout(model, torch.float32)
+    layout = [part for slot in slots for part in slot.parts or (slot,)]
+    transfer.init_transfer_engine(ReplicaInitInfo([_fields(slot) for slot in layout]))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    # Of the first version nothing may remain, nor of the random weights that an engine starts with.
+    publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)
+    publish(transfer, config, weights, model, slots, 2, folder)
+    ours, theirs = dict(held(served)), dict(held(loaded))
+    differ = [name for name in theirs if name not in ours or not torch.equal(ours[name], theirs[name])]
+    rotary = [name for name, cosines in rotary_of(served) if not any(map(cosines.allclose, trainers_rotary(model)))]
+    return {
+        "architecture": architecture,
+        "class": type(served).__name__,
+        "differ": sorted(differ) + sorted(ours.keys() - theirs.keys()),
+        "rotary": rotary,
+        "tensors": len(theirs),
+        "kernels": sum(name.endswith(KERNEL) for name in theirs),
+        "rotaries": len(list(rotary_of(served))),
+    }
+
+
+def _fields(slot: TensorSlot) -> dict[str, Any]:
+    return {name: getattr(slot, name) for name in ("name", "dtype", "shape", "offset", "itemsize")}
+
+
+def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]:
+    """vLLM's model for the folder ``model``, as its CPU worker makes it."""
+    config = AsyncEngineArgs(
+        model=str(folder / "model"),
+        dtype="float32",
+        max_model_len=2 * POSITION,
+        max_num_batched_tokens=2 * POSITION,
+        load_format=load_format,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+        kv_cache_memory_bytes=2**20,
+        block_size=32,
+        enable_chunked_prefill=False,
+        use_tqdm_on_load=False,
+    ).create_engine_config()
+    with set_current_vllm_config(config):
+        init_worker_distributed_environment(config, 0, f"file://{folder / 'world'}", 0, "gloo")
+        return config, get_model(vllm_config=config)
+
+
+def publish(
+    transfer: ReplicaTransferEngine,
+    config: VllmConfig,
+    weights: dict[str, torch.Tensor],
+    model: Any,
+    slots: tuple[TensorSlot, ...],
+    version: int,
+    folder: Path,
+) -> None:
+    """Write the memory of a version as a trainer rank does, and have the engine's end load it."""
+    model.load_state_dict(weights)
+    path, size = folder / "memory", size_of(slots)
+    path.write_bytes(bytes(size) + version.to_bytes(VERSION_BYTES, "little"))
+    memory = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    own = {slot.name: memory[slot.offset : slot.offset + slot.nbytes] for slot in slots}
+    typed = {slot.name: own[slot.name].view(slot.torch_dtype).view(slot.shape) for slot in slots}
+    for name, begin, elements in shards(model, rank=0, ranks=1, zero_stage=0):
+        write_shard(typed[name], begin, elements)
+    with set_current_vllm_config(config), torch.inference_mode():
+        if transfer.prepare(version, str(path)):
+            while not transfer.prepared():
+                pass
+        transfer.start_weight_update()
+        transfer.update_weights({"version": version, "path": str(path)})
+        transfer.finish_weight_update()
+
+
+KERNEL = " kernel"
+
+
+def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer, and what each packed kernel makes of the same input."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for name, layer in model.named_modules():
+        if hasattr(layer, "cpu_linear"):
+            sizes = (getattr(layer, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+            width = next(filter(None, sizes))
+            inputs = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
+            yield f"{name}{KERNEL}", layer.cpu_linear(inputs, layer.weight, None)
+
+
+def rotary_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in model.named_buffers():
+        if name.endswith("cos_sin_cache"):
+            yield name, buffer[POSITION].chunk(2)[0].float()
+
+
+def trainers_rotary(model: Any) -> list[torch.Tensor]:
+    """The cosines of the trainer's rotary embeddings, for each kind of layer that has its own."""
+    rotary = model.base_model.rotary_emb
+    states, positions = torch.zeros(1, 1, 1), torch.tensor([[POSITION]])
+    kinds = {name.removesuffix("_inv_freq") for name, _ in rotary.named_buffers()} - {"inv_freq"}
+    kinds = {kind for kind in kinds if not kind.endswith("original")}
+    found = [rotary(states, positions, kind)[0] for kind in kinds] or [rotary(states, positions)[0]]
+    return [cosines.flatten()[: cosines.numel() // 2].float() for cosines in found]
+
+
+if __name__ == "__main__":
+    main()
