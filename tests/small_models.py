@@ -29,11 +29,16 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_5_text": {"num_hidden_layers": 4},
     "gemma3_text": {"sliding_window": 16},
+    "gemma3": {"sliding_window": 16},
     "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {**ROUTED, **LATENT, "num_key_value_heads": 4},
     "glm4_moe": ROUTED,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }
+
+EYES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SEEING: dict[str, dict[str, Any]] = {"gemma3": {**EYES, "image_size": 28, "patch_size": 14}}
+"""The vision models of architectures whose sizes above are those of the text model in them."""
 
 
 def small_model(architecture: str) -> Any:
@@ -41,7 +46,11 @@ def small_model(architecture: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(architecture, **SMALL | ARCHITECTURES[architecture])
+    sizes = SMALL | ARCHITECTURES[architecture]
+    if architecture in SEEING:
+        config = AutoConfig.for_model(architecture, text_config=sizes, vision_config=SEEING[architecture])
+    else:
+        config = AutoConfig.for_model(architecture, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for tensor in model.state_dict().values():
         tensor.normal_()

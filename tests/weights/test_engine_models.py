@@ -1,0 +1,52 @@
+"""vLLM's own classes hold after a publish what they hold after loading the folder, for each architecture."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from tests.small_models import ARCHITECTURES
+
+pytestmark = pytest.mark.stack
+
+LIMIT_S = 280.0
+OFTEN = ("qwen3_moe", "deepseek_v3")
+"""Between them: fused experts, latent attention, shared experts, a persistent buffer, an untied head."""
+REFUSED = {"gpt_oss"}
+"""Before a run starts (`architecture_is_served`)."""
+NEED_TORCHVISION = {"gemma3", "qwen3_5_text"}
+RARELY = sorted(ARCHITECTURES.keys() - set(OFTEN) - REFUSED)
+
+
+def compare(*architectures: str) -> list[dict[str, Any]]:
+    """One process for all: importing vLLM takes longer than the rest."""
+    command = [sys.executable, "-m", "tests.weights.engine_models", *architectures]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line.partition(" ") for line in done.stdout.splitlines()]
+    found = [json.loads(text) for word, _, text in lines if word == "RESULT"]
+    assert [one["architecture"] for one in found] == list(architectures)
+    return found
+
+
+def test_a_published_version_is_what_the_folder_is() -> None:
+    check(compare(*OFTEN))
+
+
+@pytest.mark.nightly
+def test_a_published_version_is_what_the_folder_is_for_the_other_architectures() -> None:
+    missing = NEED_TORCHVISION if find_spec("torchvision") is None else set()
+    check(compare(*(name for name in RARELY if name not in missing)))
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    for found in results:
+        name = found["architecture"]
+        assert found["differ"] == [], f"{name}: tensors that differ, or are on one side only"
+        assert found["rotary"] == [], f"{name}: rotary frequencies that differ from the trainer's"
+        assert found["tensors"] > 20 and found["kernels"] and found["rotaries"], f"{name}: nothing was compared"
