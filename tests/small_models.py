@@ -31,7 +31,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 16},
     "gemma3": {"sliding_window": 16},
     "mixtral": {"num_local_experts": 4},
-    "deepseek_v3": {**ROUTED, **LATENT, "num_key_value_heads": 4},
+    "deepseek_v3": {**ROUTED, **LATENT, "num_key_value_heads": 4, "topk_method": "noaux_tc"},
     "glm4_moe": ROUTED,
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }

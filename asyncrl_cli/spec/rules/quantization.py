@@ -12,7 +12,7 @@ FP8_ENGINES = {
     "quantization": ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
     "kv_cache_dtype": ("fp8", "fp8_e4m3"),
 }
-"""The values of vLLM's arguments with which engines make FP8 of what is published, anew at each version; vLLM's other
+"""The values of vLLM's arguments with which engines make FP8 of every published version; vLLM's other
 quantizations read a checkpoint that was quantized before, or are too coarse for log-probs to agree."""
 EXACT = {"quantization": (), "kv_cache_dtype": ("auto", "bfloat16")}
 """Those that change no numbers."""

@@ -23,7 +23,7 @@ TEXT = "Tom has 3 apples and buys 14 more. How many apples does he have now? 3 +
 def prompt_tokens(prompts: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """At most ``PROBE_TOKENS`` token ids of the first prompts, one after another; empty without prompts.
 
-    What all of them begin with, such as a template's system message, is left out: a model that was trained on it gives
+    What all of them begin with, such as a template's system message, is skipped: a model that was trained on it gives
     it a probability near 1 whatever its weights are.
     """
     chosen = [tuple(ids) for ids in islice(prompts, PROMPTS)]
