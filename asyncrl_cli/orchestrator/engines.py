@@ -172,8 +172,9 @@ class EngineKeeper:
 
 
 def _failed_by_itself(reason: BaseException | None) -> bool:
-    """Whether an engine has failed by an error of its own, which is likely to come back, and was not lost."""
-    return isinstance(reason, ActorCrashed) or (isinstance(reason, RunError) and not isinstance(reason, ActorLost))
+    """Whether an engine has failed by an error of its own, which is likely to come back. Subclasses of ``RunError`` are
+    about what it needs: its process, its host, the weights."""
+    return isinstance(reason, ActorCrashed) or type(reason) is RunError
 
 
 async def _at_once() -> None:

@@ -280,6 +280,25 @@ def test_an_engine_that_crashes_in_the_same_way_before_anything_worked_ends_the_
         assert len(crashes) == 3, "each is recorded"
 
 
+def test_a_model_that_no_engine_proves_ends_the_run_at_its_first_publish() -> None:
+    notes: list[Any] = []
+
+    async def check() -> None:
+        harness = Harness(1, 10)
+        notes.append(harness.notes)
+        harness.processes[0].actor.off = 0.7
+        harness.processes[0].offs = [0.71, 0.72, 0.73]
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(harness.keeper.keep(harness.client.engines[0]))
+            await harness.publish(0)
+
+    with pytest.raises(ExceptionGroup) as error:
+        run(check())
+    assert "it failed 3 times in the same way" in str(ended_by(error.value))
+    assert "its log-probs of the probe differ from the trainer's by 0.72 nats" in str(ended_by(error.value))
+    assert len(notes[0]) == 3
+
+
 def test_while_no_host_has_its_weights_a_restarted_engine_waits() -> None:
     async def check() -> None:
         async with kept(2) as harness:

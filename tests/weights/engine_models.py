@@ -95,6 +95,7 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         kv_cache_memory_bytes=2**20,
         block_size=32,
         enable_chunked_prefill=False,
+        enable_prefix_caching=False,  # of models with linear attention it needs chunked prefill
         use_tqdm_on_load=False,
     ).create_engine_config()
     with set_current_vllm_config(config):
