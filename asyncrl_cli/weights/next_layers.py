@@ -75,7 +75,8 @@ class NextLayers:
                 self._layers.append((layer, copies[layer]))
                 _await_weights(layer, copies[layer])
         copy.load_weights(tensors)  # type: ignore[operator]
-        refuse_missing(new for _, new in self._layers)
+        refuse_missing(copies[layer] for layer in with_own_weights(model))
+        self._layers = [(layer, new) for layer, new in self._layers if not _has_nothing(new)]
         finalize_layerwise_processing(copy, model_config)
         for layer, owner in tied:  # such as an output layer that is the embedding: the kernel is the same as well
             if hasattr(layer, PACKED):
@@ -145,19 +146,23 @@ def _empty_like(parameter: nn.Parameter) -> nn.Parameter:
 def refuse_missing(layers: Iterable[nn.Module]) -> None:
     """Raise ``RuntimeError`` when one of these layers, which await weights, got none of them: vLLM would keep the old
     ones, or those that it has made up, with a warning in its log."""
-    missing = set()
-    for layer in layers:
-        info = get_layerwise_info(layer)
-        if info.can_load() and info.load_numel_total and info.load_numel == 0:
-            missing.add(type(layer).__name__)
-    if missing:
+    if missing := {type(layer).__name__ for layer in layers if _has_nothing(layer)}:
         raise RuntimeError(f"no weights came for layers of these types: {', '.join(sorted(missing))}")
 
 
+def _has_nothing(layer: nn.Module) -> bool:
+    info = get_layerwise_info(layer)
+    return bool(info.can_load() and info.load_numel_total and info.load_numel == 0)
+
+
 def with_own_weights(model: nn.Module) -> list[nn.Module]:
-    """The layers that must get weights: with parameters that no other layer has, which vLLM does not make up itself."""
+    """The layers that must get weights: with parameters that no other layer has.
+
+    Not those of a vision model beside the language model, which the trainer may not have: no image reaches them.
+    """
+    language_model: Any = getattr(model, "get_language_model", lambda: model)
     owners: dict[nn.Parameter, nn.Module] = {}
-    for layer in model.modules():
+    for layer in language_model().modules():
         if not is_deferred_attention_layer(layer):  # scales of a cache, which most checkpoints do not have
             for parameter in layer.parameters(recurse=False):
                 owners.setdefault(parameter, layer)

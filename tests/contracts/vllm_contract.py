@@ -25,6 +25,9 @@ def problems(package: Package) -> Iterator[str]:
     yield from _values(package)
     yield from _environment(package)
     yield from _transfer_engine(package)
+    seeing = package.find("vllm.model_executor.models.interfaces.SupportsMultiModal")
+    if seeing is None or package.member(seeing, "get_language_model") is None:
+        yield "weights/next_layers.py: vLLM's models with vision have no get_language_model()"
     tables = package.find("vllm.tool_parsers._TOOL_PARSERS_TO_REGISTER")
     if tables is None or not isinstance(tables.node, ast.Assign) or not isinstance(tables.node.value, ast.Dict):
         yield "rollout/engine_settings.py: tool_parsers() finds no table of tool parsers in vLLM's source"
