@@ -19,8 +19,10 @@ OFTEN = ("qwen3_moe", "deepseek_v3")
 """Between them: fused experts, latent attention, shared experts, a persistent buffer, an untied head."""
 REFUSED = {"gpt_oss"}
 """Before a run starts (`architecture_is_served`)."""
-NEED_TORCHVISION = {"gemma3", "qwen3_5_text"}
-RARELY = sorted(ARCHITECTURES.keys() - set(OFTEN) - REFUSED)
+NEED_PROCESSOR = {"gemma3"}
+"""vLLM makes them only with the files of an image processor."""
+NEED_TORCHVISION = {"qwen3_5_text"}
+RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED, *NEED_PROCESSOR})
 
 
 def compare(*architectures: str) -> list[dict[str, Any]]:
