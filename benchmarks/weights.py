@@ -70,7 +70,8 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
 
     from asyncrl_cli.rollout.engine import Engine
     from asyncrl_cli.train.model.initial import build_initial_model
-    from asyncrl_cli.train.model.tokenizer import load_tokenizer, probe_ids
+    from asyncrl_cli.train.model.probe import probe_ids
+    from asyncrl_cli.train.model.tokenizer import load_tokenizer
     from asyncrl_cli.train.shards import engine_layout, shards, write_shard
     from asyncrl_cli.weights.copies import Copies
     from asyncrl_cli.weights.layout import size_of
@@ -84,7 +85,7 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
     slots = engine_layout(model, next(model.parameters()).dtype)
     replica, mapped, threads = Replica(slots, ranks=1), MappedReplica(slots), ThreadPoolExecutor(os.cpu_count())
     engine = Engine(spec, str(folder))
-    probe = probe_ids(load_tokenizer(str(folder), None), model.config.vocab_size, 24)
+    probe = probe_ids((), load_tokenizer(str(folder), None), model.config.vocab_size, 24)
     found: dict[str, list[float]] = {name: [] for name in ("copy", "write", "digest", "stall", "update")}
     try:
         manifest: Manifest | None = None

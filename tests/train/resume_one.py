@@ -79,7 +79,7 @@ def main() -> None:
         "updates": worker._updates,
         "draws": (random.random(), np.random.random(), torch.rand(1).item()),
         "weights": weights(),
-        "probe": worker._probe(),
+        "probe": worker._probe(()),
     }
     worker.train_step(batch(steps[-1], spec.pipeline.groups_per_step))
     torch.save({**result, "weights_after": weights()}, out)
