@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.replica import VERSION_BYTES
 from asyncrl_cli.weights.vllm_worker import BACKEND, ReplicaInitInfo, ReplicaTransferEngine
@@ -120,11 +122,11 @@ def publish(
     own = {slot.name: memory[slot.offset : slot.offset + slot.nbytes] for slot in slots}
     typed = {slot.name: own[slot.name].view(slot.torch_dtype).view(slot.shape) for slot in slots}
     for name, begin, elements in shards(model, rank=0, ranks=1, zero_stage=0):
-        write_shard(typed[name], begin, elements)
+        write_shard(typed[name], begin, elements, Copies())
     with set_current_vllm_config(config), torch.inference_mode():
-        if transfer.prepare(version, str(path)):
-            while not transfer.prepared():
-                pass
+        transfer.prepare(version, str(path))
+        while not transfer.prepared():
+            time.sleep(0.001)
         transfer.start_weight_update()
         transfer.update_weights({"version": version, "path": str(path)})
         transfer.finish_weight_update()
