@@ -30,7 +30,8 @@ def test_what_all_prompts_begin_with_is_skipped(system: list[int], prompts: list
 
 @given(ids=IDS, count=st.integers(1, 20))
 def test_equal_prompts_are_kept(ids: list[int], count: int) -> None:
-    assert prompt_tokens([ids] * count)[: len(ids)] == tuple(ids[:TOKENS_OF_EACH])
+    head = tuple(ids[:TOKENS_OF_EACH])
+    assert prompt_tokens([ids] * count)[: len(head)] == head
     assert prompt_tokens([]) == ()
 
 
