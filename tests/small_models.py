@@ -23,7 +23,7 @@ ROUTED: dict[str, Any] = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
