@@ -193,6 +193,7 @@ CONVERTED = [
     Row(f"{A}ppo_epochs", "trainer.epochs"),
     Row(f"{A}ppo_max_token_len_per_gpu {A}use_dynamic_bsz {A}ppo_micro_batch_size_per_gpu",
         "trainer.tokens_per_microbatch", "tokens per GPU, for updates and log-probs", values.tokens_per_microbatch),
+    Row(f"{A}ulysses_sequence_parallel_size", "trainer.sequence_parallel", value=values.sequence_parallel),
     Row(f"{M}use_remove_padding {A}use_remove_padding", "trainer.packing"),
     Row(f"{M}override_config.attn_implementation", "trainer.attention",
         "needs the package flash-attn; sdpa works without it",
@@ -246,7 +247,7 @@ WITHOUT_COUNTERPART = [
     needless(f"{A}optim.* critic.optim.*", "AdamW with the schedule above; the critic has the policy's schedule"),
     needless("actor_rollout_ref.ref.*",
              "the reference is the initial policy, on the trainer's ranks; see algorithm.reference_update_every"),
-    lost("*ulysses_sequence_parallel_size", "a sequence is on one GPU", 1),
+    needless("*ulysses_sequence_parallel_size", "sequences of critic and reference are divided as those of the policy"),
     lost("*qat.enable *quantization *quantization_config_file", "no quantized training or rollouts"),
     needless("*.qat* *turbo_config* *fsdp_config* *.fsdp.* *torch_compile *fused_kernel* *_checkpointing "
              "*entropy_from_logits* *pad_to_length* *tiled_mlp* *enable_activation_offload *use_liger *use_shm "

@@ -152,11 +152,24 @@ def gpu_memory(source: Source) -> float | None:
     return value
 
 
+def sequence_parallel(source: Source) -> int:
+    """`trainer.sequence_parallel`."""
+    size, found = _gpus_per_sequence(source), devices(source).ranks
+    if found % size == 0:
+        return size
+    source.remark(f"verl divides a sequence over {size} GPUs, which does not divide the {found} ranks here")
+    return 1
+
+
+def _gpus_per_sequence(source: Source) -> int:
+    return max(source.count(f"{A}ulysses_sequence_parallel_size"), 1)
+
+
 def tokens_per_microbatch(source: Source) -> int:
     """`trainer.tokens_per_microbatch`: at least one rollout."""
     longest = source.count("data.max_prompt_length") + source.count("data.max_response_length")
     if source.flag(f"{A}use_dynamic_bsz"):
-        return max(source.count(f"{A}ppo_max_token_len_per_gpu"), longest)
+        return max(_gpus_per_sequence(source) * source.count(f"{A}ppo_max_token_len_per_gpu"), longest)
     return longest * max(source.count(f"{A}ppo_micro_batch_size_per_gpu"), 1)
 
 

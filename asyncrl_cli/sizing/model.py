@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.parts import NUMBER_BYTES
+from asyncrl_cli.spec.rules.model import sequence_parallel_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
@@ -51,7 +53,7 @@ def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
     """The model of a spec from its transformers config, with the spec's adapters; weights are neither read nor made.
 
     Raises what transformers raises for a config that it cannot build, and ``ConfigError`` for adapters that the model
-    cannot have.
+    cannot have and as ``sized``.
     """
     model = without_weights(config)
     if spec.model.lora is not None:
@@ -72,7 +74,10 @@ def without_weights(config: Any) -> Any:
 
 
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
-    """The sizes of a model on torch's meta device, which has the spec's adapters."""
+    """The sizes of a model on torch's meta device, which has the spec's adapters.
+
+    Raises ``ConfigError`` when its heads cannot be shared out as ``trainer.sequence_parallel`` wants.
+    """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     weights = list(model.parameters())  # a tied one is there once
@@ -93,7 +98,10 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         cache: int | None = cache_bytes_per_token(spec, text) // NUMBER_BYTES[spec.rollout.dtype]
     except AttributeError:  # of a model without attention, such as mamba
         cache = None
-    heads: Any = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
+    heads: Any = getattr(text, "num_attention_heads", 1)
+    kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
+    for problem in sequence_parallel_problems(heads, kv_heads, spec.trainer.sequence_parallel):
+        raise ConfigError(problem.message, location=problem.path, hint=problem.hint)
     return SizedModel(
         name=type(model).__name__,
         parameters=sum(weight.numel() for weight in weights),
@@ -102,7 +110,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         layers=tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
         head=0 if head is embedded else head.numel(),
         cache_numbers=cache,
-        kv_heads=int(heads),
+        kv_heads=int(kv_heads),
         hidden=int(embedded.shape[1]),
         vocabulary=int(head.shape[0]),
         activations=activations,

@@ -33,14 +33,18 @@ class Remedy:
         return f"{self.change} ({self.nbytes / GB:.1f} GB)" if self.nbytes is not None else str(self.change)
 
 
-def remedies(spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate]) -> list[Remedy]:
+def remedies(
+    spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate], kv_heads: int
+) -> list[Remedy]:
     """Changes, each of which alone makes the device fit, best first; ``again`` makes an estimate.
+
+    ``kv_heads``: those of the model, which ranks can share out.
 
     Where none is enough by itself, those that help a rank are tried together.
     """
     found = []
     tried = Change()
-    for change in _changes(spec, excess.device.role):
+    for change in _changes(spec, excess.device.role, kv_heads):
         for attempt in (change, Change(tried | change)):
             remedy = _tried(excess, attempt, spec, again)
             if remedy is not None:
@@ -67,16 +71,16 @@ def _tried(
     return Remedy(change, device.total if device is not None and device.role != "engine" else None)
 
 
-def _changes(spec: ExperimentSpec, role: str) -> Iterator[Change]:
+def _changes(spec: ExperimentSpec, role: str, kv_heads: int) -> Iterator[Change]:
     if role == "engine":
         yield from _engine_changes(spec)
     elif role == "host":
-        yield from _host_changes(spec)
+        yield from _host_changes(spec, kv_heads)
     else:
-        yield from _trainer_changes(spec)
+        yield from _trainer_changes(spec, kv_heads)
 
 
-def _trainer_changes(spec: ExperimentSpec) -> Iterator[Change]:
+def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
     trainer = spec.trainer
     if not trainer.gradient_checkpointing:
         yield Change({"trainer.gradient_checkpointing": True})
@@ -88,6 +92,10 @@ def _trainer_changes(spec: ExperimentSpec) -> Iterator[Change]:
         yield Change({"trainer.tokens_per_microbatch": tokens})
         if tokens > length:
             yield Change({"trainer.tokens_per_microbatch": length})
+    if rows == 1 and trainer.attention != "eager":
+        for size in (2 * trainer.sequence_parallel, 4 * trainer.sequence_parallel):
+            if trainer.ranks % size == 0 and kv_heads % size == 0:
+                yield Change({"trainer.sequence_parallel": size})
     if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage:
         yield Change({"trainer.offload": "optimizer"})
     for ranks in (2 * trainer.ranks, 4 * trainer.ranks):
@@ -109,7 +117,7 @@ def _engine_changes(spec: ExperimentSpec) -> Iterator[Change]:
         yield Change({"rollout.max_running_rollouts": running})
 
 
-def _host_changes(spec: ExperimentSpec) -> Iterator[Change]:
+def _host_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
     rollout, trainer = spec.rollout, spec.trainer
     if not rollout.gpus_per_engine:
         if spec.model.max_length > rollout.longest_rollout:
@@ -119,8 +127,8 @@ def _host_changes(spec: ExperimentSpec) -> Iterator[Change]:
             running //= 2
             yield Change({"rollout.max_running_rollouts": running})
     if not trainer.gpus_per_rank:
-        yield from (c for c in _trainer_changes(spec) if "trainer.ranks" not in c)
-        if trainer.ranks > 1:
+        yield from (c for c in _trainer_changes(spec, kv_heads) if "trainer.ranks" not in c)
+        if trainer.ranks > 1 and trainer.ranks // 2 % trainer.sequence_parallel == 0:
             yield Change({"trainer.ranks": trainer.ranks // 2})
     elif trainer.offload == "all":
         yield Change({"trainer.offload": "optimizer"})

@@ -39,13 +39,17 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     critic = _critic(spec, model)
     gathered = gathered_numbers(model, trainer.ranks, trainer.zero_stage) * NUMBER_BYTES[trainer.dtype]
     rows, length, positions = largest_microbatch(spec)
-    activations = model.activations(rows, length, positions, trainer.gradient_checkpointing)
+    # A rank computes its slice of the positions. Attention is over all of them with a share of the heads, which has as
+    # many numbers.
+    size = trainer.sequence_parallel
+    slice_, predicting = -(-length // size), -(-positions // size)
+    activations = model.activations(rows, slice_, predicting, trainer.gradient_checkpointing)
     activations += _packed_mask(spec, length)
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     kept_share = KEPT_RECOMPUTED if trainer.gradient_checkpointing else KEPT
     passes = (
         Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
-        Part("activations", activations, f"{rows} × {length:,} tokens{recomputed}"),
+        Part("activations", activations, f"{rows} × {slice_:,} tokens{recomputed}"),
         Part("freed memory", 0 if trainer.gpus_per_rank else int(kept_share * activations), "that the C library keeps"),
         Part("reduce buckets", _buckets(spec, model.trained), "gradients on their way"),
     )

@@ -192,12 +192,16 @@ class TrainerSpec(Section):
     epochs: Count = 1
     """Passes over the batch in one step."""
     tokens_per_microbatch: Count = 8192
-    """Tokens of one forward and backward pass, per rank, including padding."""
+    """Tokens of one forward and backward pass, per rank, including padding. With `sequence_parallel` the ranks of a
+    group share them."""
     packing: bool = False
     """Join the rows of a micro-batch into one sequence instead of padding them. Faster with `flash_attention_2` only:
     the other implementations compute attention over the joined sequence."""
     attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
     """How transformers computes attention; `flash_attention_2` needs a GPU and its package."""
+    sequence_parallel: Count = 1
+    """Ranks that share each sequence (DeepSpeed's Ulysses), for sequences that are too long for one. Each rank has a
+    slice of the positions, and in attention a share of the heads."""
     gradient_checkpointing: bool = False
     """Recompute activations to save memory."""
     offload: Literal["none", "optimizer", "all"] = "none"

@@ -17,6 +17,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
 from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
+from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
 
 MEETING = timedelta(minutes=30)
@@ -139,7 +140,8 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
-    policy = Policy(model, spec.rollout.sampling.temperature, spec.trainer.packing)
+    trainer = spec.trainer
+    policy = Policy(model, spec.rollout.sampling.temperature, trainer.packing, sequence_group(trainer))
     engine = initialize(policy, spec.trainer, load_universal)
     check_policy(policy, engine)
     return engine
@@ -150,7 +152,7 @@ def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = Fa
 
     It is trained with the policy's micro-batches.
     """
-    model = ValueModel(load_model(trainer, model_dir).base_model, trainer.packing)
+    model = ValueModel(load_model(trainer, model_dir).base_model, trainer.packing, sequence_group(trainer))
     return initialize(model, trainer, load_universal)
 
 

@@ -59,13 +59,15 @@ def precompute(
     rewards: Tensor,
     keep_old_logprobs: bool,
     epochs: int = 1,
+    group: Any = None,
 ) -> None:
     """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
     ``engine`` is the policy at the start of the step, ``reference`` is for a KL penalty, ``critic`` for ``gae``.
     ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: whether log-probs at
     the start of the step are needed after its first update, which has its own; it is only trained again with more
-    ``epochs``. Raises ``ValueError`` when a user's function returned something else than advantages.
+    ``epochs``. ``group``: the process group whose ranks have all rows between them; None: all ranks. Raises
+    ``ValueError`` when a user's function returned something else than advantages.
     """
     algorithm = objective.algorithm
     in_reward = reference is not None and algorithm.kl_placement == "reward"
@@ -94,14 +96,19 @@ def precompute(
         if objective.advantage is None:
             _by_token(objective, rows, results, rewards, penalties)
         else:
-            _by_rollout(objective, rows, results, rewards, penalties)
+            _by_rollout(objective, rows, results, rewards, penalties, group)
         # ``rows`` is empty on all ranks or on none, so all of them reach the collective call in it.
         if algorithm.whiten_advantages and rows:
-            _whiten(rows, results, engine.device)
+            _whiten(rows, results, engine.device, group)
 
 
 def _by_rollout(
-    objective: Objective, rows: list[PaddedRows], results: list[Precomputed], rewards: Tensor, penalties: list[Tensor]
+    objective: Objective,
+    rows: list[PaddedRows],
+    results: list[Precomputed],
+    rewards: Tensor,
+    penalties: list[Tensor],
+    group: Any,
 ) -> None:
     """Every token has its rollout's advantage; a penalty in the reward is summed over the rollout first."""
     if penalties:
@@ -109,7 +116,7 @@ def _by_rollout(
         for padded, penalty in zip(rows, penalties, strict=True):
             of_rollouts.index_add_(0, padded.rollouts, penalty.sum(dim=1))
         # A group's rollouts are on several ranks: its baseline needs the penalties of all of them.
-        rewards = rewards - sum_over_ranks(of_rollouts).view_as(rewards)
+        rewards = rewards - sum_over_ranks(of_rollouts, group).view_as(rewards)
     assert objective.advantage is not None
     advantages = check_advantages(objective.advantage(rewards), rewards).flatten().float()
     for padded, one in zip(rows, results, strict=True):
@@ -132,9 +139,9 @@ def _by_token(
             one.advantages, one.returns = gae(token_rewards, one.values, mask, algorithm.gamma, algorithm.gae_lambda)
 
 
-def _whiten(rows: list[PaddedRows], results: list[Precomputed], device: torch.device) -> None:
+def _whiten(rows: list[PaddedRows], results: list[Precomputed], device: torch.device, group: Any) -> None:
     """By the moments of all tokens of the step; collective."""
     moments = (Moments.of(one.advantages, padded.response_mask) for padded, one in zip(rows, results, strict=True))
-    of_step = reduce_over_ranks(reduce(operator.add, moments), device)
+    of_step = reduce_over_ranks(reduce(operator.add, moments), device, group)
     for padded, one in zip(rows, results, strict=True):
         one.advantages = whiten(one.advantages, padded.response_mask, of_step)

@@ -18,6 +18,7 @@ from asyncrl_cli.train import schedule
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
+from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.old_logprobs import Minibatch, precompute
 from asyncrl_cli.train.packing import (
@@ -61,7 +62,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     per_step = trainer.epochs * trainer.minibatches
     keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
     models = (learner.engine, learner.reference, learner.critic)
-    precompute(learner.objective, *models, minibatches, rewards, keep_old, trainer.epochs)
+    group = data_group(trainer)
+    precompute(learner.objective, *models, minibatches, rewards, keep_old, trainer.epochs, group)
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
@@ -92,7 +94,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = result.norm
     if sums is not None:  # the same on all ranks: an update is skipped by all of them or by none
-        metrics |= reduce_over_ranks(sums, learner.engine.device).summary(trainer.ranks * metrics["train/updates"])
+        of_step = reduce_over_ranks(sums, learner.engine.device, group)
+        metrics |= of_step.summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
     return StepReport(metrics, time.monotonic() - started, trained), updates
 
@@ -108,6 +111,8 @@ def _is_exact(spec: ExperimentSpec) -> bool:
 def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
     trainer = learner.spec.trainer
     lengths = [len(row) for row in rows]
-    plan = plan_microbatches(lengths, trainer.tokens_per_microbatch, trainer.ranks, trainer.packing)
-    padded = [pad_rows([rows[index] for index in indices]) for indices in plan[learner.rank]]
+    shares = trainer.ranks // trainer.sequence_parallel
+    plan = plan_microbatches(lengths, trainer.tokens_per_microbatch, shares, trainer.packing)
+    own = plan[learner.rank // trainer.sequence_parallel]
+    padded = [pad_rows([rows[index] for index in indices]) for indices in own]
     return Minibatch(rows, [microbatch.to(learner.engine.device) for microbatch in padded])

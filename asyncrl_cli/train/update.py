@@ -17,6 +17,7 @@ from asyncrl_cli.train.algorithms.policy_loss import LossSums, policy_loss
 from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, reduce_over_ranks
 from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
+from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.old_logprobs import Minibatch
 from asyncrl_cli.train.packing import PaddedRows, count_tokens
 
@@ -59,6 +60,7 @@ def update_policy(
     """
     algorithm = objective.algorithm
     # Of the whole minibatch, so that micro-batches add up to its mean; DeepSpeed averages gradients over the ranks.
+    # With sequence parallelism too: a rank has the loss of its group's rows, and a part of its gradient.
     denominator = _denominator(spec, minibatch) / spec.trainer.ranks
     total: UpdateSums | None = None
     for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
@@ -114,7 +116,8 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
         total = sums if total is None else total + sums
     nonfinite_guard.step(critic)
     assert total is not None
-    return {f"critic/{name}": value for name, value in reduce_over_ranks(total, critic.device).summary().items()}
+    of_update = reduce_over_ranks(total, critic.device, data_group(spec.trainer))
+    return {f"critic/{name}": value for name, value in of_update.summary().items()}
 
 
 def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:

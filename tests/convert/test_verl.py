@@ -141,6 +141,17 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
         (["actor_rollout_ref.model.lora_rank=32"], "model.lora.target_modules", "all-linear"),
         ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=3000"], "trainer.tokens_per_microbatch", 3000),
         ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=100"], "trainer.tokens_per_microbatch", 1024),
+        ([f"{A}ulysses_sequence_parallel_size=2"], "trainer.sequence_parallel", 2),
+        ([f"{A}ulysses_sequence_parallel_size=3"], "trainer.sequence_parallel", 1),  # of 4 ranks
+        (
+            [
+                f"{A}ulysses_sequence_parallel_size=2",
+                f"{A}use_dynamic_bsz=True",
+                f"{A}ppo_max_token_len_per_gpu=3000",
+            ],
+            "trainer.tokens_per_microbatch",
+            6000,
+        ),
         (['trainer.logger=["console","wandb"]'], "tracking.wandb.project", "verl_examples"),
         (["trainer.logger=[console,tensorboard]"], "tracking.tensorboard", True),
         (
@@ -206,15 +217,11 @@ def test_what_cannot_be_kept_is_a_remark(override: str, remark: str) -> None:
     assert remark in " ".join(text for _, text in converted([*GRPO, override]).remarks)
 
 
-@pytest.mark.parametrize(
-    "override", [f"{R}top_p=0.9", f"{A}ulysses_sequence_parallel_size=4", "distillation.enabled=True"]
-)
+@pytest.mark.parametrize("override", [f"{R}top_p=0.9", "distillation.enabled=True"])
 def test_what_is_lost_is_marked_and_what_is_off_is_not(override: str) -> None:
     name = override.partition("=")[0]
     assert [name] in converted([*GRPO, override]).lost.values()
-    off = {"top_p": "1.0", "size": "1", "enabled": "False"}[
-        re.split(r"[._]", name)[-1] if "top_p" not in name else "top_p"
-    ]
+    off = {"top_p": "1.0", "enabled": "False"}[re.split(r"[._]", name)[-1] if "top_p" not in name else "top_p"]
     conversion = converted([*GRPO, f"{name}={off}"])
     assert conversion.lost == {} and conversion.unused == [name]
 

@@ -81,6 +81,51 @@ def test_states_shrink_with_zero_ranks_and_adapters(found: SizedModel, ranks: in
         )
 
 
+@given(MODELS, st.sampled_from([1, 2, 4]), st.booleans(), st.integers(1_000, 100_000))
+def test_ranks_that_share_sequences_have_a_part_of_their_activations(
+    found: SizedModel, size: int, packs: bool, tokens: int
+) -> None:
+    def activations(size: int) -> int:
+        changed = sized(
+            trainer__ranks=4,
+            trainer__sequence_parallel=size,
+            trainer__packing=packs,
+            trainer__attention="flash_attention_2",
+            trainer__tokens_per_microbatch=tokens,
+        )
+        return next(part.bytes for part in rank_parts(changed, found).device if part.name == "activations")
+
+    rows, length, _ = largest_microbatch(sized(trainer__packing=packs, trainer__tokens_per_microbatch=tokens))
+    of_a_position = found.activations(rows, 1, rows, False)
+    assert activations(size) == -(-length // size) * of_a_position
+    assert activations(1) == length * of_a_position
+
+
+def test_a_sequence_that_does_not_fit_is_divided() -> None:
+    changed = sized(
+        trainer__gpus_per_rank=1,
+        trainer__ranks=8,
+        trainer__gradient_checkpointing=True,
+        trainer__tokens_per_microbatch=131_072,
+        rollout__gpus_per_engine=1,
+        rollout__max_response_tokens=130_000,
+        rollout__max_prompt_tokens=1_072,
+        model__max_length=131_072,
+    )
+    found = model(4096, 40)
+
+    def again(spec: ExperimentSpec) -> Any:
+        return estimate(spec, found, 60 * GB, None)
+
+    problem = next(p for p in excesses(changed, again(changed)) if p.device.role == "trainer")
+    named = [remedy.change for remedy in remedies(changed, problem, again, kv_heads=4)]
+    assert {"trainer.sequence_parallel": 2} in named
+    assert not any(
+        "trainer.sequence_parallel" in change
+        for change in (r.change for r in remedies(changed, problem, again, kv_heads=1))
+    )
+
+
 @given(MODELS, st.integers(1, 64), st.integers(0, 3))
 def test_gathered_layers_are_never_more_than_the_model(found: SizedModel, ranks: int, stage: int) -> None:
     gathered = gathered_numbers(found, ranks, stage)
@@ -140,7 +185,7 @@ def test_every_change_that_a_hint_names_makes_the_run_fit(capacity: int, ranks: 
         return estimate(spec, found, capacity * GB, None)
 
     for problem in excesses(changed, again(changed)):
-        for remedy in remedies(changed, problem, again):
+        for remedy in remedies(changed, problem, again, found.kv_heads):
             fitting = with_changes(changed, remedy.change)
             left = excesses(fitting, again(fitting))
             assert problem.device.name not in {excess.device.name for excess in left}

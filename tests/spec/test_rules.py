@@ -26,6 +26,31 @@ def findings(path: Path, *overrides: str) -> list[Problem]:
         return list(error.problems)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (["trainer.ranks=3"], "trainer.sequence_parallel", "2 does not divide trainer.ranks 3"),
+        (["trainer.attention=eager"], "trainer.attention", "eager attention cannot be shared out"),
+        (["trainer.packing=true"], "trainer.packing", "with sdpa every rank has a mask"),
+        (["model.init.config.num_attention_heads=3"], "trainer.sequence_parallel", "3 attention heads and"),
+        (["trainer.ranks=4", "trainer.minibatches=64"], "trainer.ranks", "4 / trainer.sequence_parallel 2 is more"),
+        ([], None, ""),
+    ],
+    ids=str,
+)
+def test_sequences_are_divided_among_ranks_that_can(overrides: list[str], path: str | None, message: str) -> None:
+    base = ["trainer.ranks=2", "trainer.sequence_parallel=2", "model.init.config.num_attention_heads=4"]
+    sizes = ["model.init.config.num_key_value_heads=1", "model.init.config.head_dim=32", "pipeline.mode=sync"]
+    groups = ["pipeline.groups_per_step=64", "rollout.group_size=1", "algorithm.uniform_groups=train"]
+    found = findings(ROOT / "specs/zero3-two-ranks.yaml", *base, *sizes, *groups, *overrides)
+    about = [problem for problem in found if "trainer" in problem.path and "threads" not in problem.path]
+    if path is None:
+        assert about == []
+    else:
+        (problem,) = about
+        assert problem.path == path and problem.message.startswith(message) and problem.hint
+
+
 def test_harmless_engine_arguments_are_accepted() -> None:
     args = "{pipeline_parallel_size: 1, distributed_executor_backend: mp, quantization: null}"
     assert not findings(ROOT / "specs/quickstart.yaml", f"rollout.engine_args={args}")

@@ -11,7 +11,12 @@ from ranks import run_ranks
 
 pytestmark = pytest.mark.stack
 
-BASE = ["trainer.ranks=1", "trainer.zero_stage=1", "trainer.optimizer.learning_rate=0.001", "stop.steps=2"]
+BASE = [
+    *("trainer.ranks=1", "trainer.zero_stage=1", "trainer.optimizer.learning_rate=0.001", "stop.steps=2"),
+    "model.init.config.num_attention_heads=4",  # which two ranks can share
+]
+PACKED = ["trainer.packing=true", "trainer.zero_stage=3", "trainer.tokens_per_microbatch=256"]
+SHARED = ["trainer.ranks=2", "trainer.sequence_parallel=2"]
 
 
 def trained(folder: Path, *overrides: str) -> dict[str, Any]:
@@ -35,7 +40,9 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         ["trainer.ranks=2", "trainer.zero_stage=3"],
         ["trainer.tokens_per_microbatch=128"],
         ["trainer.gradient_checkpointing=true"],
-        ["trainer.packing=true", "trainer.zero_stage=3", "trainer.tokens_per_microbatch=256"],
+        PACKED,
+        SHARED,
+        [*SHARED, *PACKED, "trainer.gradient_checkpointing=true"],
         ["trainer.packing=true", "trainer.attention=eager", "trainer.ranks=2"],
     ],
     ids=lambda overrides: ",".join(item.removeprefix("trainer.") for item in overrides),
@@ -85,10 +92,13 @@ def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, p
 )
 def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides: list[str]) -> None:
     """Penalties in the reward, whitened advantages and a critic take sums over ranks before the first update."""
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    one = trained(tmp_path / "one", *overrides)
-    two = trained(tmp_path / "two", *overrides, "trainer.ranks=2", "trainer.zero_stage=3")
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
-    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+    split = {"one": [], "two": ["trainer.ranks=2"], "two groups": ["trainer.ranks=4", "trainer.sequence_parallel=2"]}
+    results = {}
+    for name, ranks in split.items():
+        (tmp_path / name).mkdir()
+        results[name] = trained(tmp_path / name, *overrides, *ranks, f"trainer.zero_stage={3 if ranks else 1}")
+    one = results.pop("one")
+    for other in results.values():
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+        assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)

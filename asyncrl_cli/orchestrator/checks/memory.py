@@ -90,7 +90,7 @@ def installed_gpu_memory() -> int | None:
 
 def _remedies(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> list[Remedy]:
     capacity = problem.device.capacity if problem.device.role != "host" else None
-    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity))
+    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity), model.kv_heads)
 
 
 def _set(found: Sequence[Remedy]) -> str:

@@ -114,9 +114,25 @@ def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
-    """In `model.init.config`, the heads divide the hidden size (or `head_dim` is given), and the key-value heads divide
-    the heads."""
-    yield from head_problems(_sizes(spec))
+    """In `model.init.config`, the heads divide the hidden size (or `head_dim` is given), the key-value heads divide the
+    heads, and `trainer.sequence_parallel` divides the heads."""
+    sizes = _sizes(spec)
+    yield from head_problems(sizes)
+    if "num_attention_heads" in sizes:
+        heads = sizes["num_attention_heads"]
+        kv_heads = sizes.get("num_key_value_heads", heads)
+        yield from sequence_parallel_problems(heads, kv_heads, spec.trainer.sequence_parallel)
+
+
+def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator[Problem]:
+    """A mistake unless ``size`` ranks can have equal shares of a model's attention heads.
+
+    Ulysses needs ``size`` to divide the key-value heads, or them to divide it: then some ranks have the same ones.
+    """
+    if heads % size or (kv_heads % size and size % kv_heads):
+        able = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
+        message = f"{heads} attention heads and {kv_heads} key-value heads have no equal shares for {size} ranks"
+        yield Problem("trainer.sequence_parallel", message, f"use one of {', '.join(map(str, able))}")
 
 
 def head_problems(sizes: Mapping[str, int]) -> Iterator[Problem]:

@@ -69,11 +69,32 @@ def minibatches(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Every minibatch has at least one rollout for every rank."""
+    """Every minibatch has at least one rollout for every rank, or for every group of `trainer.sequence_parallel`."""
     rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size // spec.trainer.minibatches
-    if 0 < rollouts < spec.trainer.ranks:
-        message = f"{spec.trainer.ranks} is more than the {rollouts} rollouts of a minibatch"
-        yield Problem("trainer.ranks", message, f"lower it to {rollouts}, or use fewer minibatches")
+    ranks, size = spec.trainer.ranks, spec.trainer.sequence_parallel
+    if 0 < rollouts < ranks // size:
+        groups = f" / trainer.sequence_parallel {size}" if size > 1 else ""
+        message = f"{ranks}{groups} is more than the {rollouts} rollouts of a minibatch"
+        yield Problem("trainer.ranks", message, f"lower it to {rollouts * size}, or use fewer minibatches")
+
+
+@rule
+def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.sequence_parallel` divides `trainer.ranks`, and needs `trainer.attention` to be `sdpa` or
+    `flash_attention_2`."""
+    trainer = spec.trainer
+    size = trainer.sequence_parallel
+    if trainer.ranks % size:
+        message = f"{size} does not divide trainer.ranks {trainer.ranks}"
+        yield Problem("trainer.sequence_parallel", message, f"use one of {divisors(trainer.ranks)}")
+    if size == 1:
+        return
+    if trainer.attention == "eager":
+        message = "eager attention cannot be shared out over the ranks of trainer.sequence_parallel"
+        yield Problem("trainer.attention", message, "use sdpa, or set trainer.sequence_parallel to 1")
+    elif trainer.packing and trainer.attention == "sdpa":
+        message = "with sdpa every rank has a mask of the full packed sequence, which sequence_parallel does not divide"
+        yield warning("trainer.packing", message, "set it to false, or use flash_attention_2")
 
 
 @rule

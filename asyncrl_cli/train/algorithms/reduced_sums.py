@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,16 +42,16 @@ def check_shapes(mask: Tensor, *others: Tensor | None) -> None:
         raise ValueError(f"shapes differ from the mask's {list(mask.shape)}: {shapes}")
 
 
-def sum_over_ranks(values: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place; collective."""
-    if not _single_rank():
-        torch.distributed.all_reduce(values)
+def sum_over_ranks(values: Tensor, group: Any = None) -> Tensor:
+    """The sum of a tensor over the ranks of a process group, in place; collective. None: over all ranks."""
+    if not _single_rank(group):
+        torch.distributed.all_reduce(values, group=group)
     return values
 
 
-def reduce_over_ranks(sums: SomeSums, device: torch.device) -> SomeSums:
-    """The sums and maxima over all ranks; collective, on ``device``."""
-    if _single_rank():
+def reduce_over_ranks(sums: SomeSums, device: torch.device, group: Any = None) -> SomeSums:
+    """The sums and maxima over the ranks of a process group; collective, on ``device``. None: over all ranks."""
+    if _single_rank(group):
         return sums
     leaves = dict(_leaves(sums))
     # Maxima first on every rank: ranks that called the two collectives in another order would add up maxima.
@@ -59,13 +59,13 @@ def reduce_over_ranks(sums: SomeSums, device: torch.device) -> SomeSums:
         names = [name for name in leaves if name.endswith("_max") == wanted]
         if names:
             packed = torch.stack([leaves[name] for name in names]).to(device)
-            torch.distributed.all_reduce(packed, operation)
+            torch.distributed.all_reduce(packed, operation, group)
             leaves |= dict(zip(names, packed, strict=True))
     return _rebuilt(sums, leaves)
 
 
-def _single_rank() -> bool:
-    return not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+def _single_rank(group: Any) -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) == 1
 
 
 def _leaves(sums: ReducedSums, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -1,13 +1,15 @@
 """The models that are trained: the policy, token ids in and log-probabilities of the response tokens out; the critic.
 
 Only positions that predict a response token reach the output head, and ``chunked_logprobs`` keeps their logits from
-existing at once. With packing the rows go through the model one after another in one sequence, without padding; input
-and output are the same, so nothing else knows of it.
+existing at once. With packing the rows go through the model one after another in one sequence, without padding; with
+sequence parallelism every rank of a group has a slice of their positions (sequence_parallel.py). Input and output are
+the same, so nothing else knows of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Nats by which ``check_policy`` lets log-probs differ: sums in another order, in numbers of this dtype."""
@@ -27,9 +30,12 @@ class PolicyError(UserError):
 class Policy(nn.Module):
     """A causal language model that answers with log-probabilities instead of logits."""
 
-    def __init__(self, model: Any, temperature: float, packing: bool = False) -> None:
+    def __init__(
+        self, model: Any, temperature: float, packing: bool = False, sequence: SequenceGroup | None = None
+    ) -> None:
         """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
 
+        ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
         Raises ``PolicyError`` when the model's output layer is not linear.
         """
         super().__init__()
@@ -40,6 +46,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature = temperature
         self.packing = packing
+        self.sequence = sequence
 
     @overload
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> Tensor: ...
@@ -59,15 +66,17 @@ class Policy(nn.Module):
         With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
         tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
         """
-        predicts = response_mask[:, 1:]
-        hidden = predicting_states(self.model.base_model, input_ids, response_mask, self.packing)
+        targets = input_ids[response_mask]
+        hidden, own = predicting_states(self.model.base_model, input_ids, response_mask, self.packing, self.sequence)
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
             hidden,
-            input_ids[:, 1:][predicts],
+            targets if own is None else targets[own],
             self.temperature,
             entropy,
         )
+        if self.sequence is not None and own is not None:
+            logprobs, entropies = self.sequence.joined(logprobs, own), self.sequence.joined(entropies, own)
         zeros = torch.zeros(response_mask.shape, dtype=logprobs.dtype, device=input_ids.device)
         scored = zeros.masked_scatter(response_mask, logprobs)
         return scored if entropy == "none" else (scored, zeros.masked_scatter(response_mask, entropies))
@@ -77,11 +86,12 @@ class ValueModel(nn.Module):
     """The critic: a value network with the policy's architecture and initial weights, and a linear head to one number,
     which begins at 0."""
 
-    def __init__(self, backbone: Any, packing: bool = False) -> None:
-        """``packing``: as in ``Policy``."""
+    def __init__(self, backbone: Any, packing: bool = False, sequence: SequenceGroup | None = None) -> None:
+        """``packing`` and ``sequence``: as in ``Policy``."""
         super().__init__()
         self.backbone = backbone
         self.packing = packing
+        self.sequence = sequence
         width = backbone.config.get_text_config().hidden_size
         self.head = nn.Linear(width, 1, bias=False, dtype=backbone.dtype)
         nn.init.zeros_(self.head.weight)
@@ -91,27 +101,34 @@ class ValueModel(nn.Module):
 
         Arguments are as those of ``Policy``.
         """
-        hidden = predicting_states(self.backbone, input_ids, response_mask, self.packing)
+        hidden, own = predicting_states(self.backbone, input_ids, response_mask, self.packing, self.sequence)
         values = self.head(hidden)[:, 0].float()
+        if self.sequence is not None and own is not None:
+            values = self.sequence.joined(values, own)
         return torch.zeros(response_mask.shape, device=values.device).masked_scatter(response_mask, values)
 
 
-def predicting_states(backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool) -> Tensor:
-    """Hidden states of the positions before response tokens, [response tokens, width], row by row.
+def predicting_states(
+    backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool, sequence: SequenceGroup | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Hidden states of the positions before response tokens, row by row: [response tokens, width] of all of them, and
+    None; or with ``sequence`` of those in this rank's slice alone, and which they are, bool [response tokens].
 
     ``backbone`` is a transformers model without its head; the other arguments are as those of ``Policy``.
     """
     ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
-    if not packing:
-        padded: Tensor = backbone(input_ids=ids, use_cache=False).last_hidden_state
-        return padded[predicts]
-    # Nothing depends on a row's last token, or on those after the last that counts.
-    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    kept = positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
-    packed: Tensor = backbone(
-        input_ids=ids[kept][None], position_ids=positions[kept][None], use_cache=False
-    ).last_hidden_state
-    return packed[0][predicts[kept]]
+    positions: Tensor | None = None
+    if packing:
+        # Nothing depends on a row's last token, or on those after the last that counts.
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        kept = columns <= columns.mul(predicts).amax(dim=1, keepdim=True)
+        ids, predicts, positions = ids[kept][None], predicts[kept][None], columns[kept][None]
+    if sequence is not None:
+        return sequence.predicting_states(backbone, ids, predicts, positions)
+    # Positions of packed rows alone: a model makes a mask of what it is given.
+    given = {} if positions is None else {"position_ids": positions}
+    states: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
+    return states[predicts], None
 
 
 def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -123,8 +140,10 @@ def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> N
     config = policy.model.config.get_text_config()
     ids = torch.arange(3, 15, device=policy.model.device).remainder(config.vocab_size).view(2, 6)
     mask = torch.tensor([[False] * 2 + [True] * 4, [False, True, True] + [False] * 3], device=ids.device)
+    full = nullcontext() if policy.sequence is None else policy.sequence.unused()
     with torch.no_grad():
-        logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float() / policy.temperature
+        with full:
+            logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float() / policy.temperature
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         gap = (score(ids, mask)[:, 1:] - expected)[mask[:, 1:]].abs().max().item()
     if not gap <= TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]):

@@ -23,6 +23,7 @@ from asyncrl_cli.train.checkpoints import save_file
 from asyncrl_cli.train.deepspeed_engine import full_weights, load_model, replaced, without_optimizer
 from asyncrl_cli.train.model.lora import plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.model.sequence_parallel import sequence_group
 
 FILE = "reference.pt"
 
@@ -100,7 +101,9 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
         return None
     if spec.model.lora is not None and not algorithm.reference_update_every:
         return Unadapted(engine)
-    policy = Policy(load_model(spec.trainer, model_dir), spec.rollout.sampling.temperature, spec.trainer.packing)
+    trainer = spec.trainer
+    model = load_model(trainer, model_dir)
+    policy = Policy(model, spec.rollout.sampling.temperature, trainer.packing, sequence_group(trainer))
     policy.eval().requires_grad_(False)
-    score = without_optimizer(policy, spec.trainer) if spec.trainer.zero_stage == 3 else policy.to(engine.device)
-    return Copy(score, policy.model, spec.trainer.zero_stage, algorithm.reference_update_every)
+    score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
+    return Copy(score, policy.model, trainer.zero_stage, algorithm.reference_update_every)

@@ -1,0 +1,196 @@
+"""Sequence parallelism: the ranks of a sequence group train the same rows, each a slice of their positions.
+
+DeepSpeed's Ulysses (arXiv 2309.14509; ALST, arXiv 2506.13996): everything in a layer but attention is computed per
+position, so a rank computes it for its slice. Around attention ``UlyssesSPAttentionHF`` exchanges slices of positions
+for shares of the heads, and back: each rank attends over the full sequence with its share of the heads. DeepSpeed's own
+``register_with_transformers`` is not used: it drops masks, so that rows packed without flash attention would see each
+other and sliding windows would have no end (decision 0055).
+
+Invariants. Every rank of a group runs the same passes in the same order. What is computed from slices is
+joined (``SequenceGroup.joined``) before anything else sees it, so the loss of every rank is that of the full rows. Its
+gradient flows through the own slice alone: the gradients of a group's ranks add up to that of one rank with the full
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.spec.rules.model import sequence_parallel_problems
+from asyncrl_cli.spec.sections import TrainerSpec
+
+Attention = Callable[..., tuple[Tensor, Any]]
+"""An attention function of transformers."""
+
+
+class SequenceError(UserError):
+    """A model whose sequences cannot be shared out."""
+
+
+class SequenceGroup:
+    """The ranks that have the same rows, as one of them sees them.
+
+    Attributes:
+        size: ranks of the group.
+        rank: of this one in the group.
+        data: the ranks with the same slice of other rows, over which sums of a step are taken.
+    """
+
+    def __init__(self, ranks: Any, data: Any) -> None:
+        """``ranks``, ``data``: process groups."""
+        self.size: int = torch.distributed.get_world_size(ranks)
+        self.rank: int = torch.distributed.get_rank(ranks)
+        self.data = data
+        self._ranks = ranks
+        self._full = False
+        self._layers = 0
+
+    def joined(self, values: Tensor, own: Tensor) -> Tensor:
+        """The values of all slices, [positions]; collective. Gradients flow through this rank's alone.
+
+        ``values`` are this rank's; ``own``: bool, [positions], which of all they are.
+        """
+        placed = torch.zeros(own.shape, dtype=values.dtype, device=values.device).masked_scatter(own, values)
+        others = placed.detach().clone()
+        torch.distributed.all_reduce(others, group=self._ranks)
+        return torch.where(own, placed, others)
+
+    def predicting_states(
+        self, backbone: Any, ids: Tensor, predicts: Tensor, positions: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Hidden states of this rank's positions before response tokens, [tokens, width], and which of all such
+        positions they are, bool [all tokens]; row by row. Collective.
+
+        ``backbone`` is a transformers model without its head. All others are [rows, positions]: ``predicts`` is bool,
+        true before a response token, ``positions`` are those of packed rows; None: 0, 1, 2, ...
+        """
+        from transformers.masking_utils import create_masks_for_generate
+
+        missing = -ids.shape[1] % self.size
+        ids, predicts = nn.functional.pad(ids, (0, missing)), nn.functional.pad(predicts, (0, missing))
+        columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        if positions is None:
+            positions = columns
+        else:
+            positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :missing]], dim=1)
+        # Of the full sequences. The model would make those of a slice, which are used for none of them.
+        masks = create_masks_for_generate(
+            config=backbone.config,
+            inputs_embeds=torch.empty(*ids.shape, 0, dtype=backbone.dtype, device=ids.device),
+            attention_mask=None,
+            past_key_values=None,
+            position_ids=positions,
+        )
+        self._layers = 0
+        states: Tensor = backbone(
+            input_ids=self.own(ids), attention_mask=masks, position_ids=self.own(positions), use_cache=False
+        ).last_hidden_state
+        layers = backbone.config.get_text_config().num_hidden_layers
+        if self._layers != layers:
+            raise SequenceError(
+                f"{layers - self._layers} of the {layers} layers of this {backbone.config.model_type} mix positions "
+                "by other means than attention",
+                location="trainer.sequence_parallel",
+                hint="set it to 1, or use another model",
+            )
+        here = columns // (ids.shape[1] // self.size) == self.rank
+        return states[self.own(predicts)], here[predicts]
+
+    def own(self, matrix: Tensor) -> Tensor:
+        """This rank's slice of a matrix [rows, positions, ...], whose positions the group's size divides."""
+        return matrix.chunk(self.size, dim=1)[self.rank].contiguous()
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """Passes in this block are those of one rank with the full rows. For passes without a gradient: those that
+        recompute activations run later."""
+        self._full = True
+        try:
+            yield
+        finally:
+            self._full = False
+
+    def share_attention(self, implementation: str) -> None:
+        """Have transformers' attention of this name, in this process, attend over the full sequences of a group."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS[implementation] = partial(self._attend, ALL_ATTENTION_FUNCTIONS[implementation])
+
+    def _attend(
+        self, core: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """``query``, ``key``, ``value``: [rows, heads, positions, head size]; of the result [rows, positions, ...]."""
+        if self._full:
+            return core(module, query, key, value, mask, **kwargs)
+        self._layers += 1
+        rows, heads, positions, size = query.shape
+        if mask is not None and mask.shape[-1] != positions * self.size:
+            raise SequenceError(
+                "this model makes attention masks of its own, which are those of a slice",
+                location="trainer.sequence_parallel",
+                hint="set it to 1, or use another model",
+            )
+        if kwargs.get("position_ids") is None:
+            raise SequenceError(
+                "this model does not pass positions to attention",
+                location="trainer.sequence_parallel",
+                hint="set it to 1, or use another model",
+            )
+        kv_heads = key.shape[1]
+        for problem in sequence_parallel_problems(heads, kv_heads, self.size):
+            raise SequenceError(problem.message, location=problem.path, hint=problem.hint)
+        # Ulysses takes values of the keys' size only; the values of latent attention (DeepSeek) are smaller.
+        missing = size - value.shape[-1]
+        ulysses = _ulysses(core, self._ranks, rows, heads, size, kv_heads)
+        attended, weights = ulysses(module, query, key, nn.functional.pad(value, (0, missing)), mask, **kwargs)
+        return attended.view(rows, positions, heads, size)[..., : size - missing], weights
+
+
+@cache
+def _ulysses(core: Attention, ranks: Any, rows: int, heads: int, size: int, kv_heads: int) -> Any:
+    """DeepSpeed's module for one shape of micro-batch. It has no weights."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    return UlyssesSPAttentionHF(
+        attn=core,
+        batch_size=rows,
+        attn_head_count=heads,
+        attn_head_size=size,
+        kv_head_count=kv_heads,
+        num_hidden_layers=1,  # read by its debug mode alone
+        process_group=ranks,
+        seq_length_is_variable=True,
+    )
+
+
+def sequence_group(trainer: TrainerSpec) -> SequenceGroup | None:
+    """The group of ``trainer.sequence_parallel`` consecutive ranks that this one is in; None where it is alone.
+
+    The first call in a process is collective over all ranks, and changes the attention of every model in it.
+    """
+    return _started(trainer.sequence_parallel, trainer.attention) if trainer.sequence_parallel > 1 else None
+
+
+def data_group(trainer: TrainerSpec) -> Any:
+    """The process group over which sums of a step are taken, so that every row counts once; None: all ranks."""
+    sequence = sequence_group(trainer)
+    return None if sequence is None else sequence.data
+
+
+@cache
+def _started(size: int, attention: str) -> SequenceGroup:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
+    shape = (torch.distributed.get_world_size() // size, size)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "sequence"))
+    group = SequenceGroup(mesh.get_group("sequence"), mesh.get_group("data"))
+    group.share_attention(attention)
+    return group
