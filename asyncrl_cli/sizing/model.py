@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.parts import NUMBER_BYTES
-from asyncrl_cli.spec.rules.model import sequence_parallel_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
@@ -76,9 +74,11 @@ def without_weights(config: Any) -> Any:
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     """The sizes of a model on torch's meta device, which has the spec's adapters.
 
-    Raises ``ConfigError`` when its heads cannot be shared out as ``trainer.sequence_parallel`` wants.
+    Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
+
+    from asyncrl_cli.train.model.sequence_parallel import check_config
 
     weights = list(model.parameters())  # a tied one is there once
     layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
@@ -100,8 +100,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         cache = None
     heads: Any = getattr(text, "num_attention_heads", 1)
     kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
-    for problem in sequence_parallel_problems(heads, kv_heads, spec.trainer.sequence_parallel):
-        raise ConfigError(problem.message, location=problem.path, hint=problem.hint)
+    check_config(config, spec.trainer.sequence_parallel)
     return SizedModel(
         name=type(model).__name__,
         parameters=sum(weight.numel() for weight in weights),

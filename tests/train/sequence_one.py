@@ -32,15 +32,17 @@ ROUTED: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2,
 GROUPED: dict[str, Any] = ROUTED | {"n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 WINDOW = {"sliding_window": 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one key-value head": ("llama", {"num_key_value_heads": 1}),
     "qwen3": ("qwen3", {}),
-    "qwen3, three ranks have no equal shares": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "qwen3, three heads": ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "qwen3_moe": ("qwen3_moe", ROUTED | {"num_experts": 4}),
     "mistral, a window in all layers": ("mistral", WINDOW),
     "gemma3, a window in some layers": ("gemma3_text", WINDOW),
     "deepseek_v3, values smaller than keys": ("deepseek_v3", GROUPED | LATENT | {"num_key_value_heads": 4}),
     "glm4_moe": ("glm4_moe", GROUPED),
+    "phi3, frequencies by length": ("phi3", {"rope_parameters": LONG}),
     "qwen3_5, linear attention": ("qwen3_5_text", {"num_hidden_layers": 4}),
 }
 LENGTHS = (13, 6, 9, 2)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
-from asyncrl_cli.train.model.sequence_parallel import SequenceGroup
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Nats by which ``check_policy`` lets log-probs differ: sums in another order, in numbers of this dtype."""
@@ -36,13 +36,16 @@ class Policy(nn.Module):
         """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
 
         ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
-        Raises ``PolicyError`` when the model's output layer is not linear.
+        Raises ``PolicyError`` when the model's output layer is not linear, ``SequenceError`` when those ranks cannot
+        divide its sequences.
         """
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
             raise PolicyError(
                 f"the output layer of this {model.config.model_type} is not linear", hint="use another model"
             )
+        if sequence is not None:
+            check_config(model.config, sequence.size)
         self.model = model
         self.temperature = temperature
         self.packing = packing

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.rules.model import sequence_parallel_problems
 from asyncrl_cli.spec.sections import TrainerSpec
 
@@ -30,8 +30,28 @@ Attention = Callable[..., tuple[Tensor, Any]]
 """An attention function of transformers."""
 
 
-class SequenceError(UserError):
-    """A model whose sequences cannot be shared out."""
+class SequenceError(ConfigError):
+    """A model whose sequences cannot be divided over ranks."""
+
+    def __init__(self, reason: str, hint: str = "set it to 1, or use another model") -> None:
+        super().__init__(reason, location="trainer.sequence_parallel", hint=hint)
+
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the positions that a model is given: in a slice they would differ."""
+
+
+def check_config(config: Any, size: int) -> None:
+    """Raise ``SequenceError`` when ``size`` ranks cannot divide the sequences of a model with this config."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", 1)
+    for problem in sequence_parallel_problems(heads, getattr(text, "num_key_value_heads", None) or heads, size):
+        raise SequenceError(problem.message, problem.hint)
+    rope = getattr(text, "rope_parameters", None) or {}
+    for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
+        kind = str(settings.get("rope_type")) if isinstance(settings, dict) else ""
+        if size > 1 and any(name in kind for name in BY_LENGTH):
+            raise SequenceError(f"rotary embeddings of type {kind} depend on a sequence's length")
 
 
 class SequenceGroup:
@@ -96,9 +116,7 @@ class SequenceGroup:
         if self._layers != layers:
             raise SequenceError(
                 f"{layers - self._layers} of the {layers} layers of this {backbone.config.model_type} mix positions "
-                "by other means than attention",
-                location="trainer.sequence_parallel",
-                hint="set it to 1, or use another model",
+                "by other means than attention"
             )
         here = columns // (ids.shape[1] // self.size) == self.rank
         return states[self.own(predicts)], here[predicts]
@@ -132,23 +150,14 @@ class SequenceGroup:
         self._layers += 1
         rows, heads, positions, size = query.shape
         if mask is not None and mask.shape[-1] != positions * self.size:
-            raise SequenceError(
-                "this model makes attention masks of its own, which are those of a slice",
-                location="trainer.sequence_parallel",
-                hint="set it to 1, or use another model",
-            )
+            raise SequenceError("this model makes attention masks of its own, which are those of a slice")
         if kwargs.get("position_ids") is None:
-            raise SequenceError(
-                "this model does not pass positions to attention",
-                location="trainer.sequence_parallel",
-                hint="set it to 1, or use another model",
-            )
-        kv_heads = key.shape[1]
-        for problem in sequence_parallel_problems(heads, kv_heads, self.size):
-            raise SequenceError(problem.message, location=problem.path, hint=problem.hint)
+            raise SequenceError("this model does not pass positions to attention")
+        if any(kwargs.get(name) is not None for name in ("s_aux", "position_bias")):
+            raise SequenceError("attention of this model has weights for each head, which are not divided")
         # Ulysses takes values of the keys' size only; the values of latent attention (DeepSeek) are smaller.
         missing = size - value.shape[-1]
-        ulysses = _ulysses(core, self._ranks, rows, heads, size, kv_heads)
+        ulysses = _ulysses(core, self._ranks, rows, heads, size, key.shape[1])
         attended, weights = ulysses(module, query, key, nn.functional.pad(value, (0, missing)), mask, **kwargs)
         return attended.view(rows, positions, heads, size)[..., : size - missing], weights
 
