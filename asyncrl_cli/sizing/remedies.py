@@ -92,12 +92,12 @@ def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
         yield Change({"trainer.tokens_per_microbatch": tokens})
         if tokens > length:
             yield Change({"trainer.tokens_per_microbatch": length})
-    if rows == 1 and trainer.attention != "eager":
+    if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage:
+        yield Change({"trainer.offload": "optimizer"})
+    if trainer.attention != "eager":
         for size in (2 * trainer.sequence_parallel, 4 * trainer.sequence_parallel):
             if trainer.ranks % size == 0 and kv_heads % size == 0:
                 yield Change({"trainer.sequence_parallel": size})
-    if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage:
-        yield Change({"trainer.offload": "optimizer"})
     for ranks in (2 * trainer.ranks, 4 * trainer.ranks):
         yield Change({"trainer.ranks": ranks})
     if trainer.dtype == "float32" and trainer.gpus_per_rank:
