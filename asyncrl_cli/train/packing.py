@@ -123,7 +123,7 @@ def count_tokens(rows: Sequence[TrainingRow]) -> int:
 def plan_microbatches(
     lengths: Sequence[int], tokens_per_microbatch: int, ranks: int, packing: bool = False
 ) -> list[list[list[int]]]:
-    """Which rows each rank trains together.
+    """Which rows each rank trains together; with sequence parallelism a rank stands for the ranks that share its rows.
 
     Rows go to ranks from the longest to the shortest, each to the rank with the fewest tokens so far (R. L.
     Graham's LPT rule, 1969), so two ranks differ by at most one longest row. A rank takes its rows in the same

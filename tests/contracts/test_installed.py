@@ -61,6 +61,7 @@ def test_the_uses_that_matter_most_are_found(found: tuple[list[Use], list[Unknow
         "vllm.model_executor.model_loader.reload.finalize_layerwise_reload",
         "vllm.tool_parsers.ToolParser().extract_tool_calls",
         "deepspeed.zero.GatheredParameters",
+        "deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPAttentionHF",
         "deepspeed.runtime.engine.DeepSpeedEngine().backward",
         "deepspeed.runtime.engine.DeepSpeedEngine().save_checkpoint",
         "ray.util.placement_group.placement_group",
