@@ -40,7 +40,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", ROUTED | {"num_experts": 4}),
     "mistral, a window in all layers": ("mistral", WINDOW),
     "gemma3, a window in some layers": ("gemma3_text", WINDOW),
-    "deepseek_v3, values smaller than keys": ("deepseek_v3", GROUPED | LATENT | {"num_key_value_heads": 4, "head_dim": 8}),
+    "deepseek_v3, values smaller than keys": (
+        "deepseek_v3",
+        GROUPED | LATENT | {"num_key_value_heads": 4, "head_dim": 8},
+    ),
     "glm4_moe": ("glm4_moe", GROUPED),
     "phi3, frequencies by length": ("phi3", {"rope_parameters": LONG}),
     "qwen3_5, linear attention": ("qwen3_5_text", {"num_hidden_layers": 4}),
