@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,10 @@ Result = tuple[str, dict[str, dict[str, Any]]]
 """A part of the record, and new values in it by the name of a case."""
 
 
+COUNTED: dict[tuple[object, ...], int] = {}
+"""Bytes of activations: counting takes some seconds, and neither ZeRO nor the number of ranks changes them."""
+
+
 def ranks(folder: Path, only: Sequence[str]) -> Iterator[Result]:
     """Measure the cases whose names have one of the words, and print a row of the table for each."""
     print("| case | estimated MB | measured MB | off by | at the start MB |\n|-|-|-|-|-|")
@@ -167,8 +171,11 @@ def estimate(case: Case, folder: Path) -> tuple[int, int]:
 
     spec = case.spec(folder / case.model)
     model = size_model(spec, AutoConfig.from_pretrained(folder / case.model))
-    estimated = sum(part.bytes for part in rank_parts(spec, model).device)
-    return estimated, model.activations(*largest_microbatch(spec), spec.trainer.gradient_checkpointing)
+    shape = case.model, case.tokens, case.dtype, case.recompute, case.lora
+    if shape not in COUNTED:
+        COUNTED[shape] = model.activations(*largest_microbatch(spec), case.recompute)
+    model = replace(model, activations=lambda *_: COUNTED[shape])
+    return sum(part.bytes for part in rank_parts(spec, model).device), COUNTED[shape]
 
 
 def measure(case: Case, folder: Path) -> tuple[int, int]:
