@@ -68,7 +68,7 @@ bench: install
 	$(BIN)/python benchmarks/async_vs_sync.py
 
 # Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
-# DEVICE=cpu runs the same in small, in a few minutes.
+# DEVICE=cpu runs the same in small, in ten minutes on two cores.
 gpu: install
 	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S)
 

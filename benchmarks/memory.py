@@ -183,13 +183,24 @@ def measure(case: Case, folder: Path) -> tuple[int, int]:
 
     Raises ``IndexError`` or ``ValueError`` when one has failed.
     """
+    from asyncrl_cli.train.deepspeed_engine import trainer_environment
+
+    spec = case.spec(folder / case.model)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = []
     for rank in range(case.ranks):
         told = json.dumps({"case": asdict(case), "folder": str(folder), "rank": rank, "port": port})
         command = [sys.executable, "-W", "ignore", __file__, "--rank", told]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        processes.append(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=os.environ | trainer_environment(spec),
+            )
+        )
     answers = [process.communicate()[0] for process in processes]
     found = [json.loads(answer.splitlines()[-1]) for answer in answers]
     return max(one["peak"] for one in found), max(one["start"] for one in found)
@@ -206,9 +217,6 @@ def run_rank(case: dict[str, Any], folder: str, rank: int, port: int) -> None:
     """Be one rank of a case, and print what it took."""
     made = Case(**case)
     spec = made.spec(Path(folder) / made.model)
-    from asyncrl_cli.train.deepspeed_engine import trainer_environment
-
-    os.environ.update(trainer_environment(spec))
     import deepspeed  # noqa: F401
     import torch
 
@@ -318,7 +326,7 @@ def engine_memory(spec: ExperimentSpec, folder: str) -> int:
         "        async for _ in engine._vllm.generate(prompt, params, request_id=str(n)): pass\n"
         "    await asyncio.gather(*map(one, range(spec.rollout.max_running_rollouts)))\n"
         "    me = psutil.Process()\n"
-        "    print(sum(p.memory_full_info().pss for p in [me, *me.children(recursive=True)]), flush=True)\n"
+        "    print('bytes', sum(p.memory_full_info().pss for p in [me, *me.children(recursive=True)]), flush=True)\n"
         "    engine.shutdown()\n"
         "if __name__ == '__main__': asyncio.run(main())\n"
     )
@@ -336,7 +344,8 @@ def engine_memory(spec: ExperimentSpec, folder: str) -> int:
         command = [sys.executable, "-W", "ignore", file.name, str(QUICKSTART), json.dumps(overrides), folder]
         environment = os.environ | engine_environment(spec) | {"PYTHONPATH": str(QUICKSTART.parents[1])}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    return int(done.stdout.splitlines()[-1])
+    # vLLM writes to the same output.
+    return int(next(line for line in done.stdout.splitlines() if line.startswith("bytes ")).split()[1])
 
 
 if __name__ == "__main__":

@@ -17,10 +17,8 @@ ADAM_BYTES = 8
 REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
 """DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
 gathered ahead; the optimizer works on so many at a time."""
-KEPT, KEPT_RECOMPUTED = 0.55, 1.0
-"""Of a CPU rank's activations, what the C library keeps beside them when they are freed: fitted to measured ranks."""
-CPU_RANK_BYTES = 50 * 10**6
-"""What DeepSpeed and gloo take on a CPU beside the parts, fitted to measured ranks."""
+CPU_RANK_BYTES = 25 * 10**6
+"""What DeepSpeed and gloo take on a CPU beside the parts: the rest of a measured rank of 0.3 M weights, without ZeRO."""
 SUM_NUMBERS = 5 * 10**8
 """Numbers of gradients that DeepSpeed copies into one tensor to add them up over the ranks, without ZeRO."""
 
@@ -46,18 +44,15 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     activations = model.activations(rows, slice_, predicting, trainer.gradient_checkpointing)
     activations += _packed_mask(spec, length)
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
-    kept_share = KEPT_RECOMPUTED if trainer.gradient_checkpointing else KEPT
     passes = (
         Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
         Part("activations", activations, f"{rows} × {slice_:,} tokens{recomputed}"),
-        Part("freed memory", 0 if trainer.gpus_per_rank else int(kept_share * activations), "that the C library keeps"),
         Part("reduce buckets", _buckets(spec, model.trained), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
-    if trainer.gpus_per_rank:
-        largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
-    else:  # what a pass frees does not go back to the system before the step
-        largest = (*passes, *step, Part("DeepSpeed", CPU_RANK_BYTES, "of its own, and gloo's"))
+    # What one of them frees the other gets: from torch's allocator on a GPU, from the system on a CPU (decision 0060).
+    largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
+    own = () if trainer.gpus_per_rank else (Part("DeepSpeed", CPU_RANK_BYTES, "of its own, and gloo's"),)
     stage = trainer.zero_stage
     reference = Part(
         "reference model", _reference(spec, model), f"{trainer.dtype}, ZeRO {stage}" if stage == 3 else "whole"
@@ -68,7 +63,7 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
         if trainer.offload == "all":
             offloaded.append(weights)
     kept = [part for part in (weights, *states) if part not in offloaded]
-    return Rank(some([*kept, *critic, reference, *largest]), some(offloaded))
+    return Rank(some([*kept, *critic, reference, *largest, *own]), some(offloaded))
 
 
 def gathered_numbers(model: SizedModel, ranks: int, zero_stage: int) -> int:

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from asyncrl_cli.sizing.activations import LiveBytes, Pass, _trace, activation_bytes
+from asyncrl_cli.sizing.activations import LiveBytes, Pass, _drop_gradient, _trace, activation_bytes
 from asyncrl_cli.sizing.model import sized
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
 
 SPEC = ExperimentSpec.model_validate(
     {"model": {"path": "model"}, "task": {"use": "spell_backward"}, "stop": {"steps": 2}}
@@ -90,3 +91,24 @@ def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
     counted = activation_bytes(config, kinds_of(config), Pass(4, 64, 200, False, "float32", "sdpa"))
     # Fake tensors have the logits, 200 × 500 numbers, once more: they do not become log-probs in place.
     assert live.peak <= counted <= 1.01 * live.peak + 4 * 200 * 500
+
+
+def test_adapters_of_experts_take_their_weights_whole() -> None:
+    """As peft does, of which this is the count on real tensors."""
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.model.lora import add_adapters
+
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2, **SMALL, **EXPERTS)
+    lora = LoraSpec(rank=4)
+    counted = _trace(config, 2, Pass(2, 32, 60, False, "float32", "sdpa", lora))
+    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    add_adapters(model, lora, seed=0)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_drop_gradient) if parameter.requires_grad else None
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    with LiveBytes([*model.parameters(), *model.buffers()]) as live:
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state.flatten(0, 1)[:60]
+        head = model.get_output_embeddings()
+        chunked_logprobs(head, states, torch.zeros(60, dtype=torch.long), 1.0)[0].sum().backward()
+    assert counted == pytest.approx(live.peak, rel=0.1)
