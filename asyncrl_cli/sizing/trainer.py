@@ -18,7 +18,7 @@ REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
 """DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
 gathered ahead; the optimizer works on so many at a time."""
 CPU_RANK_BYTES = 25 * 10**6
-"""What DeepSpeed and gloo take on a CPU beside the parts: the rest of a measured rank of 0.3 M weights, without ZeRO."""
+"""What DeepSpeed and gloo take on a CPU beside the parts: what was left of a measured rank of 0.3 M weights."""
 SUM_NUMBERS = 5 * 10**8
 """Numbers of gradients that DeepSpeed copies into one tensor to add them up over the ranks, without ZeRO."""
 
