@@ -31,9 +31,9 @@ from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.rollout.client import EngineState, GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.remote import ActorLost, wait_for
+from asyncrl_cli.system.remote import ActorLost, seconds_for, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget
-from asyncrl_cli.weights.layout import patience_s
+from asyncrl_cli.weights.layout import size_of
 from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone
 
 LATE_S = 10.0
@@ -268,7 +268,7 @@ class Publisher:
         answer: Attestation = await wait_for(
             actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids),
             name,
-            self._timeout_s + patience_s(manifest.slots),
+            self._timeout_s + seconds_for(size_of(manifest.slots)),
         )
         verdict = self._check.judge(answer.probe_logprobs, probe.logprobs, last)
         refused = verdict.refused

@@ -20,9 +20,9 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.engine_source import why_lost
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import Probe
-from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, Unreachable, wait_for
+from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, Unreachable, seconds_for, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
-from asyncrl_cli.weights.layout import TensorSlot, patience_s
+from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed, ReplicaGone
 
 CALL_S = 120.0
@@ -210,7 +210,7 @@ class Replicas:
         actor = await agent.process.running()
         try:
             # Twice the bytes: the memory of two versions is allocated in one call.
-            limit_s += CALL_S + 2 * patience_s(self._slots)
+            limit_s += CALL_S + seconds_for(2 * size_of(self._slots))
             return await wait_for(getattr(actor, method).remote(*arguments), name, limit_s)
         except ActorLost as lost:
             await self._lose(agent, actor, lost)

@@ -21,8 +21,6 @@ ALIGNMENT = 64
 CHUNK_BYTES = 4 * 2**20
 """The largest chunk: small enough to ask another holder for soon, large enough that a request costs little."""
 PAGE = mmap.PAGESIZE
-SLOW_BYTES_S = 2**28
-"""Bytes per second: on a sound host, whatever moves, pins or digests weights is faster by several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +88,6 @@ def plan_slots(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> t
 def size_of(slots: tuple[TensorSlot, ...]) -> int:
     """Bytes that the tensors need, up to the alignment boundary after the last one."""
     return _aligned(slots[-1].offset + slots[-1].nbytes) if slots else 0
-
-
-def patience_s(slots: tuple[TensorSlot, ...]) -> float:
-    """Seconds, beside the usual limit, in which a sound host is done with a version's bytes."""
-    return size_of(slots) / SLOW_BYTES_S
 
 
 def shard_of(numel: int, rank: int, ranks: int) -> tuple[int, int]:

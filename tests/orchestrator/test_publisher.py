@@ -23,8 +23,9 @@ from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
+from asyncrl_cli.system import remote
 from asyncrl_cli.system.remote import Unreachable, wait_for
-from asyncrl_cli.weights import layout as layouts
+from asyncrl_cli.weights.layout import size_of
 from asyncrl_cli.weights.manifest import Overtaken, ReplicaGone
 
 PROBE = (1, 2, 3, 4)
@@ -391,7 +392,7 @@ def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(publisher, "wait_for", recorded)
     engine = Engine()
     asyncio.run(Harness(engine).serve(0))
-    monkeypatch.setattr(layouts, "SLOW_BYTES_S", layouts.size_of(layout(RANKS)) / 1000)
+    monkeypatch.setattr(remote, "SLOWEST_BYTES_PER_S", size_of(layout(RANKS)) / 1000)
     asyncio.run(Harness(engine).serve(0))
     usual = spec().rollout.hang_seconds
     assert limits == [pytest.approx(usual, abs=1), pytest.approx(usual + 1000)]
