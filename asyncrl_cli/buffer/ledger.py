@@ -16,43 +16,45 @@ Life of a group::
 
 The theorem
 -----------
-Symbols: B groups per step, k steps per publish, S the staleness bound, t batches taken so far, v versions
-published so far, A the groups admitted and not rejected. As every batch has B groups, A − tB groups are
-*outstanding* (running or finished).
+Symbols: B groups per step, k steps per publish, S the staleness bound, t batches taken so far, w = t // k the
+version that the trainer has, v versions published so far, which all engines serve, A the groups admitted and not
+rejected. As every batch has B groups, A − tB groups are *outstanding* (running or finished).
 
-Two rules tie v to t. A batch is taken only while v = t // k: after the last batch of a version the ledger
-waits for ``publish``. So vk <= t <= (v + 1)k at any time and t < (v + 1)k whenever a batch is taken. In
-the gap between the last batch and its publish, groups are still admitted at v, the version the engines
-really serve, although the next batch will be trained at v + 1.
+The trainer does not wait for the engines: while they load version w it takes batches of w. At most one publish is
+in flight, so v <= w <= v + 1 whenever a batch is taken, and t <= (v + 2)k at any time (decision 0062). Groups are
+admitted at v, the version that the engines really serve, and trained at w.
 
 * Admission needs A < (v + 1 + S)kB. The group's version is v and its deadline v + S: it must be in a
-  batch taken while the version is at most that, i.e. in one of the steps t, ..., (deadline + 1)k − 1.
-* For d >= v let places(d) = B·((d + 1)k − t − 1), the places in the batches *after* the next one until d
+  batch taken while the trainer's version is at most that, i.e. in one of the steps t, ..., (deadline + 1)k − 1.
+* For d >= w let places(d) = B·((d + 1)k − t − 1), the places in the batches *after* the next one until d
   has passed; U(d) the outstanding groups with a deadline of at most d; run(d) the running ones of them.
 * A batch is the B finished groups of the earliest deadlines, ties by admission order, taken once there are
-  B of them and run(d) <= places(d) for every d >= v: whoever is left behind still has a place in time.
+  B of them and run(d) <= places(d) for every d >= w: whoever is left behind still has a place in time.
 
-Claim: U(d) <= places(d) + B for every d >= v, and U(d) = 0 for every d < v whenever a batch is taken.
+Claim: U(d) <= places(d) + B for every d >= w, and U(d) = 0 for every d < w whenever a batch is taken.
 Hence every group is taken by its deadline, and a batch can be taken as soon as the running groups finish.
 
 Proof, by induction over the events; at the start nothing is outstanding.
 
 1. admit: all deadlines are at most v + S, so for d >= v + S, U(d) = A − tB <= ((v + 1 + S)k − t)B <=
    places(d) + B. For d < v + S the new group does not count, and U(d) is what it was. How room arose
-   (publish, rejection) does not matter: the bound looks at A alone.
+   (publish, rejection) does not matter: the bound looks at A alone. The new deadline is not below w: where
+   v + S < w, (v + 1 + S)kB <= wkB <= tB <= A, so there is no room.
 2. finish changes no U. reject lowers U. requeue lowers U(d) for the old deadline and leaves the total
-   A − tB, which is all that bounds d >= v + S, the replacement's deadline.
+   A − tB, which is all that bounds d >= v + S, the replacement's deadline. That is a later one: there are B
+   finished groups when a group is overdue, all of a deadline of at most v + S, so run(v + S) <= places(v + S).
 3. take: let F(d) = U(d) − run(d) be finished. Earliest deadline first takes min(B, F(d)) of them. If that
    is B, then U(d) − B <= places(d) by the claim. Otherwise no finished one is left and run(d) <= places(d)
    by the rule. Afterwards t is one more, places one batch less: what was places(d) is places(d) + B now.
-   ``train`` drops the rule, and with it the claim: late groups are counted instead.
-4. publish happens at t = (v + 1)k, when places(v) + B = 0, so U(v) = 0: nothing is overdue when d = v
-   leaves the range d >= v.
+   The last batch of w has places(w) = 0, so U(w) = 0 after it: nothing is overdue when d = w leaves the
+   range d >= w. ``train`` drops the rule, and with it the claim: late groups are counted instead.
+4. publish raises v and nothing else, which the claim does not mention.
 
 A crash is not an event: ``restore`` gives back the same state. A batch that is trained again was taken once.
 
-The batch can always be had: (a) A can reach (t + 1)B, since (v + 1 + S)k >= (v + 1)k >= t + 1 whenever a
-batch is allowed, and the bound by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
+The batch can always be had: (a) A can reach (t + 1)B: once the publish in flight is done v = w, and then
+(v + 1 + S)k >= (w + 1)k >= t + 1; with S >= 1 that is so before, as (v + 1 + S)k >= (v + 2)k >= t + 1. The bound
+by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
 group has finished, run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits
 without end. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
 the four groups 0 to 3 of version 0 be long; step 1 would take two groups of version 1, and at step 2 four
@@ -65,8 +67,9 @@ What the theorem takes for granted, and the caller must keep: no token of a grou
 sampled under a version below a. So ``publish`` is called after *every* engine serves the new weights, and
 an engine that restarts loads the current version before it serves.
 
-With S = 0 a batch is taken strictly in admission order, because finish order must not decide what is in it:
-that makes ``async`` with S = 0 equal to ``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the why.
+With S = 0 the trainer waits for every publish, because there is no room before it. A batch is taken strictly in
+admission order then, because finish order must not decide what is in it: that makes ``async`` with S = 0 equal to
+``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the why.
 """
 
 from __future__ import annotations
@@ -108,7 +111,7 @@ class Batch:
 
     Args:
         step: the step t that trains them.
-        version: the weight version they are trained at, t // k.
+        version: the weight version they are trained at, w = t // k.
         group_ids: B admission indices, ascending.
         group_versions: the version each of them was admitted at.
     """
@@ -129,8 +132,9 @@ class Blocked:
     """Why there is no next batch yet; ``str()`` says it in a sentence.
 
     Args:
-        kind: ``done``: all steps are taken. ``publish``: the version is due first. ``groups``: fewer than B
-            groups have finished. ``missing``: B have, but the groups in ``missing`` may not be left behind.
+        kind: ``done``: all steps are taken. ``publish``: a publish is in flight, and the next version is due.
+            ``groups``: fewer than B groups have finished. ``missing``: B have, but the groups in ``missing`` may
+            not be left behind.
         finished: groups that have finished and wait.
         needed: B.
         missing: running groups, in admission order; empty unless ``kind`` is ``missing``.
@@ -145,7 +149,7 @@ class Blocked:
         if self.kind == "done":
             return "all steps are taken"
         if self.kind == "publish":
-            return "the next weight version must be published first"
+            return "the weight version before must be published first"
         if self.kind == "groups":
             return f"only {self.finished} of {self.needed} groups have finished"
         return "groups that would miss their deadline have not finished: " + ", ".join(map(str, self.missing))
@@ -211,9 +215,19 @@ class Ledger:
         return dict(self._rejections)
 
     @property
+    def trainer_version(self) -> int:
+        """w: the version that the next batch is trained at, t // k."""
+        return self._step // self.settings.publish_every
+
+    @property
     def publish_due(self) -> bool:
-        """True from the taking of a version's last batch until ``publish``."""
-        return self._step == (self._version + 1) * self.settings.publish_every
+        """True from the taking of a version's last batch until ``publish``: the trainer is ahead of the engines."""
+        return self._version < self.trainer_version
+
+    @property
+    def _publish_overdue(self) -> bool:
+        """Whether two versions are due: only one publish may be in flight while a batch is taken."""
+        return self._version + 1 < self.trainer_version
 
     @property
     def done(self) -> bool:
@@ -318,7 +332,7 @@ class Ledger:
         finished, needed = len(self._finished), self.settings.groups_per_step
         if self.done:
             return Blocked("done", finished, needed)
-        if self.publish_due:
+        if self._publish_overdue:
             return Blocked("publish", finished, needed)
         if finished < needed:
             return Blocked("groups", finished, needed)
@@ -333,10 +347,10 @@ class Ledger:
         was rejected meanwhile makes it invalid: ask for the next batch again.
 
         Raises:
-            LedgerError: the batch is of another step, the version is not t // k, a group in it has not
+            LedgerError: the batch is of another step, two versions are due, a group in it has not
                 finished, or it would leave behind a group that then has no place before its deadline.
         """
-        if self.done or self.publish_due:
+        if self.done or self._publish_overdue:
             raise LedgerError(f"no batch can be taken: {self.next_batch()}")
         if batch.step != self._step:
             raise LedgerError(f"the next batch is that of step {self._step}, not {batch.step}")
@@ -352,7 +366,7 @@ class Ledger:
         """Every engine serves the next weight version from here on.
 
         Raises:
-            LedgerError: no version is due, i.e. t is not (v + 1)·k.
+            LedgerError: no version is due, i.e. t is below (v + 1)·k.
         """
         self.check_publish()
         self._version += 1
@@ -410,7 +424,7 @@ class Ledger:
 
     def _batch(self, group_ids: Sequence[int]) -> Batch:
         versions = tuple(self._version_of[group_id] for group_id in group_ids)
-        return Batch(self._step, self._version, tuple(group_ids), versions)
+        return Batch(self._step, self.trainer_version, tuple(group_ids), versions)
 
     def _overflow(self, group_ids: Sequence[int]) -> int:
         """How many of these groups find no place in time if the next batch leaves all of them behind.
@@ -464,7 +478,7 @@ class Ledger:
             and versions == sorted(versions)
             and self._version * self.settings.publish_every
             <= self._step
-            <= (self._version + 1) * self.settings.publish_every
+            <= (self._version + 2) * self.settings.publish_every
         )
         if not sound:
             raise LedgerError("the snapshot contradicts itself")

@@ -2,7 +2,8 @@
 
     admit -> generate -> record -> score -> take -> train -> publish -> admit ...
 
-Generation and training never wait for each other except where the buffer says so; ``sync``, ``one_step_off`` and
+Generation and training never wait for each other except where the buffer says so, and the trainer does not wait for
+the engines to load what it publishes; ``sync``, ``one_step_off`` and
 ``async`` are settings of its numbers and of nothing in this file. An engine serves a version only after it has
 proved it, so a group admitted under version v never holds an older token.
 """
@@ -30,7 +31,7 @@ from asyncrl_cli.orchestrator.gpu_turns import GpuTurns
 from asyncrl_cli.orchestrator.metrics import StepRecorder
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
-from asyncrl_cli.orchestrator.replicas import Replicas
+from asyncrl_cli.orchestrator.replicas import Replicas, Written
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scaling import answer_scale_requests
 from asyncrl_cli.orchestrator.scoring import Scoring
@@ -116,6 +117,9 @@ class Orchestrator:
         self._fixed_version = False  # whether that belongs to one version, so that the next one waits for it
         self._evaluating: set[int] = set()  # steps whose evaluation is under way
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
+        self._written = opening.version  # the newest version whose publish has begun
+        self._publishing: asyncio.Task[None] | None = None
+        self._published: PublishRecord | None = None  # and not reported
         parts.watchdog.on_stall = self._note_stall
 
     async def run(self) -> None:
@@ -171,10 +175,10 @@ class Orchestrator:
         self._scheduler.resume(self._opening)
         behind = self._step - self._trainer.step
         self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
-        if self._publish_due:
-            await self._publish()
-        else:
-            await self._trainer.catch_up(self._step)
+        while self._publish_due:  # two, when a publish was in flight as the run stopped
+            await self._begin_publish()
+        await self._finish_publish()
+        await self._trainer.catch_up(self._step)
         if self._step < steps:
             self._begin_evaluation()
         while self._step < steps:
@@ -182,19 +186,19 @@ class Orchestrator:
             if partial:
                 await self._stop_generation()
             report = await self._train(taken)
-            published = None
-            if self._publish_due:
-                if self._fixed_version:
-                    await self._finish_evaluation("the evaluation of the current weights")
-                published = await self._publish()
-            self._steps.report(taken, report, published, self._trainer.version)
+            self._steps.report(taken, report, self._published, self._trainer.version)
+            self._published = None
             self._spawn(self._steps.flush())
             # Only now: until it is reported, an interrupted run has to report the step itself (``settle``).
             self._in_flight = None
+            if self._publish_due:
+                await self._begin_publish()
             if partial:
+                await self._finish_publish()
                 await self._client.resume()
             if self._step < steps:
                 await self._between_steps()
+        await self._finish_publish()
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
@@ -205,7 +209,7 @@ class Orchestrator:
 
     @property
     def _publish_due(self) -> bool:
-        return self._step == (self._trainer.version + 1) * self._spec.pipeline.publish_every
+        return self._step >= (self._written + 1) * self._spec.pipeline.publish_every
 
     async def _take(self) -> Taken:
         with self._watchdog.waiting(GENERATION, f"the batch of step {self._step + 1}") as wait:
@@ -236,13 +240,30 @@ class Orchestrator:
         self._step += 1
         return report
 
-    async def _publish(self) -> PublishRecord:
-        what = f"every engine to load version {self._trainer.version + 1}"
-        record = await self._watchdog.until(self._trainer.publish(), DRIVER, what)
+    async def _begin_publish(self) -> None:
+        """Have the ranks write the next version. Engines get it while the trainer takes and trains the next batches
+        (decision 0062)."""
+        # One publish at a time: the ledger's proof allows no more, and the hosts have room for no more.
+        await self._finish_publish()
+        if self._fixed_version:
+            await self._finish_evaluation("the evaluation of the current weights")
+        written = await self._trainer.write(self._written + 1)
+        self._written = written.version
+        self._publishing = self._tasks.create_task(self._deliver(written))
+
+    async def _deliver(self, written: Written) -> None:
+        what = f"every engine to load version {written.version}"
+        record = await self._watchdog.until(self._trainer.deliver(written), DRIVER, what)
         # After all engines have proved it: a group that is admitted at a version holds no older token (decision 0001).
         await self._buffer.publish(record)
+        self._published = record
         self._scheduler.fill()
-        return record
+
+    async def _finish_publish(self) -> None:
+        """Return when no publish is in flight."""
+        if self._publishing is not None:
+            await self._publishing
+        self._publishing = None
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
         """The trainer has caught up by one step. Those that this driver has taken are reported by the loop."""
@@ -259,6 +280,7 @@ class Orchestrator:
 
     async def _between_steps(self) -> None:
         if self._evaluations_due():
+            await self._finish_publish()  # it is of the weights after this step
             await self._finish_evaluation("an evaluation")
             self._begin_evaluation()
         if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:

@@ -91,13 +91,14 @@ class Publisher:
         self._current: Publication | None = None
         self._available = asyncio.Event()
         self._publishing = False
+        self._delivering = asyncio.Lock()
         self._waiting = 0  # engines that wait for a version that no host has
         self._usual_s: float | None = None  # that the fastest host took to pull, in the newest publish with a pull
 
     @property
-    def checksum(self) -> str | None:
-        """The checksum of the version that engines serve."""
-        return None if self._current is None else self._current.manifest.checksum
+    def current(self) -> tuple[int, str] | None:
+        """The version that engines serve or are about to, and the checksum of its bytes; None before the first."""
+        return None if self._current is None else (self._current.manifest.version, self._current.manifest.checksum)
 
     @property
     def available(self) -> bool:
@@ -143,28 +144,30 @@ class Publisher:
             return None
         finally:
             self._publishing = False
-        served, probe = self._current, written.probe
-        same = served is not None and served.manifest == manifest
-        last = None if served is None else served.last_probe if same else served.probe.logprobs
-        # No await before the list of engines: one that comes up either serves by now, or finds another current version
-        # than it has proved.
-        self._current = publication = Publication(manifest, probe, last)
-        if served is not None:
-            served.replaced.set()
-        engines = [] if same else self._client.serving()
-        self._available.set()
-        updates = await self._update_all(engines, publication)
-        return PublishRecord(
-            version=version,
-            step=version * self._publish_every,
-            checksum=manifest.checksum,
-            seconds=written.seconds + time.monotonic() - started,
-            stall_s=max((update.stall_s for update in updates), default=0.0),
-            gap=max((update.gap for update in updates), default=0.0),
-            change=0.0 if served is None else self._check.distance(probe.logprobs, served.probe.logprobs),
-            write_s=written.seconds,
-            transfer_s=max((update.transfer_s for update in updates), default=0.0),
-        )
+        # One after another: a version that is written again must not meet its first delivery at an engine.
+        async with self._delivering:
+            served, probe = self._current, written.probe
+            same = served is not None and served.manifest == manifest
+            last = None if served is None else served.last_probe if same else served.probe.logprobs
+            # No await before the list of engines: one that comes up either serves by now, or finds another current
+            # version than it has proved.
+            self._current = publication = Publication(manifest, probe, last)
+            if served is not None:
+                served.replaced.set()
+            engines = [] if same else self._client.serving()
+            self._available.set()
+            updates = await self._update_all(engines, publication)
+            return PublishRecord(
+                version=version,
+                step=version * self._publish_every,
+                checksum=manifest.checksum,
+                seconds=written.seconds + time.monotonic() - started,
+                stall_s=max((update.stall_s for update in updates), default=0.0),
+                gap=max((update.gap for update in updates), default=0.0),
+                change=0.0 if served is None else self._check.distance(probe.logprobs, served.probe.logprobs),
+                write_s=written.seconds,
+                transfer_s=max((update.transfer_s for update in updates), default=0.0),
+            )
 
     async def bring_up(self, engine: EngineState) -> None:
         """Have an engine load and prove the current version, and serve. Raises ``RunError`` when it cannot."""

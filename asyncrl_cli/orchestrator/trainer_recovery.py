@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.publisher import Publisher
+from asyncrl_cli.orchestrator.replicas import Written
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import Opening, PublishRecord
 from asyncrl_cli.records.training import StepReport, TrainingBatch
@@ -29,7 +30,7 @@ T = TypeVar("T")
 
 
 class ResilientTrainer:
-    """Trainer ranks that survive their deaths, and the version that their weights were published as last.
+    """Trainer ranks that survive their deaths, and the version that engines serve.
 
     Attributes:
         step: steps in the weights.
@@ -57,7 +58,7 @@ class ResilientTrainer:
         self.step = step
         self.version = opening.version
         self.between_steps = True
-        self._checksum = opening.checksum  # of the bytes of that version, once it is published
+        self._opened = opening.version, opening.checksum
         self._ranks = ranks
         self._publisher = publisher
         self._buffer = buffer
@@ -77,17 +78,26 @@ class ResilientTrainer:
         """Train the batch that follows the weights' last step."""
         return await self._at(batch.step, lambda: self._train_step(batch))
 
-    async def publish(self) -> PublishRecord:
-        """Have every engine serve the present weights as the next version.
+    async def write(self, version: int) -> Written:
+        """Write the weights after the steps of ``version`` into the memory of the ranks' hosts. The ranks are free to
+        train when this returns, and a death of a rank does not matter to the version."""
+        step = version * self._publish_every
+        async with self._turn:
+            if self.step > step:
+                self._down = True
+                lost = f"no host has version {version} any more, and no engine has got it"
+                await self._budget.spend("trainer", "trainer-0", lost)
+            return await self._do(step, lambda: self._publisher.write(version))
 
-        The ranks write the weights; from then on the hosts have them, and a death of a rank does not matter. When a
-        host loses them before the engines have got them, they are written again.
+    async def deliver(self, written: Written) -> PublishRecord:
+        """Have every engine serve a version, while the ranks may train.
+
+        When its hosts lose it before the engines have got it, it is written again: ranks that have trained since go
+        back to a checkpoint for it.
         """
-        version, record = self.version + 1, None
-        while record is None:
-            written = await self._at(version * self._publish_every, lambda: self._publisher.write(version))
-            record = await self._publisher.deliver(written)
-        self.version, self._checksum = version, record.checksum
+        while (record := await self._publisher.deliver(written)) is None:
+            written = await self.write(written.version)
+        self.version = record.version
         return record
 
     async def save(self, step: int, write: Callable[[], Awaitable[T]]) -> T:
@@ -101,15 +111,16 @@ class ResilientTrainer:
         while True:
             await asyncio.sleep(GUARD_S)
             async with self._turn:
-                passed = self.version >= 0 and self.step > self.version * self._publish_every
-                if passed and self._publisher.missed and out_of_reach != self.version:
+                version, _ = self._offered
+                passed = version >= 0 and self.step > version * self._publish_every
+                if passed and self._publisher.missed and out_of_reach != version:
                     # Without engines there is no batch, and so no step that would bring the next version.
                     self._down = True
-                    lost = f"no host has version {self.version} any more, and all engines wait for it"
+                    lost = f"no host has version {version} any more, and all engines wait for it"
                     await self._budget.spend("trainer", "trainer-0", lost)
                     await self._do(self.step, self._ranks.check)
                     # A checkpoint of a later step may be the newest one: then the next publish is due.
-                    out_of_reach = -1 if self._publisher.available else self.version
+                    out_of_reach = -1 if self._publisher.available else version
                 else:
                     await self._do(self.step, self._ranks.check)
 
@@ -143,27 +154,33 @@ class ResilientTrainer:
             self._repeated(batch, report)
             await self._publish_again(step)
 
+    @property
+    def _offered(self) -> tuple[int, str | None]:
+        """The version that engines serve or are about to, and the checksum of its bytes once they are known. It is
+        one more than ``version`` while a publish is in flight."""
+        return self._publisher.current or self._opened
+
     async def _publish_again(self, step: int) -> None:
         """Engines that start need the present version, and no host has it after a resume, or once the agents that had
         it are lost: write it when the trainer passes its step on the way to ``step``, unless the next version is
         published there anyway."""
         if self._publisher.available:
             return
-        if step == (self.version + 1) * self._publish_every and not self._publisher.missed:
+        version, checksum = self._offered
+        if step == (version + 1) * self._publish_every and not self._publisher.missed:
             return
-        if self.step != self.version * self._publish_every:
+        if self.step != version * self._publish_every:
             return
-        record = await self._publisher.serve(self.version)
-        if self._checksum is None:
+        record = await self._publisher.serve(version)
+        if checksum is None:
             await self._buffer.publish(record)
-        elif record.checksum != self._checksum and comparable(record.checksum, self._checksum):
+        elif record.checksum != checksum and comparable(record.checksum, checksum):
             await self._budget.note(
                 "weights",
                 "trainer-0",
-                f"made version {self.version} again with other bits; expected after a change of settings or "
+                f"made version {version} again with other bits; expected after a change of settings or "
                 "hardware, and on GPUs without deterministic kernels",
             )
-        self._checksum = record.checksum
 
     async def _train_step(self, batch: TrainingBatch) -> StepReport:
         async with self._gpu_turn():

@@ -138,7 +138,7 @@ def test_train_takes_late_groups_and_counts_them() -> None:
     assert ledger.counts().late == 2
 
 
-def test_a_version_is_published_before_the_next_batch() -> None:
+def test_batches_are_taken_while_one_publish_is_in_flight() -> None:
     ledger = made_ledger(groups_per_step=1, publish_every=2, max_staleness=1)
     finish(ledger, *admit(ledger, 4))
     with pytest.raises(LedgerError, match="due at step 2, not 0"):
@@ -147,14 +147,31 @@ def test_a_version_is_published_before_the_next_batch() -> None:
     assert not ledger.publish_due
     take(ledger)
     assert ledger.publish_due
-    assert (ledger.step, ledger.version) == (2, 0)
-    assert blocked(ledger).kind == "publish"
-    with pytest.raises(LedgerError, match="published first"):
-        ledger.take(Batch(2, 0, (2,), (0,)))
+    assert (ledger.step, ledger.version, ledger.trainer_version) == (2, 0, 1)
     ledger.reject(3, "uniform")
     assert ledger.admit().version == 0, "before the publish the engines still serve the old version"
-    ledger.publish()
+    assert take(ledger).staleness == (1,), "the trainer has the new version before the engines have it"
+    ledger.finish(4)
     assert take(ledger).staleness == (1,)
+    assert blocked(ledger).kind == "publish"
+    with pytest.raises(LedgerError, match="published first"):
+        ledger.take(Batch(4, 2, (5,), (0,)))
+    ledger.publish()
+    finish(ledger, *admit(ledger, 1))
+    assert take(ledger).staleness == (1,)
+    assert ledger.publish_due
+
+
+def test_without_staleness_there_is_no_batch_while_a_publish_is_in_flight() -> None:
+    ledger = made_ledger(groups_per_step=1, publish_every=2, max_staleness=0)
+    finish(ledger, *admit(ledger, 2))
+    take(ledger)
+    take(ledger)
+    assert ledger.room() == 0
+    assert blocked(ledger).kind == "groups"
+    ledger.publish()
+    finish(ledger, *admit(ledger, 2))
+    assert take(ledger).staleness == (0,)
 
 
 def test_total_steps_limit_room_and_a_rejection_returns_it() -> None:

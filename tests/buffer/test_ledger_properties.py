@@ -70,7 +70,8 @@ class Histories(RuleBasedStateMachine):
         batch = self.ledger.next_batch()
         assert isinstance(batch, Batch)
         assert batch.step == len(self.taken)
-        assert batch.version == self.ledger.version
+        assert batch.version == batch.step // self.k
+        assert batch.version - self.ledger.version in (0, 1), "at most one publish is in flight"
         assert list(batch.group_ids) == sorted(batch.group_ids)
         assert len(batch.group_ids) == self.B
         assert not self.gone.intersection(batch.group_ids)
@@ -112,7 +113,7 @@ class Histories(RuleBasedStateMachine):
     def nothing_is_stuck(self) -> None:
         """If every running group ended now, and new ones too, the run would come to its next step."""
         twin = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
-        if twin.publish_due:
+        while twin.publish_due:
             twin.publish()
         for group_id in twin.running:
             twin.finish(group_id)
@@ -179,17 +180,21 @@ class Histories(RuleBasedStateMachine):
             bound = min(bound, self.T * self.B)
         assert self.ledger.admitted <= bound
         assert self.ledger.room() == bound - self.ledger.admitted
+        if self.ledger.version + self.S < self.ledger.step // self.k:
+            assert self.ledger.room() == 0, "a group would have missed its deadline from the start"
 
     @invariant()
     def demand_can_be_met(self) -> None:
         if self.ledger.settings.on_stale == "train":
             return
         v, t = self.ledger.version, self.ledger.step
-        assert v * self.k <= t <= (v + 1) * self.k
+        w = t // self.k
+        assert v <= w
+        assert t <= (v + 2) * self.k
         for d in range(max(v + self.S, *(e.deadline for e in self.entries.values()), 0) + 1 if self.entries else 0):
             rest = (d + 1) * self.k - t - 1
             due = self._due(self.ledger.running, d) + self._due(self.ledger.finished, d)
-            if d >= v:
+            if d >= w:
                 assert due <= self.B * (rest + 1), f"U({d}) = {due}, R({d}) = {rest}"
             else:
                 assert due == 0, f"{due} groups have missed version {d}"
@@ -205,7 +210,7 @@ class Histories(RuleBasedStateMachine):
             >= self._due(ledger.finished, d)
             + self._due(ledger.running, d)
             - self.B * ((d + 1) * self.k - ledger.step - 1)
-            for d in range(ledger.version, ledger.version + self.S + 1)
+            for d in range(ledger.step // self.k, ledger.version + self.S + 1)
         )
         assert isinstance(upcoming, Batch) == (met and len(ledger.finished) >= self.B), str(upcoming)
         if isinstance(upcoming, Batch):

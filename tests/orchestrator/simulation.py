@@ -89,6 +89,8 @@ def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
 RANK_0 = "host-0"
 TRAINING_TURNS = 5
 """Turns of the event loop that a step takes: time enough for engines to generate meanwhile."""
+LOADING_TURNS = 8
+"""Turns that an engine takes to load a version."""
 
 
 class Fate:
@@ -104,6 +106,9 @@ class Fate:
         self.training = 0
         self.overlapped = False
         """Whether an engine generated while a rank trained."""
+        self.loading = 0
+        self.loaded_meanwhile = False
+        """Whether a rank trained while an engine that serves loaded the next version."""
         self.awake: set[Engine] = set()
         """Engines that use their GPU."""
 
@@ -165,6 +170,15 @@ class Engine(Actor):
             raise ReplicaGone("the memory is gone")
         shards = self._hosts.memory[path]
         assert set(shards) == set(range(len(shards))), "every rank has written"
+        later = self._version >= 0
+        self._fate.loading += later
+        try:
+            for _ in range(LOADING_TURNS):
+                await asyncio.sleep(0)
+        finally:
+            self._fate.loading -= later
+        if path not in self._hosts.memory:
+            raise ReplicaGone("the memory is gone")
         (self._weights,) = set(shards.values())
         self._version = version
         return Attestation(version, probe(self._weights), 0.0)
@@ -344,6 +358,7 @@ class Rank(Actor):
             try:
                 for _ in range(TRAINING_TURNS):
                     assert not (self._shares and self._fate.awake), "the engines' memory is the trainer's for the step"
+                    self._fate.loaded_meanwhile |= self._fate.loading > 0
                     await asyncio.sleep(0)
             finally:
                 self._fate.training -= 1

@@ -162,7 +162,7 @@ def test_engines_that_agree() -> None:
     assert all(report.gap == pytest.approx(1e-4, rel=0.01) for report in reports)
     assert all(report.stall_s == pytest.approx(0.2501) for report in reports)
     assert harness.failed == {}
-    assert harness.publisher.checksum == harness.sum(2)
+    assert harness.publisher.current == (2, harness.sum(2))
     assert len({report.checksum for report in reports}) == 3
 
 
@@ -286,7 +286,7 @@ def test_a_new_engine_on_any_host_gets_the_present_weights_while_the_trainer_is_
             await harness.serve(4)
         await harness.bring_up(engine, "d")
         assert (engine.loaded, harness.up) == ([3], [engine])
-        assert harness.publisher.checksum == harness.sum(3), "the others still serve that, too"
+        assert harness.publisher.current == (3, harness.sum(3)), "the others still serve that, too"
 
     run(check())
 
@@ -364,7 +364,7 @@ def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pyte
         async def works(agent: StandInAgent) -> None:
             if agent._node == "d":
                 fetches.append(1)
-                while harness.publisher.checksum == harness.sum(0):
+                while harness.publisher.current == (0, harness.sum(0)):
                     await asyncio.sleep(0)
                 if len(fetches) == 1:  # in the very turn in which the version is replaced
                     raise Overtaken("a newer version is fetched")

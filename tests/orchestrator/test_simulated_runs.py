@@ -1,4 +1,4 @@
-"""NonNegative runs, simulated: whatever dies at whatever moment, the three promises of the design hold.
+"""Entire runs, simulated: whatever dies at whatever moment, the three promises of the design hold.
 
 Nothing finished is lost or trained twice, no group is staler than the bound, and every token is the one that the
 weights of its version sample.
@@ -225,6 +225,14 @@ def test_partial_rollouts_continue_after_the_publish_and_nothing_is_generated_wh
     assert fates[False].overlapped, "or there would be nothing to see"
     rollouts = [rollout for batch in finished.batches for group in batch.groups for rollout in group.rollouts]
     assert any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_the_trainer_trains_while_engines_load_what_it_published(tmp_path: Path, every: int, staleness: int) -> None:
+    fate = Fate(Random(0), 0)
+    simulated(tmp_path, small_spec(pipeline={"max_staleness": staleness, "publish_every": every}), fate)
+    assert fate.loaded_meanwhile == (staleness > 0), "with S = 0 there is nothing to train before"
 
 
 def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> ExperimentSpec:

@@ -7,16 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_ins import Notes, run, turns
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.orchestrator.replicas import Written
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.records.groups import Counts, Opening, PublishRecord
-from asyncrl_cli.records.training import StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 
 Step = tuple[int, ...]
@@ -77,6 +79,8 @@ class Harness:
     def __init__(self, ranks: Ranks, max_deaths: int = 100, version: int = -1, publish_every: int = 1000) -> None:
         self.ranks = ranks
         self.read: list[int] = []
+        self.hosts: dict[int, Step] = {}
+        """The weights that the hosts have by version."""
         self.served: list[tuple[int, Step]] = []
         self.trained: list[int] = []
         self.notes = Notes()
@@ -88,6 +92,8 @@ class Harness:
         """How many of the next publishes a host loses."""
         self.sum_of = str
         """The checksum that a publish of some weights has."""
+        self.current: tuple[int, str] | None = None
+        """As the publisher has it."""
         self.recorded: list[int] = []
         here: Any = self
         self.trainer = ResilientTrainer(
@@ -120,18 +126,24 @@ class Harness:
         assert record is not None
         return record
 
-    async def write(self, version: int) -> tuple[int, Step]:
+    async def write(self, version: int) -> Written:
         await self.ranks.call("serve")
-        return version, self.ranks.weights
+        self.hosts[version] = self.ranks.weights
+        return Written(version, Probe((), np.zeros(0, np.float32)), (), 0.0, 0)
 
-    async def deliver(self, written: tuple[int, Step]) -> PublishRecord | None:
+    async def deliver(self, written: Written) -> PublishRecord | None:
         if self.lost_deliveries:
             self.lost_deliveries -= 1
             return None
-        version, weights = written
+        version, weights = written.version, self.hosts[written.version]
         self.available, self.missed = True, False
-        self.served.append(written)
+        self.served.append((version, weights))
+        self.current = version, self.sum_of(weights)
         return PublishRecord(version, len(weights), self.sum_of(weights), 0.0, 0.0, 0.0, 0.0)
+
+    async def publish_next(self) -> PublishRecord:
+        """Publish the version that is due."""
+        return await self.trainer.deliver(await self.trainer.write(self.trainer.version + 1))
 
     async def publish(self, record: PublishRecord) -> None:
         self.recorded.append(record.version)
@@ -259,11 +271,11 @@ def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) 
 def test_other_bits_of_the_same_version_are_noted() -> None:
     async def check() -> None:
         harness = Harness(Ranks(), publish_every=2)
-        await harness.trainer.publish()
+        await harness.publish_next()
         for step in range(2):
             await harness.trainer.train(batch(step))
         await harness.at(2, "save")
-        await harness.trainer.publish()
+        await harness.publish_next()
         harness.sum_of = lambda weights: f"other bits of {weights}"
         harness.available = False
         for step in range(2, 4):
@@ -279,9 +291,28 @@ def test_a_version_that_is_due_is_published_and_not_the_one_before() -> None:
     async def check() -> None:
         harness = Harness(Ranks(weights=(0, 1), dies=once("serve:4")), version=1, publish_every=2)
         harness.ranks.checkpoints[2] = (0, 1)
-        record = await harness.trainer.publish()
+        record = await harness.publish_next()
         assert (record.version, harness.trainer.version) == (2, 2)
         assert harness.served == [(2, (0, 1, 2, 3))]
+
+    run(check())
+
+
+def test_a_version_that_is_lost_while_the_trainer_trains_on_is_made_again() -> None:
+    async def check() -> None:
+        harness = Harness(Ranks(), publish_every=2)
+        await harness.publish_next()
+        for step in range(2):
+            await harness.trainer.train(batch(step))
+        written = await harness.trainer.write(1)
+        await harness.at(2, "save")
+        await harness.trainer.train(batch(2))
+        harness.lost_deliveries = 1
+        assert (await harness.trainer.deliver(written)).version == 1
+        assert harness.served[-1] == (1, (0, 1)), "the weights after its steps, and not those of now"
+        await harness.trainer.train(batch(3))
+        assert harness.ranks.weights == (0, 1, 2, 3)
+        assert harness.trained == [2], "the step that had been trained since was repeated from the journal"
 
     run(check())
 
@@ -290,7 +321,7 @@ def test_a_publish_whose_weights_are_lost_on_the_way_is_written_again() -> None:
     async def check() -> None:
         harness = Harness(Ranks(weights=(0, 1)), version=0, publish_every=2)
         harness.lost_deliveries = 2
-        assert (await harness.trainer.publish()).version == 1
+        assert (await harness.publish_next()).version == 1
         assert harness.served == [(1, (0, 1))]
 
     run(check())
@@ -344,7 +375,7 @@ def test_it_does_not_go_back_for_weights_that_no_checkpoint_leads_to(monkeypatch
         await turns(100)
         assert harness.served == []
         assert len(harness.losses) == 1
-        assert (await harness.trainer.publish()).version == 2, "which is due"
+        assert (await harness.publish_next()).version == 2, "which is due"
         guard.cancel()
 
     run(check())
