@@ -145,15 +145,17 @@ class _Trace:
             for rank in range(self._ranks):
                 yield _slice(TRAINER, rank + 1, name, begin, until, {"version": span.version})
             if span.publish is not None:
-                yield from self._publish(span.publish, max(until, self._us(span.publish.begun_at)), free)
+                yield from self._publish(span.publish, max(until, min(free, self._us(span.publish.begun_at))), free)
             yield from self._counters(span)
 
-    def _publish(self, publish: PublishSpan, begin: int, end: int) -> Iterator[TraceEvent]:
-        begin = min(begin, end)
+    def _publish(self, publish: PublishSpan, begin: int, free: int) -> Iterator[TraceEvent]:
+        """``begin`` and ``free``: when the trainer began to publish, and could go on."""
+        begin = min(begin, free)
+        end = max(begin, self._us(publish.ended_at))
         load = max(begin, end - round(publish.stall_s * 1e6))
         name = f"version {publish.version}"
         for rank in range(self._ranks):
-            yield _slice(TRAINER, rank + 1, f"publish {name}", begin, end, {"version": publish.version})
+            yield _slice(TRAINER, rank + 1, f"publish {name}", begin, free, {"version": publish.version})
         for number in range(len(self._engines)):
             engine = ENGINES + number
             yield _slice(engine, LOADS, f"load {name}", load, end, {"longest pause (s)": publish.stall_s})

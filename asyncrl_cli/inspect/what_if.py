@@ -6,7 +6,8 @@ groups and steps. So the simulation has no rules of its own, and its assumptions
 * a group takes as long as the recorded group with its admission index, under whichever version, and is rejected if
   that one was; after the record's end, the record is repeated;
 * as many groups run at once as ever did;
-* training, publishing and checkpoints take as long as they did, step by step.
+* training, publishing and checkpoints take as long as they did, step by step; what follows the trainer's own part of
+  a publish goes on beside its next batch, where the ledger has one.
 
 How fast engines are when another number of groups runs at once is not recorded. Two assumptions enclose it
 (``Engines``): with ``spare`` capacity a group takes as long as it did, whatever runs beside it; ``saturated`` engines
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import pairwise
+from math import inf
 from statistics import median
 from typing import Literal, get_args
 
@@ -50,11 +52,13 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What a step takes: training, publishing, and what else keeps the trainer from asking for the next batch."""
+    """What a step takes: training, the trainer's part of publishing, and what else keeps it from asking for the next
+    batch. ``deliver_s``: how long it takes then until all engines serve the version."""
 
     train_s: float
     publish_s: float = 0.0
     other_s: float = 0.0
+    deliver_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +178,7 @@ class _Simulation:
         self._started = 0
         self._ends: list[tuple[float, int, bool]] = []
         self._running: set[int] = set()  # without those that were requeued
+        self._served_at: float | None = None  # when the publish in flight ends
 
     def run(self) -> Outcome:
         waited = 0.0
@@ -186,11 +191,15 @@ class _Simulation:
             staleness += batch.staleness
             self._ledger.take(batch)
             self._pass(step.train_s)
-            if self._ledger.publish_due:
+            if self._ledger.step % self._ledger.settings.publish_every == 0:
+                if self._served_at is not None:
+                    self._pass(self._served_at - self._now)
                 self._pass(step.publish_s)
-                self._ledger.publish()
-                self._fill()
+                self._served_at = self._now + step.deliver_s
+                self._pass(0.0)
             self._pass(step.other_s)
+        if self._served_at is not None:
+            self._pass(self._served_at - self._now)
         return Outcome(
             self._ledger.settings.max_staleness, waited, self._now, sum(staleness) / len(staleness), max(staleness)
         )
@@ -202,14 +211,14 @@ class _Simulation:
                 self._running.discard(group_id)
                 self._start(self._ledger.requeue(group_id).group_id)
             if not overdue:
-                self._end_first()
+                self._next_event()
         return upcoming
 
     def _pass(self, seconds: float) -> None:
         """Let time go by, with all that ends meanwhile."""
         until = self._now + seconds
-        while self._ends and self._time_of(self._ends[0][0]) <= until:
-            self._end_first()
+        while self._next_at() <= until:
+            self._next_event()
         self._progress += (until - self._now) / self._slowdown()
         self._now = until
 
@@ -218,6 +227,19 @@ class _Simulation:
 
     def _time_of(self, progress: float) -> float:
         return self._now + (progress - self._progress) * self._slowdown()
+
+    def _next_at(self) -> float:
+        ends = self._time_of(self._ends[0][0]) if self._ends else inf
+        return ends if self._served_at is None else min(ends, self._served_at)
+
+    def _next_event(self) -> None:
+        if self._served_at is None or self._next_at() < self._served_at:
+            self._end_first()
+            return
+        self._progress += (self._served_at - self._now) / self._slowdown()
+        self._now, self._served_at = self._served_at, None
+        self._ledger.publish()
+        self._fill()
 
     def _end_first(self) -> None:
         end, group_id, rejected = heappop(self._ends)
@@ -249,6 +271,10 @@ class _Simulation:
 def _step(batch: BatchTimes, up: Callable[[float], float]) -> Step:
     """``trained`` may be recorded before or after ``published``; the time between is in ``other_s``."""
     taken, trained = up(batch.taken_at), up(batch.trained_at)
+    if batch.held_s is not None:
+        held = min(batch.held_s, trained - taken)
+        delivered = trained if batch.published_at is None else up(batch.published_at)
+        return Step(trained - taken - held, held, deliver_s=max(0.0, delivered - trained))
     if batch.published_at is None or up(batch.published_at) > trained:
         return Step(trained - taken, batch.publish_s)
     published = up(batch.published_at)

@@ -19,6 +19,9 @@ from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import BufferSettings
 
+HELD = "time/publish_s"
+"""The metric of a step that says for how many seconds the publish after it kept the trainer."""
+
 
 @dataclass(frozen=True, slots=True)
 class PublishSpan:
@@ -45,7 +48,10 @@ class StepSpan:
 
     @property
     def ended_at(self) -> float:
-        """When the trainer was free for the next batch."""
+        """When the trainer was free for the next batch. Engines may have loaded the version until later, but in runs of
+        earlier releases, which have no ``time/publish_s``."""
+        if (held_s := self.metrics.get(HELD)) is not None:
+            return self.trained_until + held_s
         return self.publish.ended_at if self.publish else self.trained_until
 
 
@@ -153,13 +159,15 @@ class GroupTimes:
 @dataclass(frozen=True, slots=True)
 class BatchTimes:
     """One trained batch of the record. ``publish_s`` and ``save_s`` are what the publish and the checkpoint after it
-    took, 0 when there was none; ``published_at`` is when the publish was over."""
+    took, 0 when there was none; ``published_at`` is when the publish was over. ``held_s`` is the part of it that kept
+    the trainer; None in runs of earlier releases, where it was all of it."""
 
     taken_at: float
     trained_at: float
     published_at: float | None = None
     publish_s: float = 0.0
     save_s: float = 0.0
+    held_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +203,15 @@ def recording(connection: sqlite3.Connection) -> Recording:
         )
     ]
     batches = [
-        BatchTimes(taken_at, trained_at, *published.get(step, (None, 0.0)), saved.get(step, 0.0))
-        for step, taken_at, trained_at in connection.execute(
-            "SELECT step, taken_at, trained_at FROM batches WHERE trained_at IS NOT NULL ORDER BY step"
+        BatchTimes(
+            taken_at,
+            trained_at,
+            *published.get(step, (None, 0.0)),
+            saved.get(step, 0.0),
+            metrics_of(metrics).get(HELD),
+        )
+        for step, taken_at, trained_at, metrics in connection.execute(
+            "SELECT step, taken_at, trained_at, metrics FROM batches WHERE trained_at IS NOT NULL ORDER BY step"
         )
     ]
     return Recording(

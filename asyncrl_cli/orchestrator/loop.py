@@ -186,13 +186,15 @@ class Orchestrator:
             if partial:
                 await self._stop_generation()
             report = await self._train(taken)
-            self._steps.report(taken, report, self._published, self._trainer.version)
-            self._published = None
+            trained_at = time.monotonic()
+            if self._publish_due:
+                await self._begin_publish()
+            publish_s = time.monotonic() - trained_at
+            published, self._published = self._published, None
+            self._steps.report(taken, report, published, self._trainer.version, publish_s)
             self._spawn(self._steps.flush())
             # Only now: until it is reported, an interrupted run has to report the step itself (``settle``).
             self._in_flight = None
-            if self._publish_due:
-                await self._begin_publish()
             if partial:
                 await self._finish_publish()
                 await self._client.resume()

@@ -82,10 +82,19 @@ class StepRecorder:
         self._unrecorded: dict[int, StepRecord] = {}
         self._gap_warned = False
 
-    def report(self, taken: Taken, report: StepReport, published: PublishRecord | None, version: int) -> None:
-        """A step is done; ``flush`` has it recorded. ``version``: what engines serve now."""
+    def report(
+        self,
+        taken: Taken,
+        report: StepReport,
+        published: PublishRecord | None,
+        version: int,
+        publish_s: float = 0.0,
+    ) -> None:
+        """A step is done; ``flush`` has it recorded. ``version``: what engines serve now. ``publish_s``: seconds for
+        which the publish after it has kept the trainer."""
         step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(taken.batch, report, published, window, taken.counts, self._task_names)
+        metrics["time/publish_s"] = publish_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
         if self._prompts.unusable:
             metrics["data/unusable_prompts"] = float(self._prompts.unusable)

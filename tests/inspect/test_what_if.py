@@ -235,6 +235,33 @@ def test_publishing_and_saving_are_not_waiting() -> None:
     assert these.concurrency == 4
 
 
+def test_only_the_trainers_part_of_a_publish_keeps_it() -> None:
+    groups = [GroupTimes(0.0, 10.0, rejected=False)] * 4
+    batches = [
+        BatchTimes(10.0, 15.0, published_at=18.0, publish_s=3.5, held_s=0.5),
+        BatchTimes(16.0, 20.0, published_at=20.0, publish_s=0.5, held_s=0.5),
+    ]
+    these = workload(Recording(settings(), groups, batches))
+    assert these.steps == [Step(4.5, 0.5, deliver_s=3.0), Step(3.5, 0.5)]
+    assert these.waited_s == 10.0 + (16.0 - 15.0)
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2])
+def test_engines_load_beside_the_next_step_where_there_is_staleness(bound: int) -> None:
+    steps = [Step(4.0, 1.0, deliver_s=2.0)] * 10
+    # Groups of no length: the trainer waits for nothing but publishes.
+    quick = Workload(settings(max_staleness=bound, total_steps=10), [Attempt(0.0)], steps, 4, 0.0, 0.0)
+    outcome = simulate(quick, bound)
+    assert outcome.waited_s == (0.0 if bound else pytest.approx(9 * 2.0))
+    assert outcome.seconds == pytest.approx(10 * 5.0 + 2.0 + outcome.waited_s)
+
+
+def test_one_publish_at_a_time() -> None:
+    steps = [Step(1.0, 1.0, deliver_s=10.0)] * 10
+    quick = Workload(settings(max_staleness=8, total_steps=10), [Attempt(0.0)], steps, 4, 0.0, 0.0)
+    assert simulate(quick, 8).seconds == pytest.approx(1.0 + 10 * (1.0 + 10.0))
+
+
 def test_a_group_that_runs_lasts_as_the_median_or_longer() -> None:
     ended = [GroupTimes(float(at), at + 6.0, rejected=False) for at in range(3)]
     running = [GroupTimes(1.0, None, rejected=False), GroupTimes(19.0, None, rejected=False)]
