@@ -149,7 +149,7 @@ class _Trace:
             yield from self._counters(span)
 
     def _publish(self, publish: PublishSpan, begin: int, free: int) -> Iterator[TraceEvent]:
-        """``begin`` and ``free``: when the trainer began to publish, and could go on."""
+        """``begin`` and ``free``: when the trainer began to publish, and was free again."""
         begin = min(begin, free)
         end = max(begin, self._us(publish.ended_at))
         load = max(begin, end - round(publish.stall_s * 1e6))

@@ -7,7 +7,7 @@ groups and steps. So the simulation has no rules of its own, and its assumptions
   that one was; after the record's end, the record is repeated;
 * as many groups run at once as ever did;
 * training, publishing and checkpoints take as long as they did, step by step; what follows the trainer's own part of
-  a publish goes on beside its next batch, where the ledger has one.
+  a publish happens beside its next batch, where the ledger has one.
 
 How fast engines are when another number of groups runs at once is not recorded. Two assumptions enclose it
 (``Engines``): with ``spare`` capacity a group takes as long as it did, whatever runs beside it; ``saturated`` engines
