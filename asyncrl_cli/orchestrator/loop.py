@@ -171,6 +171,8 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         steps, partial = self._spec.stop.steps, self._spec.pipeline.partial_rollouts
+        # There is no batch before engines serve the weights: the step ends when they do.
+        alternating = partial or self._spec.pipeline.max_staleness == 0
         # Before any engine serves: unfinished rollouts take their slots before new groups are admitted.
         self._scheduler.resume(self._opening)
         behind = self._step - self._trainer.step
@@ -189,6 +191,8 @@ class Orchestrator:
             trained_at = time.monotonic()
             if self._publish_due:
                 await self._begin_publish()
+                if alternating:
+                    await self._finish_publish()
             publish_s = time.monotonic() - trained_at
             published, self._published = self._published, None
             self._steps.report(taken, report, published, self._trainer.version, publish_s)
@@ -196,7 +200,6 @@ class Orchestrator:
             # Only now: until it is reported, an interrupted run has to report the step itself (``settle``).
             self._in_flight = None
             if partial:
-                await self._finish_publish()
                 await self._client.resume()
             if self._step < steps:
                 await self._between_steps()

@@ -193,7 +193,7 @@ def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monk
     for _ in range(20):
         run.step()
     with snapshot(tmp_path / FILE) as connection:
-        times = trainer_time(connection, list(step_spans(connection, 1)), settings(max_staleness=2))
+        times = trainer_time(connection, list(step_spans(connection, 1)), 2)
     spent, start = activity(times, {}), activity(times[:3], {})
     assert spent is not None and bottleneck(spent, circumstance()).part == "training"
     assert start is not None and bottleneck(start, circumstance()).part != "training"
@@ -246,7 +246,7 @@ def test_the_trainers_time_is_the_runs_without_what_it_was_down(
         run.step()
     with snapshot(tmp_path / FILE) as connection:
         spans = list(step_spans(connection, 1))
-        times = trainer_time(connection, spans, settings(max_staleness=2))
+        times = trainer_time(connection, spans, 2)
         known = circumstances(connection, {}, spans, settings(max_staleness=2))
     spent = [sum(time.seconds.values()) for time in times]
     assert sum(spent[:4]) == pytest.approx(crashed - STARTED)

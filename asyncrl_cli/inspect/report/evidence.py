@@ -30,12 +30,9 @@ class StepTime:
     seconds: Mapping[Part, float]
 
 
-def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], settings: BufferSettings) -> list[StepTime]:
-    """The windows of trained steps, all of ``PARTS`` in each.
-
-    Without staleness the trainer waits until engines serve what it has published, so that is publishing, too.
-    """
-    enough = enough_finished(finished_groups(connection), [span.step for span in spans], settings.groups_per_step)
+def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], groups_per_step: int) -> list[StepTime]:
+    """The windows of trained steps, all of ``PARTS`` in each."""
+    enough = enough_finished(finished_groups(connection), [span.step for span in spans], groups_per_step)
     last = last_groups(connection)
     saved = {checkpoint.after_step: checkpoint.seconds for checkpoint in Checkpoint.read(connection)}
     starts = [start.at for start in Start.read(connection) if start.process != "restart"]
@@ -58,8 +55,6 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], sett
         seconds["training"] = max(0.0, span.trained_until - span.taken_at)
         free_at = span.ended_at
         if span.publish is not None:
-            if settings.max_staleness == 0:
-                free_at = max(free_at, span.publish.ended_at)
             begun_at = min(span.publish.begun_at, free_at)
             seconds["publishing"] = free_at - begun_at
             seconds["between"] += begun_at - span.trained_until

@@ -70,7 +70,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         settings = past.progress.settings
         spans = list(step_spans(connection, settings.publish_every))
         staleness = staleness_report(connection)
-        times = trainer_time(connection, spans, settings)
+        times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, _shares(spans))
         known = circumstances(connection, spec, spans, settings)
         found = bottleneck(spent, known) if spent and known else None
