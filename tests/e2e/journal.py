@@ -29,3 +29,10 @@ def steps_of(run: Path) -> list[Step]:
             )
             for step, digest in journal.execute("SELECT step, digest FROM batches ORDER BY step").fetchall()
         ]
+
+
+def probe_gaps(run: Path) -> dict[int, float]:
+    """By the step after which it was published, how far an engine's log-probs of a version were from the
+    trainer's; without the version that the run began with."""
+    with closing(open_for_reading(run / FILE)) as journal:
+        return dict(journal.execute("SELECT step, gap FROM publishes WHERE version > 0 ORDER BY version").fetchall())

@@ -10,7 +10,7 @@ import pytest
 from tests.monitors.mlflow_runs import tracking_at
 
 from .conftest import ROOT, Runs, rows
-from .journal import steps_of
+from .journal import probe_gaps, steps_of
 
 pytestmark = pytest.mark.stack
 
@@ -81,9 +81,9 @@ def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
     every = int(str(pipeline.get("publish_every", 1)))
     if pipeline.get("partial_rollouts"):
         assert any(row["staleness/rollouts_crossed"] > 0 for row in metrics)
-    published = [row for row in metrics if "publish/probe_gap" in row]
-    assert [row["step"] for row in published] == list(range(every, 9, every))
-    assert all(row["publish/probe_gap"] < 1e-4 for row in published)
+    gaps = probe_gaps(run)
+    assert list(gaps) == list(range(every, 9, every))
+    assert max(gaps.values()) < 1e-4
     assert all(row["engine/logprob_gap_max"] < 1e-4 for row in metrics if "engine/logprob_gap_max" in row)
     uids = [uid for step in steps_of(run) for uid in step.uids]
     assert len(set(uids)) == len(uids) == 8 * 8, "nothing is trained twice"
