@@ -22,8 +22,17 @@ from typing import Any, NamedTuple
 from asyncrl_cli.buffer.journal_file import JournalFile, Statement
 from asyncrl_cli.buffer.ledger import Batch, GroupEntry
 from asyncrl_cli.journal.progress import kept_checkpoints
-from asyncrl_cli.journal.rollout_rows import columns_of, key_crc, open_groups, prompt_columns, row_crc
+from asyncrl_cli.journal.rollout_rows import (
+    PROMPT,
+    columns_of,
+    experts_columns,
+    key_crc,
+    open_groups,
+    prompt_columns,
+    row_crc,
+)
 from asyncrl_cli.journal.schema import JournalError
+from asyncrl_cli.records.experts import Experts
 from asyncrl_cli.records.generation import (
     CONTEXT,
     EngineRequest,
@@ -146,12 +155,14 @@ class Journal(JournalFile):
                 continue
             for void in [start for start in pieces if start >= segment.start]:
                 del pieces[void]
-                self._note(
-                    "DELETE FROM segments WHERE group_id = ? AND rollout_index = ? AND branch = ? AND start = ?",
-                    *(group_id, index, branch, void),
-                )
+                for table in ("segments", "experts"):
+                    self._note(
+                        f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ? AND branch = ? AND start = ?",
+                        *(group_id, index, branch, void),
+                    )
             pieces[segment.start] = piece
             self._note_segment(group_id, index, branch, columns, now)
+            self._note_experts(group_id, index, branch, segment.start, segment.experts)
             sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != CONTEXT]
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
@@ -168,11 +179,14 @@ class Journal(JournalFile):
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
         self._note_rollout(columns, now if outcome else None, now)  # before the segments: it may be refused
         if self._in_part.get(group_id, {}).pop(index, None):  # its pieces begin at other tokens
-            self._note("DELETE FROM segments WHERE group_id = ? AND rollout_index = ?", group_id, index)
+            for table in ("segments", "experts"):
+                self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
+            self._note_experts(group_id, index, branch, PROMPT, sequence.prompt_experts)
             for segment in sequence.segments(sequence.rollout_id):
                 self._note_segment(group_id, index, branch, columns_of(segment), now)
+                self._note_experts(group_id, index, branch, segment.start, segment.experts)
 
     def scored(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
@@ -300,6 +314,11 @@ class Journal(JournalFile):
         keyed = key_crc(group_id, index, branch, start, version, crc)
         # Not checked: integers and bytes can always be stored, and this is most of what a run writes.
         self._noted.append((_SEGMENT, (group_id, index, branch, *columns, at, keyed)))
+
+    def _note_experts(self, group_id: int, index: int, branch: int, start: int, experts: Experts | None) -> None:
+        if experts is not None:
+            columns = experts_columns(group_id, index, branch, start, experts)
+            self._noted.append(("INSERT OR REPLACE INTO experts VALUES (?, ?, ?, ?, ?, ?)", columns))
 
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))

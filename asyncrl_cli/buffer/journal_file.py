@@ -75,7 +75,8 @@ class JournalFile:
                 needed or 0,
                 PRUNED_AT_ONCE,
             )
-            self._connection.executemany("DELETE FROM segments WHERE group_id = ?", dropped)
+            for table in ("segments", "experts"):
+                self._connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", dropped)
             if dropped:  # without the mark, tokens that are missing by damage would pass for dropped ones
                 self._connection.execute(
                     "UPDATE meta SET value = max(CAST(value AS INTEGER), ?) WHERE key = 'pruned_to'",

@@ -294,6 +294,14 @@ def kl_placement(source: Source) -> str:
     return "reward" if in_reward else "loss"
 
 
+def router_replay(source: Source) -> bool | None:
+    """`algorithm.router_replay`."""
+    mode = source.get(f"{A}router_replay.mode")
+    if mode == "R2":
+        source.remark("R2 replays the trainer's own choice of experts: there is R3 alone, which replays the engine's")
+    return mode == "R3" or None
+
+
 def correction_preset(source: Source) -> str:
     """`algorithm.correction.preset`: both set no weights."""
     if source.flag(f"{CORRECTION}bypass_mode"):

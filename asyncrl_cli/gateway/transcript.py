@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl_cli.records.experts import filled, join_experts
 from asyncrl_cli.records.generation import CONTEXT, FinishReason, Rollout, Segment, TokenSequence, branch_id
 from asyncrl_cli.rollout.client import OnSegments
 
@@ -130,7 +131,8 @@ class Transcript:
             known = len(branch.known.ids) - call.first
             if segment.start <= known < segment.end:  # earlier ones are known, later ones come with the rollout
                 versions = np.full(len(segment.ids), segment.version, np.int32)
-                new = TokenSequence(segment.ids, segment.logprobs, versions).slice(known - segment.start, None)
+                tokens = TokenSequence(segment.ids, segment.logprobs, versions, segment.experts)
+                new = tokens.slice(known - segment.start, None)
                 branch.known = branch.known.extended(new)
                 fresh = fresh.extended(new)
         self._report(branch, len(branch.known.ids))
@@ -144,6 +146,10 @@ class Transcript:
         if agree < len(sampled.ids):
             branch.known = branch.known.slice(0, call.first).extended(sampled)
             branch.reported = min(branch.reported, call.first + agree)
+        if isinstance(sampled, Rollout) and sampled.prompt_experts is not None:
+            later = len(branch.known.ids) - end
+            given = [(call.first, sampled.prompt_experts), (len(sampled.ids), sampled.experts), (later, None)]
+            branch.known = replace(branch.known, experts=filled(branch.known.experts, join_experts(given)))
         branch.end, branch.finish, branch.busy = end, finish, False
         branch.turns.append(turn)
         self._report(branch, end)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from asyncrl_cli.records.experts import Experts, from_bytes, to_bytes
 from asyncrl_cli.records.generation import (
     FinishReason,
     Rollout,
@@ -27,6 +28,8 @@ from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup
 from asyncrl_cli.records.prompt import Prompt, prompt_from
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
+PROMPT = -1
+"""In place of a segment's first token, in ``experts``: the row is of the prompt."""
 TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -87,7 +90,7 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
         branches = segments_of(connection, group_id, index)
         if row.tokens and not branches and _is_pruned(connection, group_id):
             raise LookupError(f"the tokens of step {step} are pruned")
-        rollouts.append(rollout_of(training_rollout_id(group_id, index), row, branches, group.prompt_ids))
+        rollouts.append(_rollout(connection, group_id, index, row, branches, group.prompt_ids))
     measured = tuple(row.measured() for row in rows.values())
     return TrainingGroup(
         group_id, group.prompt.uid, group.version, tuple(rollouts), tuple(rewards), measured if any(measured) else ()
@@ -142,12 +145,27 @@ def _open_group(connection: sqlite3.Connection, group_id: int) -> OpenGroup:
         if row.reward is not None:
             scored.add(index)
         elif row.finish_reason is not None:
-            unscored[index] = rollout_of(name, row, segments_of(connection, group_id, index), group.prompt_ids)
+            branches = segments_of(connection, group_id, index)
+            unscored[index] = _rollout(connection, group_id, index, row, branches, group.prompt_ids)
         else:
             prefixes[index] = segments_of(connection, group_id, index)
             joined(prefixes[index], name, row.tokens)  # for its checks
     admission = Admission(group_id, group.version, group.prompt, group.prompt_ids)
     return OpenGroup(admission, frozenset(scored), unscored, prefixes)
+
+
+def _rollout(
+    connection: sqlite3.Connection,
+    group_id: int,
+    index: int,
+    row: RolloutRow,
+    branches: Mapping[int, Sequence[Segment]],
+    prompt_ids: tuple[int, ...],
+) -> Rollout:
+    """``rollout_of``, with the experts of the prompt."""
+    rollout = rollout_of(training_rollout_id(group_id, index), row, branches, prompt_ids)
+    of_prompt = _experts_of(connection, group_id, index, of_prompt=True).get((0, PROMPT))
+    return rollout if of_prompt is None else replace(rollout, prompt_experts=from_bytes(of_prompt, len(prompt_ids)))
 
 
 def rollout_of(
@@ -179,14 +197,41 @@ def segments_of(connection: sqlite3.Connection, group_id: int, index: int) -> di
         "WHERE group_id = ? AND rollout_index = ? ORDER BY branch, start",
         (group_id, index),
     )
+    experts = _experts_of(connection, group_id, index, of_prompt=False)
     found: dict[int, list[Segment]] = {}
     for branch, start, version, tokens, logprobs, crc, keyed in rows:
         key = (group_id, index, branch, start, version)
         if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
             raise _malformed(f"the tokens of rollout {name} have another checksum")
         ids, values = np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS)
-        found.setdefault(branch, []).append(Segment(branch_id(name, branch), start, version, ids, values))
+        chosen = experts.get((branch, start))
+        rows_of = None if chosen is None else from_bytes(chosen, len(ids))
+        found.setdefault(branch, []).append(Segment(branch_id(name, branch), start, version, ids, values, rows_of))
     return {branch: tuple(segments) for branch, segments in found.items()}
+
+
+def _experts_of(
+    connection: sqlite3.Connection, group_id: int, index: int, of_prompt: bool
+) -> dict[tuple[int, int], bytes]:
+    """The stored experts of a rollout's prompt, or of its segments, by branch and ``start``. Raises
+    ``sqlite3.DatabaseError`` for damaged ones."""
+    found = {}
+    for branch, start, ids, crc in connection.execute(
+        "SELECT branch, start, ids, crc FROM experts WHERE group_id = ? AND rollout_index = ? AND (start = ?) = ?",
+        (group_id, index, PROMPT, of_prompt),
+    ):
+        if row_crc(group_id, index, branch, start, ids) != crc:
+            raise _malformed(f"the experts of rollout {training_rollout_id(group_id, index)} have another checksum")
+        found[branch, start] = ids
+    return found
+
+
+def experts_columns(
+    group_id: int, index: int, branch: int, start: int, experts: Experts
+) -> tuple[int, int, int, int, bytes, int]:
+    """All columns of a row of ``experts``."""
+    columns = group_id, index, branch, start, to_bytes(experts)
+    return *columns, row_crc(*columns)
 
 
 def joined(

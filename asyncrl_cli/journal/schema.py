@@ -5,6 +5,8 @@
     rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
                  version changes; version -1 is for context, which was not sampled
+    experts      the experts that an engine chose for the tokens of a segment, where they are recorded: the row has the
+                 segment's key; with ``start`` -1 those of the rollout's prompt (records/experts.py has the format)
     engine_changes   one row for each time that an engine began to serve (``join``) or left (``leave``)
     engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
                  GROUP-INDEX/CALL, and eval:... of an evaluation's
@@ -137,7 +139,19 @@ MIGRATIONS = (
         change TEXT NOT NULL CHECK (change IN ('join', 'leave')), reason TEXT NOT NULL
     );
     """,
+    # The choice of experts; apart from the tokens, which it outweighs by far.
+    """
+    CREATE TABLE experts (
+        group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, branch INTEGER NOT NULL, start INTEGER NOT NULL,
+        ids BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (group_id, rollout_index, branch, start)
+    );
+    """,
 )
+
+_NO_EXPERTS = """
+    CREATE TEMP VIEW experts AS
+        SELECT 0 AS group_id, 0 AS rollout_index, 0 AS branch, 0 AS start, NULL AS ids, 0 AS crc WHERE 0;
+    """
 
 _NO_ENGINE_CHANGES = """
     CREATE TEMP VIEW engine_changes AS SELECT 0 AS id, 0.0 AS at, '' AS engine, '' AS change, '' AS reason WHERE 0;
@@ -145,12 +159,14 @@ _NO_ENGINE_CHANGES = """
 
 AS_NEWEST = {
     4: _NO_ENGINE_CHANGES
+    + _NO_EXPERTS
     + """
     CREATE TEMP VIEW rollouts AS SELECT *, place AS rollout_index, judged_at AS scored_at FROM main.rollouts;
     CREATE TEMP VIEW segments AS SELECT *, place AS rollout_index FROM main.segments;
     CREATE TEMP VIEW engine_requests AS SELECT * FROM main.spells;
     """,
-    5: _NO_ENGINE_CHANGES,
+    5: _NO_ENGINE_CHANGES + _NO_EXPERTS,
+    6: _NO_EXPERTS,
 }
 """Views that make a journal of an older schema look like one of the newest, by the older schema's number. Others are
 read as a copy that is migrated."""

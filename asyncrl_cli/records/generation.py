@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl_cli.records.experts import Experts, join_experts
+
 FinishReason = Literal["stop", "length"]
 
 CONTEXT = -1
@@ -31,7 +33,7 @@ class Sampling:
 class Segment:
     """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``CONTEXT``.
 
-    ``ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token.
+    ``ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token, ``experts`` one row (records/experts.py).
     """
 
     rollout_id: str
@@ -39,6 +41,7 @@ class Segment:
     version: int
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
+    experts: Experts | None = None
 
     @property
     def end(self) -> int:
@@ -50,10 +53,13 @@ class Segment:
         skipped = max(index - self.start, 0)
         if skipped >= len(self.ids):
             return None
-        return Segment(self.rollout_id, self.start + skipped, self.version, self.ids[skipped:], self.logprobs[skipped:])
+        experts = None if self.experts is None else self.experts[skipped:]
+        arrays = self.ids[skipped:], self.logprobs[skipped:], experts
+        return Segment(self.rollout_id, self.start + skipped, self.version, *arrays)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpack_segment, (self.rollout_id, self.start, self.version, self.ids.tobytes(), self.logprobs.tobytes())
+        arrays = self.ids.tobytes(), self.logprobs.tobytes(), self.experts
+        return _unpack_segment, (self.rollout_id, self.start, self.version, *arrays)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,24 +67,29 @@ class TokenSequence:
     """Tokens with the weight version that sampled each: one entry per token in each of the three arrays.
 
     ``ids`` is int32. ``logprobs`` (float32, nats) are taken from the distribution sampled from, temperature included.
-    ``versions`` (int32) never fall where they are not ``CONTEXT``: weights only move forward.
+    ``versions`` (int32) never fall where they are not ``CONTEXT``: weights only move forward. ``experts`` has a row per
+    token (records/experts.py); None where the choice of experts is not recorded.
     """
 
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
+        if self.experts is not None and len(self.experts) != len(self.ids):
+            raise ValueError(f"{len(self.ids)} tokens have the experts of {len(self.experts)}")
         if not len(self.ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"{len(self.ids)} tokens have {len(self.logprobs)} log-probs and {len(self.versions)} versions"
             )
 
     @classmethod
-    def context(cls, ids: Sequence[int] | NDArray[np.int32] = ()) -> TokenSequence:
+    def context(cls, ids: Sequence[int] | NDArray[np.int32] = (), experts: Experts | None = None) -> TokenSequence:
         """Tokens that no weights sampled."""
         count = len(ids)
-        return cls(np.asarray(ids, np.int32), np.zeros(count, np.float32), np.full(count, CONTEXT, np.int32))
+        arrays = np.asarray(ids, np.int32), np.zeros(count, np.float32), np.full(count, CONTEXT, np.int32)
+        return cls(*arrays, experts)
 
     @classmethod
     def join(cls, segments: Iterable[Segment]) -> TokenSequence:
@@ -103,12 +114,13 @@ class TokenSequence:
                 np.asarray([segment.version for segment in segments], np.int32),
                 [len(segment.ids) for segment in segments],
             ),
+            join_experts((len(segment.ids), segment.experts) for segment in segments),
         )
 
     @property
-    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32]]:
-        """Ids, log-probs and versions."""
-        return self.ids, self.logprobs, self.versions
+    def arrays(self) -> tuple[NDArray[np.int32], NDArray[np.float32], NDArray[np.int32], Experts | None]:
+        """Ids, log-probs, versions and experts."""
+        return self.ids, self.logprobs, self.versions, self.experts
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
@@ -118,7 +130,8 @@ class TokenSequence:
 
     def slice(self, start: int, end: int | None) -> TokenSequence:
         """The tokens from ``start`` up to, not including, ``end``; None: up to the last."""
-        return TokenSequence(self.ids[start:end], self.logprobs[start:end], self.versions[start:end])
+        experts = None if self.experts is None else self.experts[start:end]
+        return TokenSequence(self.ids[start:end], self.logprobs[start:end], self.versions[start:end], experts)
 
     def extended(self, more: TokenSequence) -> TokenSequence:
         """These tokens, and ``more`` after them."""
@@ -126,14 +139,18 @@ class TokenSequence:
             np.concatenate([self.ids, more.ids]),
             np.concatenate([self.logprobs, more.logprobs]),
             np.concatenate([self.versions, more.versions]),
+            join_experts((len(part.ids), part.experts) for part in (self, more)),
         )
 
     def segments(self, rollout_id: str, start: int = 0) -> list[Segment]:
         """The tokens, split where the version changes; the first one is token ``start`` of the whole sequence."""
-        ids, logprobs, versions = self.arrays
+        ids, logprobs, versions, experts = self.arrays
         bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
         return [
-            Segment(rollout_id, start + first, int(versions[first]), ids[first:last], logprobs[first:last])
+            Segment(
+                *(rollout_id, start + first, int(versions[first]), ids[first:last], logprobs[first:last]),
+                None if experts is None else experts[first:last],
+            )
             for first, last in pairwise(bounds)
             if last > first
         ]
@@ -181,6 +198,8 @@ class Rollout(TokenSequence):
     An episode (several calls of a model by an environment or an agent) has no ``prompt_ids``: its response begins
     with the first call's prompt, as ``CONTEXT``. Where a call does not continue an earlier one's conversation,
     it begins another sequence of the same rollout: ``branches`` has those, without branches of their own.
+
+    ``prompt_experts``: the experts of ``prompt_ids``, as ``experts`` are those of the response.
     """
 
     rollout_id: str
@@ -188,6 +207,7 @@ class Rollout(TokenSequence):
     text: str
     finish_reason: FinishReason
     branches: tuple[Rollout, ...] = ()
+    prompt_experts: Experts | None = None
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
@@ -207,27 +227,40 @@ class Rollout(TokenSequence):
         return self.finish_reason == "stop"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        arrays = (array.tobytes() for array in (self.ids, self.logprobs, self.versions))
         described = (self.rollout_id, self.prompt_ids, self.text, self.finish_reason, self.branches)
-        return _unpack_rollout, (*(array.tobytes() for array in self.arrays), *described)
+        return _unpack_rollout, (*arrays, self.experts, self.prompt_experts, *described)
 
 
 # Rollouts go from process to process by the hundred, and most are short. As plain bytes their arrays cost a tenth of
 # what numpy's own pickling takes (decision 0006).
 
 
-def _unpack_segment(rollout_id: str, start: int, version: int, ids: bytes, logprobs: bytes) -> Segment:
-    return Segment(rollout_id, start, version, np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32))
+def _unpack_segment(
+    rollout_id: str, start: int, version: int, ids: bytes, logprobs: bytes, experts: Experts | None
+) -> Segment:
+    arrays = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), experts
+    return Segment(rollout_id, start, version, *arrays)
 
 
-def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, *described: Any) -> Rollout:
+def _unpack_rollout(
+    ids: bytes,
+    logprobs: bytes,
+    versions: bytes,
+    experts: Experts | None,
+    prompt_experts: Experts | None,
+    *described: Any,
+) -> Rollout:
     rollout_id, prompt_ids, text, finish_reason, branches = described
     return Rollout(
         *(np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), np.frombuffer(versions, np.int32)),
+        experts,
         rollout_id=rollout_id,
         prompt_ids=prompt_ids,
         text=text,
         finish_reason=finish_reason,
         branches=branches,
+        prompt_experts=prompt_experts,
     )
 
 

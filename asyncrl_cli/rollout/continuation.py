@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.core.seeds import derive_seed
+from asyncrl_cli.records.experts import Experts, filled, join_experts
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 
 
@@ -38,11 +39,13 @@ def split_by_version(
     ids: Sequence[int] | NDArray[Any],
     logprobs: Sequence[float] | NDArray[Any],
     version_starts: Sequence[tuple[int, int]],
+    experts: Experts | None = None,
 ) -> list[Segment]:
     """Tokens ``start``, ``start + 1``, ... of a sequence, a segment for each run of one weight version or ``CONTEXT``.
 
     ``version_starts`` has (version, index of its first token) by ascending index, of the whole sequence or of more of
-    it than these tokens. Raises ``RuntimeError`` for a token without a log-prob or a version.
+    it than these tokens; ``experts`` has a row per token. Raises ``RuntimeError`` for a token without a log-prob or a
+    version.
     """
     end = start + len(ids)
     if len(logprobs) != len(ids):
@@ -51,7 +54,7 @@ def split_by_version(
         raise RuntimeError(f"no weight version is known for token {start} of rollout {rollout_id}")
     bounds = np.clip([*(first for _, first in version_starts), end], start, end)
     versions = np.repeat(np.asarray([version for version, _ in version_starts], np.int32), np.diff(bounds))
-    tokens = TokenSequence(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), versions)
+    tokens = TokenSequence(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), versions, experts)
     return tokens.segments(rollout_id, start)
 
 
@@ -71,14 +74,25 @@ def stopped_at(decode: Callable[[Any], str], ids: Sequence[int] | NDArray[Any], 
 
 
 def finished(
-    request: RolloutRequest, rest: Iterable[Segment], reason: FinishReason, decode: Callable[[Any], str]
+    request: RolloutRequest,
+    rest: Iterable[Segment],
+    reason: FinishReason,
+    decode: Callable[[Any], str],
+    before: Experts | None = None,
 ) -> Rollout:
     """The rollout of a request, of which ``rest`` was generated after its prefix, or nothing.
 
     ``reason`` says how the rest ended. A stop string that began in the prefix ends the rollout, too; text is decoded
-    once, from all ids. Raises ``ValueError`` when prefix and rest are not one sequence.
+    once, from all ids. ``before``: the experts of prompt and prefix in the engine of ``rest``; the prefix keeps those
+    that it was sampled with, where they are known. Raises ``ValueError`` when prefix and rest are not one sequence.
     """
     tokens = TokenSequence.join([*request.prefix, *rest])
+    prompt_experts = None
+    if before is not None:
+        prompt_experts, of_prefix = np.split(before, [len(request.prompt_ids)])
+        later = len(tokens.ids) - len(of_prefix)
+        experts = filled(tokens.experts, join_experts([(len(of_prefix), of_prefix), (later, None)]))
+        tokens = replace(tokens, experts=experts)
     if request.prefix and (end := stopped_at(decode, tokens.ids, request.sampling.stop)) is not None:
         tokens, reason = tokens.slice(0, end), "stop"
     return Rollout(
@@ -87,4 +101,5 @@ def finished(
         prompt_ids=request.prompt_ids,
         text=decode(tokens.ids),
         finish_reason=reason,
+        prompt_experts=prompt_experts,
     )

@@ -17,12 +17,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncrl_cli.records.generation import Attestation, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.records.experts import Experts, join_experts
+from asyncrl_cli.records.generation import (
+    EVALUATION,
+    Attestation,
+    FinishReason,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    Segment,
+    TokenSequence,
+)
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
-from asyncrl_cli.rollout.vllm_inflight import request_id, running_segments, running_tokens, sampled_logprobs
+from asyncrl_cli.rollout.vllm_inflight import (
+    newest_experts,
+    request_id,
+    running_segments,
+    running_tokens,
+    sampled_logprobs,
+)
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
@@ -84,12 +100,14 @@ class Engine:
         async with self._slots.slot(request.priority):
             output = await self._final_output(request, rest, prefix_ids, aborts)
         self._ended_tokens += len(output.token_ids)
-        segments = _segments(request, output)
+        before, experts = self._experts(request, output)
+        segments = _segments(request, output, experts)
         if output.finish_reason == "abort":
             raise Aborted(segments)
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
-        return finished(request, segments, "stop" if output.finish_reason == "stop" else "length", self._decode)
+        reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+        return finished(request, segments, reason, self._decode, before)
 
     async def abort(self) -> None:
         """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
@@ -288,6 +306,15 @@ class Engine:
                 self._all_returned.set()
         return last.outputs[0]
 
+    def _experts(self, request: RolloutRequest, output: CompletionOutput) -> tuple[Experts | None, Experts | None]:
+        """Those of the tokens before the first that was generated here, and those of the tokens from there on."""
+        if output.routed_experts is None or request.rollout_id.startswith(EVALUATION):
+            return None, None
+        before = len(request.prompt_ids) + request.generated
+        rows = newest_experts([output.routed_experts], before + len(output.token_ids) - 1)
+        assert rows is not None
+        return join_experts([(1, None), (before - 1, rows[: before - 1])]), rows[before - 1 :]
+
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -303,7 +330,8 @@ class Engine:
         return TokensPrompt(prompt_token_ids=list(ids), cache_salt=str(self._version))
 
 
-def _segments(request: RolloutRequest, output: CompletionOutput) -> list[Segment]:
+def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None) -> list[Segment]:
     first = request.generated
     starts = [(int(span.version), first + span.start) for span in output.weight_versions or ()]
-    return split_by_version(request.rollout_id, first, output.token_ids, sampled_logprobs(output.logprobs), starts)
+    logprobs = sampled_logprobs(output.logprobs)
+    return split_by_version(request.rollout_id, first, output.token_ids, logprobs, starts, experts)

@@ -45,6 +45,7 @@ BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """As in the trainer: logits are not rounded to bfloat16."""
+CPU_WORKER_WITH_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts.CPUWorkerWithExperts"
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -107,6 +108,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         args |= gpu_args(spec)
     else:
         args |= {
+            "worker_cls": CPU_WORKER_WITH_EXPERTS if spec.algorithm.router_replay else "auto",
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
             "block_size": BLOCK_SIZE,
@@ -137,6 +139,7 @@ def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",
         "gpu_memory_utilization": memory_share(spec.rollout.gpus_per_engine),
         "enable_sleep_mode": engines_sleep(spec),
+        "enable_return_routed_experts": spec.algorithm.router_replay,
     }
 
 
@@ -210,6 +213,8 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
         ) from error
     if spec.rollout.gpus_per_engine == 0:
         _check_head_size(config.model_config)
+        # As an argument vLLM refuses it on a CPU, where its own worker has no such output: ours has.
+        config.aux_output_config.enable_return_routed_experts = spec.algorithm.router_replay
     return args, config
 
 

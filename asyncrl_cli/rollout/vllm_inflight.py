@@ -9,9 +9,13 @@ engine left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from asyncrl_cli.records.experts import Experts
 from asyncrl_cli.records.generation import Segment
 from asyncrl_cli.rollout.continuation import split_by_version
 
@@ -21,6 +25,7 @@ class _Request(NamedTuple):
     token_ids: list[int]
     logprobs: list[float]
     version_starts: list[tuple[str, int]]
+    experts: list[Any]  # arrays [tokens, layers, k]; empty where they are not recorded
 
 
 def request_id(rollout_id: str, first: int) -> str:
@@ -31,6 +36,27 @@ def request_id(rollout_id: str, first: int) -> str:
 def sampled_logprobs(flat: Any) -> list[float]:
     """The list in vLLM's ``FlatLogprobs``: with ``logprobs=0`` it has one entry per token, the sampled one's."""
     return [] if flat is None else flat.logprobs
+
+
+def newest_experts(parts: Sequence[Any], tokens: int) -> Experts | None:
+    """The last so many rows of vLLM's experts, which come in ``parts`` [rows, layers, k]; None without parts.
+
+    They are those of the newest tokens: vLLM gives a row for every token but the last, from the prompt's first on.
+    Raises ``RuntimeError`` when there are fewer.
+    """
+    if not parts:
+        return None
+    taken: list[Any] = []
+    missing = tokens
+    for part in reversed(parts):  # the prompt's rows, which are many, come first
+        if missing <= 0:
+            break
+        taken.insert(0, part)
+        missing -= len(part)
+    if missing > 0:
+        raise RuntimeError(f"vLLM has given the experts of {tokens - missing} of {tokens} tokens")
+    rows: Experts = np.concatenate([parts[0][:0], *taken])[-missing:]
+    return rows.reshape(tokens, math.prod(rows.shape[1:]))
 
 
 def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
@@ -49,6 +75,7 @@ def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
                 running.token_ids[begin:],
                 running.logprobs[begin:],
                 [(int(version), offset + start) for version, start in running.version_starts],
+                newest_experts(running.experts, len(running.token_ids) - begin),
             )
     return segments
 
@@ -68,4 +95,5 @@ def _requests(vllm: Any) -> Iterator[_Request]:
             state.detokenizer.output_token_ids,
             sampled_logprobs(state.logprobs_processor.logprobs),
             state.weight_version_starts,
+            state.routed_experts_chunks,
         )

@@ -202,6 +202,10 @@ class AlgorithmSpec(Section):
     the mean), `reject` replaces the group by one of another prompt (dynamic sampling)."""
     critic: CriticSpec = Field(default_factory=CriticSpec)
     """The critic of `advantage: gae`."""
+    router_replay: bool = False
+    """For a mixture of experts: record which experts the engine chose for each token, and have the trainer use the same
+    (rollout routing replay, R3). The trainer computes their weights, so the router is trained. Each token takes as many
+    bytes more as it has experts in all layers."""
 
     @property
     def needs_critic(self) -> bool:

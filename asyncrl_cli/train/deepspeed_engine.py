@@ -143,8 +143,8 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
-    trainer = spec.trainer
-    policy = Policy(model, spec.rollout.sampling.temperature, trainer.packing, sequence_group(trainer))
+    trainer, replayed = spec.trainer, spec.algorithm.router_replay
+    policy = Policy(model, spec.rollout.sampling.temperature, trainer.packing, sequence_group(trainer), replayed)
     engine = initialize(policy, spec.trainer, load_universal)
     check_policy(policy, engine)
     return engine

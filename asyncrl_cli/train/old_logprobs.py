@@ -82,8 +82,8 @@ def precompute(
             for padded in minibatch.microbatches if minibatch.rows else ():
                 inputs = (padded.input_ids, padded.response_mask)
                 keeps = keep_old_logprobs and minibatch is not first
-                old = engine(*inputs) if in_reward or keeps else None
-                at_reference = None if reference is None else reference(*inputs)
+                old = engine(*inputs, **padded.replayed) if in_reward or keeps else None
+                at_reference = None if reference is None else reference(*inputs, **padded.replayed)
                 values = None if critic is None else critic(*inputs)
                 zeros = torch.zeros_like(padded.behaviour_logprobs)
                 minibatch.precomputed.append(Precomputed(old, at_reference, zeros, values))

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from asyncrl_cli.records.experts import UNKNOWN
 from asyncrl_cli.records.generation import Rollout, TokenSequence
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -57,10 +59,19 @@ class PaddedRows:
     versions_behind: Tensor  # int16; how many versions older than the one that trains it a token is; 0 outside the mask
     on_policy: Tensor  # bool; whether the weights at the start of the step are those a token was sampled with
     rollouts: Tensor  # int64, [rows]; 0 in the row of an empty micro-batch
+    experts: Tensor | None = None  # uint8 or int32, [rows, T, layers · k] (records/experts.py); None: not recorded
+
+    @property
+    def replayed(self) -> dict[str, Tensor]:
+        """``experts`` as an argument of the policy; empty where they are not recorded."""
+        return {} if self.experts is None else {"experts": self.experts}
 
     def to(self, device: torch.device | str) -> PaddedRows:
         """The same on another device."""
-        return PaddedRows(*(getattr(self, field.name).to(device) for field in fields(self)))
+        moved: dict[str, Any] = {
+            field.name: tensor.to(device) for field in fields(self) if (tensor := getattr(self, field.name)) is not None
+        }
+        return PaddedRows(**moved)
 
 
 def shaped_rewards(batch: TrainingBatch, spec: ExperimentSpec) -> Tensor:
@@ -111,7 +122,7 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
             one_version = bool((sequence.versions[sampled] == batch.version).all())
             exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
             read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # nothing follows from later tokens
-            tokens = TokenSequence.context(sequence.prompt_ids).extended(read)
+            tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(read)
             yield TrainingRow(tokens, batch.version, exact, group * len(rollouts) + index)
 
 
@@ -201,6 +212,8 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
     versions_behind = np.zeros(shape, np.int16)
     on_policy = np.zeros(shape, np.bool_)
     rollouts = np.zeros(shape[0], np.int64)
+    known = next((row.tokens.experts for row in rows if row.tokens.experts is not None), None)
+    experts = None if known is None else np.full((*shape, known.shape[1]), UNKNOWN, known.dtype)
     for index, row in enumerate(rows):
         tokens, sampled, end = row.tokens, row.tokens.sampled, len(row)
         if sampled[0]:
@@ -211,5 +224,10 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
         versions_behind[index, :end] = np.where(sampled, row.version - tokens.versions, 0)
         on_policy[index, :end] = row.on_policy & (tokens.versions == row.version)
         rollouts[index] = row.rollout
+        if experts is not None and tokens.experts is not None:
+            experts[index, :end] = tokens.experts
+    if experts is not None and experts.dtype != np.uint8:
+        experts = experts.astype(np.int32)  # torch computes little with uint16
     arrays = (input_ids, response_mask, behaviour_logprobs, versions_behind, on_policy, rollouts)
-    return PaddedRows(*map(torch.from_numpy, arrays))
+    tensors: list[Any] = [None if array is None else torch.from_numpy(array) for array in (*arrays, experts)]
+    return PaddedRows(*tensors)

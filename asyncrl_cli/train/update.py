@@ -67,7 +67,8 @@ def update_policy(
         # At the boundary DeepSpeed reduces gradients over the ranks, which all have as many micro-batches (packing.py).
         engine.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
         mask = padded.response_mask
-        logprobs, entropies = engine(padded.input_ids, mask, "train" if algorithm.entropy_coef else "measure")
+        measured = "train" if algorithm.entropy_coef else "measure"
+        logprobs, entropies = engine(padded.input_ids, mask, measured, **padded.replayed)
         old = logprobs.detach() if is_first else given.old_logprobs
         proximal, weights, corrections, engine_gap = _corrected(
             algorithm.correction, spec, padded, old, logprobs.detach()

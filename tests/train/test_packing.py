@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,3 +162,29 @@ def test_an_empty_microbatch_is_a_row_that_counts_for_nothing() -> None:
 def test_rows_without_a_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match="row 1 has no prompt"):
         pad_rows([row(2, 3), row(0, 3)])
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 9), st.booleans()), min_size=1, max_size=5),
+    dtype=st.sampled_from([np.uint8, np.uint16]),
+)
+def test_recorded_experts_are_with_their_tokens(sizes: list[tuple[int, int, bool]], dtype: type) -> None:
+    """Rows without them have unknown ones; without any such row there is no matrix."""
+    rows, expected = [], []
+    for index, (prompt, response, recorded) in enumerate(sizes):
+        plain = row(prompt, response, index)
+        experts = np.arange(1, 1 + 4 * len(plain)).reshape(-1, 4).astype(dtype)
+        rows.append(replace(plain, tokens=replace(plain.tokens, experts=experts if recorded else None)))
+        expected.append(experts if recorded else 0 * experts)
+    padded = pad_rows(rows)
+    if not any(recorded for *_, recorded in sizes):
+        assert padded.experts is None
+        assert padded.replayed == {}
+        return
+    assert padded.experts is not None
+    assert padded.experts.dtype == (torch.uint8 if dtype is np.uint8 else torch.int32)
+    assert padded.experts.shape == (*padded.input_ids.shape, 4)
+    for found, experts in zip(padded.experts.numpy(), expected, strict=True):
+        assert found[: len(experts)].tolist() == experts.tolist()
+        assert not found[len(experts) :].any()
+    assert padded.to("meta").replayed["experts"].is_meta

@@ -107,6 +107,10 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
             location="model.max_length",
             hint=f"lower it to {positions}",
         )
+    if spec.algorithm.router_replay:
+        from asyncrl_cli.train.model.router_replay import replayed_routers
+
+        replayed_routers(model)
     if spec.model.lora is not None:
         from asyncrl_cli.train.model.lora import add_adapters
 

@@ -12,6 +12,9 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
 """Advantages that compare a rollout with the others of its group."""
 
+REPLAYED = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+"""Architectures that `router_replay` is for: those of ``train.model.router_replay.ROUTERS``."""
+
 
 @rule
 def correction(spec: ExperimentSpec) -> Iterator[Problem]:
@@ -48,6 +51,18 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
         if low >= chosen.reject_high:
             message = f"{chosen.reject_high:g} is not above the lower bound {low:g}"
             yield Problem(f"{key}.reject_high", message, "raise it above 1")
+
+
+@rule
+def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Experts are replayed in architectures whose routers are known; a saved model is looked at before the run."""
+    if spec.algorithm.router_replay and spec.model.init and spec.model.init.architecture not in REPLAYED:
+        message = f"the experts of {spec.model.init.architecture} cannot be replayed"
+        hint = f"set it to false; it is for mixtures of experts: {', '.join(REPLAYED)}"
+        yield Problem("algorithm.router_replay", message, hint)
+    if spec.algorithm.router_replay and spec.trainer.sequence_parallel > 1:
+        message = "recorded experts are not divided among ranks that share sequences (trainer.sequence_parallel)"
+        yield Problem("algorithm.router_replay", message, "set it to false, or trainer.sequence_parallel to 1")
 
 
 @rule

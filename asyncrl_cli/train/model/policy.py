@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
+from asyncrl_cli.train.model.router_replay import RouterReplay
 from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
 
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -31,13 +32,19 @@ class Policy(nn.Module):
     """A causal language model that answers with log-probabilities instead of logits."""
 
     def __init__(
-        self, model: Any, temperature: float, packing: bool = False, sequence: SequenceGroup | None = None
+        self,
+        model: Any,
+        temperature: float,
+        packing: bool = False,
+        sequence: SequenceGroup | None = None,
+        router_replay: bool = False,
     ) -> None:
         """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
+        ``router_replay``: ``forward`` takes the experts of each token.
 
         ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
         Raises ``PolicyError`` when the model's output layer is not linear, ``SequenceError`` when those ranks cannot
-        divide its sequences.
+        divide its sequences, and ``RouterReplayError``.
         """
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
@@ -50,25 +57,34 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.packing = packing
         self.sequence = sequence
+        self.replay = RouterReplay(model) if router_replay else None
 
     @overload
-    def forward(self, input_ids: Tensor, response_mask: Tensor) -> Tensor: ...
+    def forward(self, input_ids: Tensor, response_mask: Tensor, *, experts: Tensor | None = None) -> Tensor: ...
     @overload
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, entropy: Literal["measure", "train"]
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        entropy: Literal["measure", "train"],
+        experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, entropy: Entropy = "none"
+        self, input_ids: Tensor, response_mask: Tensor, entropy: Entropy = "none", experts: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
 
         ``input_ids``: int64 [rows, tokens], padded on the right; ``response_mask``: bool, same shape, never
         true at position 0. Right padding needs no attention mask: under causal attention no response token
-        sees what comes after it.
+        sees what comes after it. ``experts``: [rows, tokens, layers · k], those of the pass that predicts each
+        token (records/experts.py); None: the model's routers choose.
 
         With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
         tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
         """
+        if self.replay is not None:
+            kept = _kept(response_mask) if self.packing else torch.ones_like(response_mask[:, 1:])
+            self.replay.use(None if experts is None else experts[:, 1:][kept])
         targets = input_ids[response_mask]
         hidden, own = predicting_states(self.model.base_model, input_ids, response_mask, self.packing, self.sequence)
         logprobs, entropies = chunked_logprobs(
@@ -122,9 +138,8 @@ def predicting_states(
     ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
     positions: Tensor | None = None
     if packing:
-        # Nothing depends on a row's last token, or on those after the last that counts.
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        kept = columns <= columns.mul(predicts).amax(dim=1, keepdim=True)
+        kept = _kept(response_mask)
         ids, predicts, positions = ids[kept][None], predicts[kept][None], columns[kept][None]
     if sequence is not None:
         return sequence.predicting_states(backbone, ids, predicts, positions)
@@ -132,6 +147,14 @@ def predicting_states(
     given = {} if positions is None else {"position_ids": positions}
     states: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
     return states[predicts], None
+
+
+def _kept(response_mask: Tensor) -> Tensor:
+    """Which positions of the rows, without their last, are packed, bool [rows, tokens - 1]: nothing depends on those
+    after the last that predicts a token of the mask."""
+    predicts = response_mask[:, 1:]
+    positions = torch.arange(predicts.shape[1], device=predicts.device).expand_as(predicts)
+    return positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
 
 
 def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> None:

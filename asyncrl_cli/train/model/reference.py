@@ -34,10 +34,10 @@ class Unadapted:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def __call__(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, response_mask: Tensor, **experts: Tensor) -> Tensor:
         """As ``Policy.forward``; collective."""
         with torch.no_grad(), without_adapters(self._engine.module.model):
-            logprobs: Tensor = self._engine(input_ids, response_mask)
+            logprobs: Tensor = self._engine(input_ids, response_mask, **experts)
         return logprobs
 
 
@@ -52,10 +52,10 @@ class Copy:
         self._zero_stage = zero_stage
         self._every = every
 
-    def __call__(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, response_mask: Tensor, **experts: Tensor) -> Tensor:
         """As ``Policy.forward``; collective under ZeRO-3."""
         with torch.no_grad():
-            logprobs: Tensor = self._score(input_ids, response_mask)
+            logprobs: Tensor = self._score(input_ids, response_mask, **experts)
         return logprobs
 
     def before_step(self, step: int, model: nn.Module) -> None:
@@ -102,8 +102,13 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
     if spec.model.lora is not None and not algorithm.reference_update_every:
         return Unadapted(engine)
     trainer = spec.trainer
-    model = load_model(trainer, model_dir)
-    policy = Policy(model, spec.rollout.sampling.temperature, trainer.packing, sequence_group(trainer))
+    policy = Policy(
+        load_model(trainer, model_dir),
+        spec.rollout.sampling.temperature,
+        trainer.packing,
+        sequence_group(trainer),
+        algorithm.router_replay,
+    )
     policy.eval().requires_grad_(False)
     score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
     return Copy(score, policy.model, trainer.zero_stage, algorithm.reference_update_every)

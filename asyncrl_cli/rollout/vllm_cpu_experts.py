@@ -1,0 +1,54 @@
+"""vLLM's CPU worker, with the choice of experts in its output (decision 0054).
+
+vLLM returns routed experts on GPUs only. Capturing them, those of prefix-cached tokens and their delivery is vLLM's own
+code here, too: this worker calls it at the places of a step where vLLM's worker for GPUs does.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class CPUWorkerWithExperts(CPUWorker):  # type: ignore[misc]
+    """Needs an engine without asynchronous scheduling, which vLLM's CPU platform turns off."""
+
+    _experts: AuxOutputWorkerConnector | None = None
+    _scheduled: Any = None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        super().initialize_from_config(kv_cache_config)
+        self._experts = get_aux_output_connector(
+            model=self.model_runner.get_model(), vllm_config=self.vllm_config, kv_cache_config=kv_cache_config
+        )
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        assert self._experts is not None
+        self._experts.begin_step(scheduler_output.aux_output_connector_metadata)
+        self._scheduled = scheduler_output
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if output.req_ids:
+            output.aux_output_connector_output = self._chosen(output)
+        return output
+
+    def _chosen(self, output: Any) -> Any:
+        """Of the step that has just ended, whose state the batch still has."""
+        assert self._experts is not None
+        counts = [self._scheduled.num_scheduled_tokens[request_id] for request_id in output.req_ids]
+        batch: Any = SimpleNamespace(
+            req_ids=output.req_ids,
+            query_start_loc_np=np.cumsum([0, *counts]),
+            num_computed_tokens_np=self.model_runner.input_batch.num_computed_tokens_cpu[: len(counts)].copy(),
+        )
+        pending = self._experts.prepare_output(batch)
+        assert pending is not None
+        sampled = np.asarray([len(ids) for ids in output.sampled_token_ids])
+        pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))  # rejected tokens come with speculation alone
+        return pending.process_output()

@@ -1,0 +1,123 @@
+"""Routing by recorded experts: the trainer uses those that the engine chose, with weights of its own (decision 0054).
+
+In bfloat16, or under kernels that add in another order, two experts with nearly equal scores change places between
+engine and trainer, and the log-probs of a token then differ by far more than rounding does. With the choice fixed the
+function is the engine's again, and the router is trained through the weights of the experts chosen (R3, Ma et al.,
+arXiv 2510.11370).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.core.errors import UserError
+
+Weigh = Callable[[Any, Tensor, Tensor], Tensor]
+"""A router, its logits [tokens, experts] and the experts [tokens, k] to the experts' weights [tokens, k]."""
+
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+class RouterReplayError(UserError):
+    """A model whose routers cannot use recorded experts."""
+
+
+def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights: Tensor = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights
+
+
+def _softmax_rounded(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    return _softmax(router, logits, experts).to(logits.dtype)
+
+
+def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights: Tensor = logits.sigmoid().gather(-1, experts)
+    if router.norm_topk_prob:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    scaling: float = router.routed_scaling_factor
+    return weights * scaling
+
+
+ROUTERS: dict[str, Weigh] = {
+    "MixtralTopKRouter": _softmax,
+    "Qwen3MoeTopKRouter": _softmax_rounded,
+    "Glm4MoeTopkRouter": _sigmoid,
+    "DeepseekV3TopkRouter": _sigmoid,
+}
+"""How transformers' routers weigh the experts that they chose, by class. All answer with logits, weights, experts."""
+
+
+class RouterReplay:
+    """The routers of one model, and the experts that they have to use."""
+
+    def __init__(self, model: Any) -> None:
+        """Hooks on the routers. Raises ``RouterReplayError`` as ``replayed_routers`` does."""
+        config = model.config.get_text_config()
+        self._layers: int = config.num_hidden_layers
+        self._chosen: Tensor | None = None
+        for layer, router in replayed_routers(model).items():
+            self._k: int = router.top_k
+            router.register_forward_hook(partial(self._route, layer, ROUTERS[type(router).__name__]))
+
+    def use(self, experts: Tensor | None) -> None:
+        """Have the next pass use ``experts`` [tokens, layers · k] (uint8 or int32); None: the routers' own choice.
+
+        They stay until the next call: gradient checkpointing asks again in the backward pass, which must route as the
+        forward pass did.
+        """
+        if experts is None:
+            self._chosen = None
+            return
+        if experts.shape[-1] != self._layers * self._k:
+            raise RouterReplayError(
+                f"the rollouts have {experts.shape[-1]} recorded experts per token, and the model uses "
+                f"{self._k} in each of {self._layers} layers",
+                hint="train the model that generated them",
+            )
+        self._chosen = experts.view(-1, self._layers, self._k)
+
+    def _route(
+        self, layer: int, weigh: Weigh, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self._chosen is None:
+            return None
+        logits, _, own = output
+        recorded = self._chosen[:, layer].to(own.dtype)
+        known = (recorded[:, :1] != recorded[:, 1:2]).expand_as(own)  # equal ids: not known (records/experts.py)
+        experts = torch.where(known, recorded, own)
+        return logits, weigh(router, logits, experts), experts
+
+
+def replayed_routers(model: Any) -> dict[int, Any]:
+    """A model's routers by the index of their layer.
+
+    Raises ``RouterReplayError`` when it has none, or others than those whose weights are known here.
+    """
+    kind = model.config.get_text_config().model_type
+    found: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        layer = _LAYER.search(f"{name}.")
+        if layer is not None and type(module).__name__ in ROUTERS:
+            found[int(layer[1])] = module
+    if not found:
+        raise RouterReplayError(
+            f"router_replay: {kind} has no router whose experts can be replayed",
+            location="algorithm.router_replay",
+            hint="set it to false; it is for " + ", ".join(name.partition("Top")[0] for name in ROUTERS),
+        )
+    if (most := min(router.top_k for router in found.values())) < 2:
+        raise RouterReplayError(
+            f"router_replay: each token of this {kind} uses {most} expert in a layer",
+            location="algorithm.router_replay",
+            hint="set it to false; it needs two experts per token or more",
+        )
+    return found

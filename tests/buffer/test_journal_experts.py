@@ -1,0 +1,155 @@
+"""The recorded choice of experts in the journal: it stays with its tokens, and without it nothing is written."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from buffer_stand_ins import PROMPT_IDS, SETTINGS, candidates, commit, content, group_outcomes, pieces, rollout
+
+from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.schema import FILE, JournalError, open_for_reading
+from asyncrl_cli.records.experts import Experts
+from asyncrl_cli.records.generation import Rollout
+
+WIDTH = 6
+VERSIONS = (0, 0, 1, 1, 1)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / FILE
+
+
+def rows_for(tokens: int, seed: int, dtype: type = np.uint8) -> Experts:
+    return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, (tokens, WIDTH)).astype(dtype)
+
+
+def routed(rollout_id: str, dtype: type = np.uint8, seed: int = 0) -> Rollout:
+    plain = rollout(rollout_id, VERSIONS, seed)
+    return replace(
+        plain,
+        experts=rows_for(len(VERSIONS), 2 * seed, dtype),
+        prompt_experts=rows_for(len(PROMPT_IDS), 2 * seed + 1, dtype),
+    )
+
+
+def running(path: Path) -> tuple[DurableLedger, tuple[int, ...]]:
+    book = DurableLedger(path, SETTINGS)
+    book.opening()
+    book.admit(candidates(1, 9))
+    return book, book.ledger.running
+
+
+def same(one: Experts | None, other: Experts | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def rows_in(path: Path) -> int:
+    with closing(sqlite3.connect(path)) as connection:
+        (rows,) = connection.execute("SELECT count(*) FROM experts").fetchone()
+    return int(rows)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_a_batch_has_the_experts_that_its_rollouts_had(path: Path, dtype: type) -> None:
+    book, (one, other, *_) = running(path)
+    given = {
+        group: [routed(f"{group}-{index}", dtype, 7 * group + index) for index in (0, 1)] for group in (one, other)
+    }
+    for group, rollouts in given.items():
+        book.record(rollouts)
+        book.score(group_outcomes(group))
+    assert book.take(0) is None
+    commit(book)
+    book.journal.close()
+    book = DurableLedger(path, SETTINGS)  # as after a kill
+    for group in book.journal.batch(0).groups:
+        for expected, found in zip(given[group.group_id], group.rollouts, strict=True):
+            assert same(found.experts, expected.experts)
+            assert same(found.prompt_experts, expected.prompt_experts)
+
+
+def test_unfinished_and_unscored_rollouts_keep_theirs(path: Path) -> None:
+    book, (group, *_) = running(path)
+    unfinished, unscored = routed(f"{group}-0", seed=1), routed(f"{group}-1", seed=2)
+    for piece in (*pieces(unfinished, 0, 1), *pieces(unfinished, 1, 4)):
+        book.grown([piece])
+    book.record([unscored])
+    commit(book)
+    book.journal.close()
+    found = DurableLedger(path, SETTINGS).opening().groups[0]
+    assert unfinished.experts is not None
+    segments = found.prefixes[0][0]
+    assert same(np.concatenate([segment.experts for segment in segments]), unfinished.experts[:4])
+    assert same(found.unscored[1].experts, unscored.experts)
+    assert same(found.unscored[1].prompt_experts, unscored.prompt_experts)
+
+
+def test_tokens_that_are_generated_again_have_the_new_experts(path: Path) -> None:
+    book, (group, *_) = running(path)
+    first, again = routed(f"{group}-0", seed=1), routed(f"{group}-0", seed=2)
+    book.grown(pieces(first))
+    book.grown(pieces(replace(again, experts=None), 0, 2))  # by an engine that records none
+    commit(book)
+    assert rows_in(path) == 0
+    book.grown(pieces(again, 2))
+    commit(book)
+    assert rows_in(path) == 1
+    book.record([again])
+    commit(book)
+    book.journal.close()
+    found = DurableLedger(path, SETTINGS).opening().groups[0].unscored[0]
+    assert same(found.experts, again.experts)
+
+
+def test_without_them_nothing_is_written_and_old_tokens_take_theirs_along(path: Path) -> None:
+    book, (one, other, *_) = running(path)
+    book.record([rollout(f"{one}-{index}", VERSIONS) for index in (0, 1)])
+    commit(book)
+    assert rows_in(path) == 0
+    book.record([routed(f"{other}-{index}") for index in (0, 1)])
+    for group in (one, other):
+        book.score(group_outcomes(group))
+    assert book.take(0) is None
+    commit(book)
+    plain, with_experts = book.journal.batch(0).groups
+    assert plain.rollouts[0].experts is plain.rollouts[0].prompt_experts is None
+    assert with_experts.rollouts[0].experts is not None
+    while book.journal.prune(1):
+        pass
+    assert rows_in(path) == 0
+
+
+def test_a_journal_of_schema_6_has_none(path: Path) -> None:
+    book, (one, other, *_) = running(path)
+    for group in (one, other):
+        book.record([rollout(f"{group}-{index}", VERSIONS) for index in (0, 1)])
+        book.score(group_outcomes(group))
+    assert book.take(0) is None
+    commit(book)
+    expected = content(book.journal.batch(0))
+    book.journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript("DROP TABLE experts; PRAGMA user_version = 6;")
+    with closing(open_for_reading(path)) as connection:
+        assert connection.execute("SELECT count(*) FROM experts").fetchone() == (0,)
+    assert content(DurableLedger(path, SETTINGS).journal.batch(0)) == expected
+
+
+def test_damaged_experts_are_found(path: Path) -> None:
+    book, (group, *_) = running(path)
+    book.record([routed(f"{group}-0")])
+    commit(book)
+    book.journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("UPDATE experts SET ids = CAST(substr(ids, 1, length(ids) - 1) || x'63' AS BLOB)")
+        connection.commit()
+    with pytest.raises(JournalError, match=f"the experts of rollout {group}-0 have another checksum"):
+        DurableLedger(path, SETTINGS).opening()
