@@ -70,6 +70,7 @@ class Engine:
         self._vllm = start_vllm(spec, model_dir, "auto" if own_weights else "dummy", self._log)
         self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._records_experts = spec.algorithm.router_replay
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
         self._probes = 0
@@ -100,7 +101,9 @@ class Engine:
         async with self._slots.slot(request.priority):
             output = await self._final_output(request, rest, prefix_ids, aborts)
         self._ended_tokens += len(output.token_ids)
-        before, experts = self._experts(request, output)
+        before, experts = _experts(request, output)
+        if self._records_experts and output.token_ids and output.routed_experts is None:
+            raise RuntimeError("vLLM has not returned the experts of the tokens (algorithm.router_replay)")
         segments = _segments(request, output, experts)
         if output.finish_reason == "abort":
             raise Aborted(segments)
@@ -306,15 +309,6 @@ class Engine:
                 self._all_returned.set()
         return last.outputs[0]
 
-    def _experts(self, request: RolloutRequest, output: CompletionOutput) -> tuple[Experts | None, Experts | None]:
-        """Those of the tokens before the first that was generated here, and those of the tokens from there on."""
-        if output.routed_experts is None or request.rollout_id.startswith(EVALUATION):
-            return None, None
-        before = len(request.prompt_ids) + request.generated
-        rows = newest_experts([output.routed_experts], before + len(output.token_ids) - 1)
-        assert rows is not None
-        return join_experts([(1, None), (before - 1, rows[: before - 1])]), rows[before - 1 :]
-
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -330,8 +324,18 @@ class Engine:
         return TokensPrompt(prompt_token_ids=list(ids), cache_salt=str(self._version))
 
 
-def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None) -> list[Segment]:
+def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None = None) -> list[Segment]:
     first = request.generated
     starts = [(int(span.version), first + span.start) for span in output.weight_versions or ()]
     logprobs = sampled_logprobs(output.logprobs)
     return split_by_version(request.rollout_id, first, output.token_ids, logprobs, starts, experts)
+
+
+def _experts(request: RolloutRequest, output: CompletionOutput) -> tuple[Experts | None, Experts | None]:
+    """Those of the tokens before the first that was generated here, and those of the tokens from there on."""
+    if output.routed_experts is None or request.rollout_id.startswith(EVALUATION):
+        return None, None
+    before = len(request.prompt_ids) + request.generated
+    rows = newest_experts([output.routed_experts], before + len(output.token_ids) - 1)
+    assert rows is not None
+    return join_experts([(1, None), (before - 1, rows[: before - 1])]), rows[before - 1 :]

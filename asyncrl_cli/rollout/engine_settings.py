@@ -132,6 +132,7 @@ def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
     """Those of vLLM's arguments that follow from an engine's GPUs."""
+    recorded = {"enable_return_routed_experts": True} if spec.algorithm.router_replay else {}
     return {
         "hf_overrides": FLOAT32_HEAD,
         "tensor_parallel_size": tensor_parallel(spec),
@@ -139,7 +140,7 @@ def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
         "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",
         "gpu_memory_utilization": memory_share(spec.rollout.gpus_per_engine),
         "enable_sleep_mode": engines_sleep(spec),
-        "enable_return_routed_experts": spec.algorithm.router_replay,
+        **recorded,
     }
 
 
@@ -213,8 +214,6 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
         ) from error
     if spec.rollout.gpus_per_engine == 0:
         _check_head_size(config.model_config)
-        # As an argument vLLM refuses it on a CPU, where its own worker has no such output: ours has.
-        config.aux_output_config.enable_return_routed_experts = spec.algorithm.router_replay
     return args, config
 
 

@@ -17,8 +17,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 class CPUWorkerWithExperts(CPUWorker):  # type: ignore[misc]
     """Needs an engine without asynchronous scheduling, which vLLM's CPU platform turns off."""
 
-    _experts: AuxOutputWorkerConnector | None = None
-    _scheduled: Any = None
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        # The engine core has checked its configuration, and would have refused this: its own worker cannot do it. Its
+        # scheduler, which is made after the worker, in the same process, reads it.
+        self.vllm_config.aux_output_config.enable_return_routed_experts = True
+        self._experts: AuxOutputWorkerConnector | None = None
+        self._scheduled: Any = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         super().initialize_from_config(kv_cache_config)

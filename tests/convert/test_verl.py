@@ -160,6 +160,11 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
             False,
         ),
         (["trainer.experiment_name=my run/7"], "name", "my-run-7"),
+        (
+            [f"{A}router_replay.mode=R3", f"{R}enable_rollout_routing_replay=True"],
+            "algorithm.router_replay",
+            True,
+        ),
     ],
 )
 def test_settings(home: Path, overrides: list[str], key: str, value: Any) -> None:
@@ -210,6 +215,7 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         ("algorithm.rollout_correction.rollout_is=geometric", "rollout_is=geometric has no counterpart"),
         ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
         (f"{R}multi_turn.enable=True", "several turns"),
+        (f"{A}router_replay.mode=R2", "there is R3 alone"),
         ("data.val_files=[]", "no held-out prompts"),
     ],
 )

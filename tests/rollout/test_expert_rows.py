@@ -16,6 +16,7 @@ from asyncrl_cli.gateway.transcript import Transcript, Turn
 from asyncrl_cli.records.experts import UNKNOWN, Experts, filled, from_bytes, join_experts, to_bytes
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.rollout.engine import _experts
 from asyncrl_cli.rollout.vllm_inflight import newest_experts, request_id, running_segments
 
 LAYERS, K = 2, 3
@@ -98,6 +99,22 @@ def test_the_newest_tokens_of_a_running_request(prompt: int, generated: int, cut
     segments = running_segments(running, {"3-1": since})
     assert all(map(belongs, segments))
     assert sum(len(segment.ids) for segment in segments) == min(generated, max(prefix + generated - since, 0))
+
+
+@given(prompt=st.integers(1, 6), prefix=st.integers(0, 6), generated=st.integers(0, 8))
+def test_the_rows_of_an_answer_are_those_before_it_and_its_own(prompt: int, prefix: int, generated: int) -> None:
+    begun = [Segment("1-0", 0, 3, np.zeros(prefix, np.int32), np.zeros(prefix, np.float32))] if prefix else []
+    request = RolloutRequest("1-0", tuple(range(prompt)), Sampling(1.0, 99), prefix=tuple(begun))
+    first, end = prompt + prefix, prompt + prefix + generated
+    (rows,) = vllm_rows(end, [])
+    output: Any = SimpleNamespace(token_ids=list(range(generated)), routed_experts=rows)
+    before, own = _experts(request, output)
+    assert before is not None
+    assert own is not None
+    assert before[:, 0].tolist() == list(range(first))
+    assert own[:, 0].tolist() == list(range(first, end))
+    evaluation = RolloutRequest("eval:1-0", tuple(range(prompt)), Sampling(1.0, 99))
+    assert _experts(evaluation, output) == (None, None)
 
 
 def test_too_few_rows_are_an_error() -> None:

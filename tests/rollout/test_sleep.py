@@ -66,7 +66,11 @@ class Vllm:
         self.touch(f"generate under {prompt['cache_salt']}")
         span = SimpleNamespace(start=0, end=1, version="3")
         output = SimpleNamespace(
-            token_ids=[5], finish_reason="stop", weight_versions=[span], logprobs=SimpleNamespace(logprobs=[-1.0])
+            token_ids=[5],
+            finish_reason="stop",
+            weight_versions=[span],
+            logprobs=SimpleNamespace(logprobs=[-1.0]),
+            routed_experts=None,
         )
         yield SimpleNamespace(outputs=[output])
 

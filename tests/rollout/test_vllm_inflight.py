@@ -16,6 +16,7 @@ def state(name: str, tokens: int, versions: list[tuple[str, int]], logprobs: boo
         detokenizer=SimpleNamespace(output_token_ids=list(range(100, 100 + tokens))),
         logprobs_processor=SimpleNamespace(logprobs=flat if logprobs else None),
         weight_version_starts=versions,
+        routed_experts_chunks=[],
     )
 
 

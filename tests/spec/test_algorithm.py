@@ -75,6 +75,7 @@ def test_keys_beside_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path) 
         ),
         (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
         (["rollout.group_size=1"], "compares the rollouts of a group"),
+        (["algorithm.router_replay=true"], "the experts of qwen3 cannot be replayed"),
         (
             ["rollout.group_size=1", "algorithm.preset=reinforce_pp", "algorithm.uniform_groups=reject"],
             "reject excludes every group",
