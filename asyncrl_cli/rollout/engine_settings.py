@@ -45,7 +45,8 @@ BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """As in the trainer: logits are not rounded to bfloat16."""
-CPU_WORKER_WITH_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts.CPUWorkerWithExperts"
+CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
+"""Imported by vLLM alone, in its core process."""
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -108,7 +109,6 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         args |= gpu_args(spec)
     else:
         args |= {
-            "worker_cls": CPU_WORKER_WITH_EXPERTS if spec.algorithm.router_replay else "auto",
             "enforce_eager": True,
             "distributed_executor_backend": "uni",
             "block_size": BLOCK_SIZE,
@@ -117,6 +117,11 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
+        if spec.algorithm.router_replay:
+            args |= {
+                "worker_cls": f"{CPU_EXPERTS}.CPUWorkerWithExperts",
+                "scheduler_cls": f"{CPU_EXPERTS}.SchedulerWithExperts",
+            }
     return AsyncEngineArgs(**merged(args, rollout.engine_args))
 
 

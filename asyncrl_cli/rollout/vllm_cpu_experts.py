@@ -1,7 +1,8 @@
-"""vLLM's CPU worker, with the choice of experts in its output (decision 0054).
+"""vLLM's CPU worker and its scheduler, with the choice of experts in their output (decision 0054).
 
-vLLM returns routed experts on GPUs only. Capturing them, those of prefix-cached tokens and their delivery is vLLM's own
-code here, too: this worker calls it at the places of a step where vLLM's worker for GPUs does.
+vLLM returns routed experts on GPUs only, and refuses its argument for this on a CPU. Capturing them, those of
+prefix-cached tokens and their delivery is vLLM's own code here, too: this worker calls it at the places of a step where
+vLLM's worker for GPUs does.
 """
 
 from __future__ import annotations
@@ -10,8 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, get_aux_output_connector
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+
+class SchedulerWithExperts(Scheduler):  # type: ignore[misc]
+    """Hands the worker's choice of experts on with each request's output."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.aux_output_connector = AuxOutputSchedulerConnector()
 
 
 class CPUWorkerWithExperts(CPUWorker):  # type: ignore[misc]
@@ -19,9 +30,6 @@ class CPUWorkerWithExperts(CPUWorker):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
-        # The engine core has checked its configuration, and would have refused this: its own worker cannot do it. Its
-        # scheduler, which is made after the worker, in the same process, reads it.
-        self.vllm_config.aux_output_config.enable_return_routed_experts = True
         self._experts: AuxOutputWorkerConnector | None = None
         self._scheduled: Any = None
 
