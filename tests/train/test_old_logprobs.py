@@ -32,6 +32,7 @@ def minibatch(number: int, empty: bool = False) -> Minibatch:
     padded: Any = SimpleNamespace(
         input_ids=torch.full((1, 3), number),
         response_mask=torch.ones(1, 3).bool(),
+        replayed={},
         behaviour_logprobs=torch.zeros(1, 3),
         rollouts=torch.tensor([number]),
     )
