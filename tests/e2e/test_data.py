@@ -1,5 +1,6 @@
 """A run on rows of a Parquet file in stages of difficulty, evaluated on further sets, and resumed. Its model has
-experts: each version that an engine serves is proved under the names of the model's checkpoints."""
+experts: each version that an engine serves is proved under the names of the model's checkpoints, and the trainer uses
+the experts that the engine chose."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
 
 from .conftest import Runs, rows
 from .journal import probe_gaps
+from .recorded_experts import check_recorded_experts
 
 pytestmark = pytest.mark.stack
 
@@ -39,7 +41,7 @@ MIXTRAL = {
 }
 
 
-def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs) -> None:
+def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp_path: Path) -> None:
     words = [
         {"word": prompt.content.removesuffix(">"), "letters": prompt.fields["metadata"]["word_len"], **prompt.fields}
         for prompt in SpellBackward().prompts("train", 300)
@@ -57,6 +59,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs) -> 
     spec = shared_runs.write_spec(
         name="data",
         model={"init": MIXTRAL, "warm_start": None},
+        algorithm={"router_replay": True},
         data={
             "train": {"path": "words.parquet", "template": "{word}>"},
             "curriculum": {"field": "letters", "stages": [{"until_prompt": 20, "max": 3}, {"min": 4}]},
@@ -80,6 +83,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs) -> 
     ended = shared_runs.run("train", spec)
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
     run = shared_runs.newest()
+    check_recorded_experts(run, tmp_path)
     ended = shared_runs.run("resume", run, "--steps", "6")
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
 
