@@ -20,6 +20,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.model.router_replay import replayed_routers
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import TrainingRow, count_tokens, pad_rows, shaped_rewards, training_rows
 from asyncrl_cli.train.step import Learner, train_batch
@@ -127,8 +128,8 @@ class OneRank:
         self.device = torch.device("cpu")
         self.optimizer = SimpleNamespace(param_groups=[{}])
 
-    def __call__(self, *arguments: Any) -> Any:
-        return self.policy(*arguments)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.policy(*arguments, **named)
 
     def backward(self, loss: torch.Tensor) -> None:
         loss.backward()
@@ -211,3 +212,45 @@ def test_log_probs_of_context_tokens_change_nothing(policy: Policy) -> None:
     again, trained_again, loss_again = gradient(policy, spec, replace(BATCH, groups=(changed,)))
     assert (trained, loss) == (trained_again, loss_again)
     assert torch.equal(found, again)
+
+
+def test_a_step_uses_the_recorded_experts_in_all_its_passes(tmp_path: Path) -> None:
+    """In an episode, in the old log-probs, the reference's and the loss: nothing depends on the routers' own choice."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    build_initial_model(
+        ModelInit(architecture="mixtral", config=CONFIG | sizes, tokenizer="characters"), 64, 0, tmp_path
+    )
+    random = np.random.default_rng(0)
+
+    def chosen(tokens: int) -> Any:
+        """Of two layers, two different experts each."""
+        each = [random.choice(6, 2, replace=False) for _ in range(2 * tokens)]
+        return np.array(each, np.uint8).reshape(tokens, 4)
+
+    def routed(of: Rollout) -> Rollout:
+        mine, given = chosen(len(of.ids)), chosen(len(of.prompt_ids))
+        return replace(of, experts=mine, prompt_experts=given, branches=tuple(map(routed, of.branches)))
+
+    batch = replace(BATCH, groups=(replace(BATCH.groups[0], rollouts=tuple(map(routed, ROLLOUTS))),))
+    spec = experiment(algorithm={"kl_coef": 0.1, "router_replay": True}, trainer={"tokens_per_microbatch": 8})
+
+    def made() -> Policy:
+        return Policy(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), 1.0, router_replay=True)
+
+    def step(of: TrainingBatch, favoured: int) -> torch.Tensor:
+        """The gradient where the routers' own choice would be an expert of theirs."""
+        policy, reference = made(), made()
+        for router in (*replayed_routers(policy.model).values(), *replayed_routers(reference.model).values()):
+            router.register_forward_hook(
+                lambda _, __, output: (*output[:2], torch.full_like(output[2], favoured)), prepend=True
+            )
+        learner = Learner(
+            spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy), SkipLimit(0), reference=reference
+        )
+        train_batch(learner, of, updates=0)
+        return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+    assert step(batch, 0).equal(step(batch, 1))
+    assert not step(BATCH, 0).equal(step(BATCH, 1))
