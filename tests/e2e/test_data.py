@@ -59,8 +59,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
     spec = shared_runs.write_spec(
         name="data",
         model={"init": MIXTRAL, "warm_start": None},
-        # Its rewards are all 0: what is trained is the bonus.
-        algorithm={"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
+        algorithm={"router_replay": True},
         data={
             "train": {"path": "words.parquet", "template": "{word}>"},
             "curriculum": {"field": "letters", "stages": [{"until_prompt": 20, "max": 3}, {"min": 4}]},
