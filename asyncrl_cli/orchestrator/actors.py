@@ -153,19 +153,23 @@ async def start_all(
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
+    initial: asyncio.Future[Path],
     shared_gpus: bool = False,
 ) -> str:
     """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
 
-    Agents of the hosts of trainer ranks start meanwhile. ``shared_gpus``: ranks load when the engines are up, because
-    vLLM measures a GPU's free memory while it starts and fails if another process changes it.
+    Agents of the hosts of trainer ranks start meanwhile. ``initial`` gets that folder as soon as it is there.
+    ``shared_gpus``: ranks load when the engines are up, because vLLM measures a GPU's free memory while it starts and
+    fails if another process changes it.
 
     Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
     """
     progress("starting engines and trainer")
     starting = [asyncio.create_task(engine.running()) for engine in engines]
     first = tuple(starting) if shared_gpus else ()  # not the task that is added below: it waits for these
-    starting.append(asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget, first)))
+    starting.append(
+        asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget, initial, first))
+    )
     try:
         *_, model_dir = await asyncio.gather(*starting)
     finally:
@@ -180,6 +184,7 @@ async def _start_trainers(
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,
+    initial: asyncio.Future[Path],
     first: Sequence[asyncio.Task[Any]],
 ) -> str:
     """``first``: what must have started before the ranks load the model."""
@@ -189,6 +194,8 @@ async def _start_trainers(
             for node in trainers.nodes:
                 replicas.expect(node)
             model_dir = await trainers.prepare_model(progress)
+            if not initial.done():
+                initial.set_result(Path(model_dir))
             await asyncio.gather(*first)
             progress("starting trainer")
             await trainers.start(checkpoint)

@@ -39,7 +39,7 @@ class EngineProcess(SupervisedActor):
         group: EnginePlace,
         version: int | None = None,
     ) -> None:
-        """``make()`` asks Ray for an actor in ``group``. ``folder``: the model that it is started on, a stub where
+        """``make()`` asks Ray for an actor in ``group``. ``folder``: the model that it is started on, a stub where all
         weights are published. ``version``: what the weights in there count as; None where it gets its weights by
         publishing."""
         super().__init__("engine", name, make, self._bring_up, budget)

@@ -203,6 +203,9 @@ async def _start(
         )
     factory = ActorFactory(spec, run.path, experiment.search_path, examiner=newcomers)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
+    initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
+    # The weights that adapters are applied to are in the initial model's folder alone.
+    engine_folder = stub if spec.model.published_adapter is None else initial
     # Ray serves requests in their order: first what must fit together.
     trainer_group = factory.trainer_group()
     trainer_group.ask()
@@ -210,7 +213,7 @@ async def _start(
 
     def make_engine(name: str) -> EngineProcess:
         place = factory.engine_place(name, trainer_group)
-        made.append(EngineProcess(spec, name, partial(factory.engine, place), stub, budget, place))
+        made.append(EngineProcess(spec, name, partial(factory.engine, place), engine_folder, budget, place))
         return made[-1]
 
     async def stop_engines() -> None:
@@ -230,7 +233,7 @@ async def _start(
     folder = checkpoint.folder if checkpoint else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
     starting = asyncio.create_task(
-        start_all(engines, ranks, replicas, folder, reporter.status, budget, shares_gpus(spec))
+        start_all(engines, ranks, replicas, folder, reporter.status, budget, initial, shares_gpus(spec))
     )
     try:
         opening = await buffer.open(start.kind, start.note, start.base)

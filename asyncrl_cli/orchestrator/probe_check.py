@@ -47,19 +47,26 @@ class ProbeCheck:
         differences = np.abs(one - other)
         return float(differences.max() if self._exact else np.median(differences))
 
-    def judge(self, answer: np.ndarray, probe: np.ndarray, last: np.ndarray | None) -> Verdict:
-        """``answer``: the engine's log-probs. ``probe``, ``last``: the trainer's, of this version and the last one."""
+    def judge(
+        self, answer: np.ndarray, probe: np.ndarray, last: np.ndarray | None, base: np.ndarray | None = None
+    ) -> Verdict:
+        """``answer``: the engine's log-probs. ``probe``, ``last``: the trainer's, of this version and the last one.
+        ``base``: those of the model without adapters, where the engine has to apply them."""
         gap, allowed = self.distance(answer, probe), self.tolerance
-        change = 0.0 if last is None else self.distance(probe, last)
+        how = "" if self._exact else " in the median"
+        differ = f"its log-probs of the probe differ from the trainer's by {gap:.3g} nats{how}"
+        if base is not None and self._nearer(answer, probe, base, gap):
+            return Verdict(gap, f"{differ}, more than from those of the model without adapters")
         # A small update moves the probe by less than the tolerance: then the engine must at least be nearer to
         # this version than to the last one.
-        outdated = last is not None and change > self._noise and gap >= self.distance(answer, last)
-        if not gap <= allowed or outdated:
-            how = "" if self._exact else " in the median"
-            differ = f"its log-probs of the probe differ from the trainer's by {gap:.3g} nats{how}"
+        if not gap <= allowed or (last is not None and self._nearer(answer, probe, last, gap)):
             return Verdict(gap, f"{differ}; allowed are {allowed:.3g}, and less than from the last version's")
         if not self._learned:
             self._learned = True
             self.tolerance = min(allowed, max(LEAST, USUAL * gap))
             self._noise = max(self._noise, 3 * gap)
         return Verdict(gap, "")
+
+    def _nearer(self, answer: np.ndarray, probe: np.ndarray, other: np.ndarray, gap: float) -> bool:
+        """Whether the engine is nearer to other weights than to these, ``gap`` away, and the two can be told apart."""
+        return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)

@@ -273,7 +273,7 @@ class Publisher:
             name,
             self._timeout_s + seconds_for(size_of(manifest.slots)),
         )
-        verdict = self._check.judge(answer.probe_logprobs, probe.logprobs, last)
+        verdict = self._check.judge(answer.probe_logprobs, probe.logprobs, last, probe.base_logprobs)
         refused = verdict.refused
         if answer.version != manifest.version:
             refused = f"it says that it serves version {answer.version}"

@@ -112,7 +112,8 @@ async def _serve(
     warn: Callable[[str], None],
     stop: Stop,
 ) -> None:
-    spec = served.spec
+    # The served model has the adapters merged into its weights.
+    spec = served.spec.model_copy(update={"model": served.spec.model.model_copy(update={"lora": None})})
     stop.attach()
 
     async def not_recorded(kind: str, part: str, message: str) -> None:

@@ -76,8 +76,10 @@ class StepReport:
 class Probe:
     """A fixed sequence and the trainer's own log-probs of it: an engine that serves the same weights agrees.
 
-    ``logprobs`` are float32, of shape [len(ids) - 1]: the first token has none.
+    ``logprobs`` are float32, of shape [len(ids) - 1]: the first token has none. ``base_logprobs`` are those of the
+    model without its adapters, where engines get the adapters alone: an engine that does not apply them has these.
     """
 
     ids: tuple[int, ...]
     logprobs: NDArray[np.float32]
+    base_logprobs: NDArray[np.float32] | None = None

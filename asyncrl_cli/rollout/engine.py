@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.records.experts import Experts, join_experts
 from asyncrl_cli.records.generation import (
     EVALUATION,
@@ -44,6 +45,7 @@ from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import CompletionOutput
 
 ABORT_POLL_S = 0.02
@@ -62,12 +64,19 @@ class Engine:
     ) -> None:
         """Start vLLM (seconds). Raises as ``start_vllm`` does; ``log`` is where this process writes its output.
 
-        ``own_weights``: read those in the folder. Otherwise the first publish brings them.
+        ``own_weights``: serve those in the folder. Otherwise the first publish brings them, or the first adapter beside
+        those in the folder.
         """
         from transformers import AutoTokenizer
 
+        self._lora = spec.model.published_adapter
+        self._adapter: LoRARequest | None = None
+        if self._lora is not None:
+            from asyncrl_cli.weights.adapter import adapter_request
+
+            self._adapter = adapter_request()
         self._log = LogSince(log)
-        self._vllm = start_vllm(spec, model_dir, "auto" if own_weights else "dummy", self._log)
+        self._vllm = start_vllm(spec, model_dir, "auto" if own_weights or self._lora else "dummy", self._log)
         self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._records_experts = spec.algorithm.router_replay
@@ -183,12 +192,26 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if slots != self._layout:
-            layout = [asdict(part) for slot in slots for part in slot.parts or (slot,)]
-            await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest({"slots": layout}))
+            setup: dict[str, Any] = {"slots": [asdict(part) for slot in slots for part in slot.parts or (slot,)]}
+            if self._lora is not None:
+                setup |= {"rank": self._lora.rank, "alpha": self._lora.alpha}
+            await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest(setup))
+            if self._lora is not None:
+                self._check_served((await self._vllm.collective_rpc("unserved_adapters"))[0])
             self._layout = slots
         await self._vllm.collective_rpc("prepare_weights", args=(version, path))
         while not all(await self._vllm.collective_rpc("weights_prepared")):
             await asyncio.sleep(PREPARE_POLL_S)
+
+    def _check_served(self, unserved: list[str]) -> None:
+        """Raises ``ConfigError`` for layers whose adapters vLLM would ignore without a word."""
+        if unserved:
+            more = f" and {len(unserved) - 1} more" if len(unserved) > 1 else ""
+            raise ConfigError(
+                f"vLLM cannot apply the adapter of {unserved[0]}{more}",
+                location="model.lora.serve",
+                hint="set it to merged, or leave these layers out of model.lora.target_modules",
+            )
 
     async def _load(self, version: int, path: str, policy: str, on_pause: Callable[[], None]) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -259,7 +282,11 @@ class Engine:
         )
         async with self._scheduler:
             async for output in self._vllm.generate(
-                self._prompt(probe_ids), params, request_id=f"probe-{self._probes}", priority=0
+                self._prompt(probe_ids),
+                params,
+                request_id=f"probe-{self._probes}",
+                lora_request=self._adapter,
+                priority=0,
             ):
                 last = output
         logprobs = [entry[token].logprob for entry, token in zip(last.prompt_logprobs[1:], probe_ids[1:], strict=True)]
@@ -301,6 +328,7 @@ class Engine:
                 self._prompt(request.prompt_ids + prefix_ids),
                 params,
                 request_id=request_id(request.rollout_id, request.generated),
+                lora_request=self._adapter,
             ):
                 last = output
         finally:

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.rollout.adapter import adapted_names
 from asyncrl_cli.rollout.engine_death import LogSince, start_failure
+from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, tensor_parallel
 
@@ -122,6 +124,8 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
                 "worker_cls": f"{CPU_EXPERTS}.CPUWorkerWithExperts",
                 "scheduler_cls": f"{CPU_EXPERTS}.SchedulerWithExperts",
             }
+    if spec.model.published_adapter is not None:
+        args |= adapter_args(spec.model.published_adapter, model_dir)
     return AsyncEngineArgs(**merged(args, rollout.engine_args))
 
 
@@ -133,6 +137,21 @@ def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(usual[name], Mapping) and isinstance(own[name], Mapping)
     }
     return {**usual, **own, **both}
+
+
+def adapter_args(lora: LoraSpec, model_dir: str) -> dict[str, Any]:
+    """Those of vLLM's arguments that an adapter beside the model's own weights needs."""
+    from vllm.config import WeightTransferConfig
+
+    from asyncrl_cli.weights import vllm_worker
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": lora.slot_rank,
+        "lora_target_modules": adapted_names(lora, model_dir),
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.ADAPTER_BACKEND),
+    }
 
 
 def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:

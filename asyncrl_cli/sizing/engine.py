@@ -33,23 +33,34 @@ class Cache:
 
 def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     """The parts of an engine without its cache: on one of its GPUs, or in its processes."""
-    rollout, ranks = spec.rollout, tensor_parallel(spec)
+    rollout, ranks, lora = spec.rollout, tensor_parallel(spec), spec.model.published_adapter
     number = NUMBER_BYTES[rollout.dtype]
-    weights = Part("weights", -(-model.parameters * number // ranks), f"{rollout.dtype}, tensor parallel over {ranks}")
+    nbytes = -(-base_numbers(spec, model) * number // ranks)
+    weights = Part("weights", nbytes, f"{rollout.dtype}, tensor parallel over {ranks}")
+    slots = 0 if lora is None else model.trained * lora.slot_rank // lora.rank
+    adapters = Part("adapters", slots * number, f"slots of rank {lora.slot_rank if lora is not None else 0}")
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", BATCHED_TOKENS))
     if not rollout.gpus_per_engine:
         # Decision 0052: it is made beside the weights that serve.
-        following = Part("next version", weights.bytes, "prepared while this one serves")
-        return some([weights, following, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")])
+        following = Part("next version", adapters.bytes or weights.bytes, "prepared while this one serves")
+        return some(
+            [weights, adapters, following, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")]
+        )
     return some(
         [
             weights,
+            adapters,
             Part("activations", tokens * ACTIVATION_WIDTHS * model.hidden * number, f"a batch of {tokens:,} tokens"),
             Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
             Part("CUDA graphs and context", GRAPH_BYTES, "assumed"),
         ]
     )
+
+
+def base_numbers(spec: ExperimentSpec, model: SizedModel) -> int:
+    """Numbers of the weights that engines have, without adapters beside them."""
+    return model.parameters - (model.trained if spec.model.lora is not None else 0)
 
 
 def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache | None:

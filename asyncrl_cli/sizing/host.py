@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, kv_cache_blocks
-from asyncrl_cli.sizing.engine import engine_parts, token_bytes
+from asyncrl_cli.sizing.engine import base_numbers, engine_parts, token_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
 from asyncrl_cli.sizing.trainer import rank_parts
@@ -88,9 +88,9 @@ def _loading(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> Part:
 
 
 def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Bytes of a weight version; adapters are merged into it."""
-    merged = model.parameters - (model.trained if spec.model.lora is not None else 0)
-    return merged * NUMBER_BYTES[spec.rollout.dtype]
+    """Bytes of a weight version: the adapters alone, or the weights into which they are merged."""
+    numbers = base_numbers(spec, model) if spec.model.published_adapter is None else model.trained
+    return numbers * NUMBER_BYTES[spec.rollout.dtype]
 
 
 def cpu_cache_bytes(spec: ExperimentSpec, model: SizedModel) -> int:

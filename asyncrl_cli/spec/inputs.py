@@ -61,6 +61,10 @@ class WarmStart(Section):
     """CPU threads during the warm start."""
 
 
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of vLLM's slots for adapters; the rest of a slot is zero."""
+
+
 class LoraSpec(Section):
     """Low-rank adapters (LoRA, arXiv 2106.09685). Only they are trained; the model's own weights stay fixed.
 
@@ -74,6 +78,15 @@ class LoraSpec(Section):
     target_modules: Literal["all-linear"] | Annotated[list[Text], Field(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, such as `q_proj`. `all-linear`: every linear layer except the output
     head."""
+    serve: Literal["merged", "adapter"] = "merged"
+    """What a publish brings to the engines. `merged`: all weights, with the adapters added to them. `adapter`: the
+    adapters alone, which vLLM applies beside the weights of the initial model; engines read those from its folder when
+    they start, so every host of engines must have it."""
+
+    @property
+    def slot_rank(self) -> int:
+        """The rank of the slots in which vLLM has these adapters."""
+        return next((rank for rank in SLOT_RANKS if rank >= self.rank), self.rank)
 
 
 class ModelSpec(Section):
@@ -86,7 +99,8 @@ class ModelSpec(Section):
     warm_start: WarmStart | None = None
     """Train on the task's demonstrations first. The result is cached by content."""
     lora: LoraSpec | None = None
-    """Train adapters instead of all weights. They are merged into the weights for engines and saved models."""
+    """Train adapters instead of all weights. Saved models have them merged into the weights; so have engines, unless
+    `serve` is `adapter`."""
     max_length: Count = 1024
     """Longest sequence in tokens: prompt and response together."""
     chat_template: Annotated[Text | None, SystemPath] = None
@@ -94,6 +108,11 @@ class ModelSpec(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`: for prompts, episodes and `asyncrl serve`.
     A variable that the template does not read is refused."""
+
+    @property
+    def published_adapter(self) -> LoraSpec | None:
+        """The adapters, where they are all that a publish brings to the engines."""
+        return self.lora if self.lora is not None and self.lora.serve == "adapter" else None
 
 
 class EpisodeSpec(Section):

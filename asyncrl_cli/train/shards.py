@@ -2,12 +2,13 @@
 
 Rank r of T has elements [r * ceil(n / T), (r + 1) * ceil(n / T)) of every flat weight of n elements. That is ZeRO-3's
 own partition, so no weight is gathered for a publish: only the small matrices of a layer's adapters are (decision
-0038).
+0038), and not even they where engines get the adapters alone (decision 0057).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -15,9 +16,12 @@ from torch import Tensor, nn
 
 from asyncrl_cli.train.deepspeed_engine import by_layer, full_shape, gathered
 from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
-from asyncrl_cli.train.model.lora import plain_weights
+from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, plain_weights
 from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
+
+PEFT = "base_model.model."
+"""In front of a layer's name, in the names that peft gives to the tensors of saved adapters."""
 
 
 def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
@@ -46,6 +50,40 @@ def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator
                     # The whole product on every rank: rows of it alone may differ in the last bits.
                     own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
                 yield weight.name, begin, own
+
+
+def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
+    """The layout of the adapters alone. Engines load them under the names that a saved adapter has: peft's, with layers
+    named as in the model's checkpoints (decision 0053).
+
+    Raises ``LoraError`` for a layer that checkpoints do not have, and ``PolicyError``.
+    """
+    of_weight = {slot.name: slot.parts or (slot,) for slot in engine_layout(model, dtype)}
+    names, tensors = [], []
+    for weight, kind, matrix in adapter_matrices(model):
+        if len(of_weight[weight]) > 1:
+            raise LoraError(
+                f"{weight} is several weights in the model's checkpoints, so vLLM has no such layer to adapt",
+                "leave it out, or set model.lora.serve to merged",
+            )
+        names.append(f"{PEFT}{_matrix_name(of_weight[weight][0].name, kind)}")
+        tensors.append((_matrix_name(weight, kind), dtype, full_shape(matrix)))
+    slots = plan_slots(tensors)
+    return tuple(replace(slot, parts=(replace(slot, name=name),)) for slot, name in zip(slots, names, strict=True))
+
+
+def adapter_shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
+    """This rank's elements of every adapter, as ``shards`` gives those of weights, in the trainer's dtype.
+
+    No rank waits for another.
+    """
+    for weight, kind, matrix in adapter_matrices(model):
+        begin, end = shard_of(prod(full_shape(matrix)), rank, ranks)
+        yield _matrix_name(weight, kind), begin, _own(matrix, begin, end, zero_stage)
+
+
+def _matrix_name(weight: str, kind: str) -> str:
+    return f"{weight.removesuffix('weight')}{kind}.weight"
 
 
 def write_shard(target: Tensor, begin: int, own: Tensor, copies: Copies) -> None:

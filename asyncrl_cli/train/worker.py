@@ -37,6 +37,7 @@ class TrainerWorker:
         self._progress = (0, 0, 0.0)
         self._updates = 0
         self._listener: socket.socket | None = None
+        self._base_logprobs: dict[tuple[int, ...], Any] = {}  # of the newest probe, without adapters
 
     def visit(self, search_path: str) -> Seat:
         """Where Ray has put this process; answers before anything is imported.
@@ -97,7 +98,7 @@ class TrainerWorker:
         from asyncrl_cli.train.model.reference import Copy, load_reference
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
-        from asyncrl_cli.train.shards import engine_layout
+        from asyncrl_cli.train.shards import adapter_layout, engine_layout
         from asyncrl_cli.train.step import Learner
         from asyncrl_cli.weights.copies import copies_of
         from asyncrl_cli.weights.layout import chunks_of, pages_of
@@ -129,7 +130,8 @@ class TrainerWorker:
         critic = ds.start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
         limit = SkipLimit(trainer.max_skipped_updates)
         self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
-        self._layout = engine_layout(self._model, getattr(torch, self._spec.rollout.dtype))
+        make_layout = engine_layout if self._spec.model.published_adapter is None else adapter_layout
+        self._layout = make_layout(self._model, getattr(torch, self._spec.rollout.dtype))
         own = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)
         self._copies = copies_of(self._engine.device)
         self._replica = MappedReplica(self._layout, self._copies, own)
@@ -165,10 +167,13 @@ class TrainerWorker:
         Rank 0 returns what proves them, by ``prompt_ids`` of the task's prompts. Collective: a rank that does not find
         its memory takes part all the same, and then raises ``ReplicaGone``.
         """
-        from asyncrl_cli.train.shards import shards, write_shard
+        from asyncrl_cli.train.model.lora import without_adapters
+        from asyncrl_cli.train.shards import adapter_shards, shards, write_shard
         from asyncrl_cli.weights.manifest import ReplicaGone
 
         trainer = self._spec.trainer
+        adapter_only = self._spec.model.published_adapter is not None
+        own_shards = adapter_shards if adapter_only else shards
         missing: ReplicaGone | None = None
         tensors: dict[str, Any] = {}
         with ExitStack() as writing:
@@ -177,14 +182,19 @@ class TrainerWorker:
             except ReplicaGone as gone:
                 missing = gone
             # All of them, with or without memory: the other ranks gather adapters with this one.
-            for name, begin, own in shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
+            for name, begin, own in own_shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
                 if missing is None:
                     write_shard(tensors[name], begin, own, self._copies)
             # On all ranks, as the forward pass is collective (decision 0003), while a GPU copies what was begun above.
             ids, logprobs = self._probe(prompt_ids)
+            base = self._base_logprobs.get(ids)
+            if adapter_only and base is None:
+                with without_adapters(self._model):
+                    _, base = self._probe(prompt_ids)
+                self._base_logprobs = {ids: base}
         if missing is not None:
             raise missing
-        return Probe(ids, logprobs) if self._rank == 0 else None
+        return Probe(ids, logprobs, base) if self._rank == 0 else None
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""

@@ -15,7 +15,7 @@ import torch
 
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.weights.layout import plan_slots
+from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from asyncrl_cli.weights.mapped import MappedReplica
 from asyncrl_cli.weights.replica import Replica
 
@@ -37,14 +37,26 @@ class Bench:
         from asyncrl_cli.train.model.initial import build_initial_model
 
         build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+        self._spec = spec
         self._load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.models: dict[int, Any] = {}
-        named = list(self._load().named_parameters())
-        self.slots = plan_slots((name, p.dtype, tuple(p.shape)) for name, p in named)
+        self.slots = self.layout(self.make())
         self.replica = Replica(self.slots, ranks=1)
         self._mapped = MappedReplica(self.slots)
         self.engine = Engine(spec, str(folder))
         self._requests = 0
+
+    def make(self) -> Any:
+        """The model that versions differ from."""
+        return self._load()
+
+    def layout(self, model: Any) -> tuple[TensorSlot, ...]:
+        """What a publish brings."""
+        return plan_slots((name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters())
+
+    def published(self, model: Any) -> dict[str, torch.Tensor]:
+        """The same of a model, by the names in ``layout``."""
+        return dict(model.named_parameters())
 
     async def publish(
         self, version: int, policy: str, endless: bool = False, prepared: Callable[[], Awaitable[None]] | None = None
@@ -55,8 +67,8 @@ class Bench:
         finished by then, however long the preparation takes.
         """
         generator = torch.Generator().manual_seed(version)
-        model = self._load()
-        parameters = dict(model.named_parameters())
+        model = self.make()
+        parameters = self.published(model)
         path = self.replica.begin(version)
         with torch.no_grad(), self._mapped.open(path, version) as tensors:
             for name, target in tensors.items():
@@ -112,7 +124,7 @@ def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFact
     bench.engine.shutdown()
 
 
-def started(loop: asyncio.AbstractEventLoop, folder: Path, **model: Any) -> Bench:
+def started(loop: asyncio.AbstractEventLoop, folder: Path, kind: type[Bench] = Bench, **model: Any) -> Bench:
     """A bench with the tests' model, or one with changed settings."""
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
@@ -121,7 +133,7 @@ def started(loop: asyncio.AbstractEventLoop, folder: Path, **model: Any) -> Benc
     os.environ.update(engine_environment(spec))
 
     async def start() -> Bench:
-        return Bench(spec, folder / "model")
+        return kind(spec, folder / "model")
 
     return loop.run_until_complete(start())
 

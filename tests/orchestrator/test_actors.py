@@ -136,9 +136,11 @@ def started(
             Path("/step-000004"),
             shown.append,
             budget,
+            initial := asyncio.get_running_loop().create_future(),
             shared_gpus,
         )
         assert all(process.actor.started_on == "/model_stub" for process in processes)
+        assert initial.result() == Path(model)
         assert list(hosts.agents) == ["node-0"], "an agent for the host of the ranks, whatever died"
         return model, noted, shown
 

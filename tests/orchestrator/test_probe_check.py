@@ -73,3 +73,15 @@ def test_in_bfloat16_an_engine_that_skipped_an_update_is_refused() -> None:
     assert not judge.judge(versions[0] + np.float32(0.01), versions[0], None).refused
     assert not judge.judge(versions[1] + np.float32(0.01), versions[1], versions[0]).refused
     assert "than from the last version's" in judge.judge(versions[1], versions[2], versions[1]).refused
+
+
+@pytest.mark.parametrize(("dtype", "change"), [("float32", 2e-4), ("bfloat16", 0.04)])
+def test_an_engine_without_the_adapter_is_refused_though_it_is_within_the_tolerance(dtype: str, change: float) -> None:
+    base = logprobs(0)
+    adapted, last = base + np.float32(change), base + np.float32(0.9 * change)
+    judge = check(dtype)
+    assert not judge.judge(base, base, None, base).refused, "adapters begin without effect"
+    assert not judge.judge(base, adapted, last).refused
+    assert "those of the model without adapters" in judge.judge(base, adapted, last, base).refused
+    assert "those of the model without adapters" in judge.judge(base, adapted, None, base).refused, "after a resume"
+    assert not judge.judge(adapted, adapted, last, base).refused

@@ -24,6 +24,7 @@ SETTINGS = [
     *((stage, "float32", "bfloat16", "lora", True) for stage in range(4)),
     *((stage, "bfloat16", "float32", "lora", False) for stage in (0, 3)),
     (3, "float32", "float32", "offload", True),
+    *((stage, "bfloat16", "float32", "adapter", True) for stage in (0, 3)),
 ]
 """ZeRO stage, dtype of the trainer and of engines, what else is set, and whether the head is tied."""
 SIZES = {
@@ -60,14 +61,15 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
     """This rank's memory, in which what it does not own is NaN; and the gathered weights in the same dtype."""
     import torch
 
-    from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+    from asyncrl_cli.train.model.lora import adapter_matrices
+    from asyncrl_cli.train.shards import adapter_layout, adapter_shards, engine_layout, shards, write_shard
     from asyncrl_cli.weights.copies import Copies
 
     stage, dtype, engine_dtype, kind, _ = setting
     optimizer = spec.trainer.optimizer.model_copy(update={"learning_rate": 0.01})
     change = {"zero_stage": stage, "dtype": dtype, "optimizer": optimizer}
     change |= {"offload": "all"} if kind == "offload" else {}
-    lora = LoraSpec(rank=3, alpha=7.0) if kind == "lora" else None
+    lora = LoraSpec(rank=3, alpha=7.0) if kind in ("lora", "adapter") else None
     spec = spec.model_copy(
         update={
             "trainer": spec.trainer.model_copy(update=change),
@@ -85,12 +87,17 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
         engine.step()
     model = engine.module.model
     to = getattr(torch, engine_dtype)
-    memory = {slot.name: torch.full(slot.shape, torch.nan, dtype=to) for slot in engine_layout(model, to)}
+    layout, own_shards = (adapter_layout, adapter_shards) if kind == "adapter" else (engine_layout, shards)
+    memory = {slot.name: torch.full(slot.shape, torch.nan, dtype=to) for slot in layout(model, to)}
     again = {name: torch.full_like(tensor, torch.nan) for name, tensor in memory.items()}
     for targets in (memory, again):  # the first time must leave the model as it was
-        for name, begin, own in shards(model, rank, spec.trainer.ranks, stage):
+        for name, begin, own in own_shards(model, rank, spec.trainer.ranks, stage):
             write_shard(targets[name], begin, own, Copies())
     full = {weight.name: weight.merged().to(to).clone() for weight in ds.full_weights(model, stage)}
+    if kind == "adapter":
+        matrices = [(f"{weight.removesuffix('weight')}{kind}.weight", m) for weight, kind, m in adapter_matrices(model)]
+        with ds.gathered([matrix for _, matrix in matrices], stage):
+            full = {name: matrix.detach().to(to).clone() for name, matrix in matrices}
     engine.destroy()
     return memory, again, full
 

@@ -26,6 +26,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_all_shards_together_are_the_gathered_weights(ranks: Any, setting: Any) -> None:
     _, _, full = ranks[0][setting]
     assert ("lm_head.weight" in full) == (not setting[4])
+    assert any("lora" in name for name in full) == all("lora" in name for name in full) == (setting[3] == "adapter")
     for name, weight in full.items():
         joined = torch.full_like(weight.flatten(), torch.nan)
         for rank, saved in enumerate(ranks):

@@ -21,6 +21,10 @@ OWN_ENGINE_ARGS = {
     "seed": "seed",
     "tensor_parallel_size": "rollout.gpus_per_engine",
     "data_parallel_size": "rollout.engines",
+    "enable_lora": "model.lora.serve",
+    "max_lora_rank": "model.lora.rank",
+    "lora_target_modules": "model.lora.target_modules",
+    **dict.fromkeys(("max_loras", "max_cpu_loras", "lora_dtype")),
     **dict.fromkeys(("load_format", "generation_config", "worker_cls", "worker_extension_cls")),
     **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "enable_chunked_prefill", "async_scheduling")),
 }

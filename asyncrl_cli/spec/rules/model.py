@@ -11,7 +11,7 @@ from pathlib import Path
 
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
-from asyncrl_cli.spec.inputs import CHARACTERS
+from asyncrl_cli.spec.inputs import CHARACTERS, SLOT_RANKS
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -158,6 +158,18 @@ def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Pro
     if limit is not None and limit < max_length:
         message = f"{max_length} is more than the model's {limit} positions"
         yield Problem("model.max_length", message, f"lower it to {limit}, or raise max_position_embeddings")
+
+
+@rule
+def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
+    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank`, and kernels for `rollout.dtype`."""
+    lora = spec.model.published_adapter
+    if lora is not None and lora.rank > SLOT_RANKS[-1]:
+        message = f"vLLM applies adapters of rank {SLOT_RANKS[-1]} at most"
+        yield Problem("model.lora.rank", message, "lower it, or set model.lora.serve to merged")
+    if lora is not None and spec.rollout.gpus_per_engine and spec.rollout.dtype == "float32":
+        message = "vLLM has no float32 kernels for adapters on GPUs"
+        yield Problem("rollout.dtype", message, "set it to bfloat16, or model.lora.serve to merged")
 
 
 @rule

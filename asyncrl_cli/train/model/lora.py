@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): W + (alpha / rank) · B A, of which A and B are trained.
 
-Invariant: nothing outside the trainer sees adapters. Engines, saved models and exports get merged weights under the
-names of the model without adapters, made by ``plain_weights``, which only reads the trainer's own. B starts at 0, so
-the policy starts as the model.
+Saved models and exports get merged weights under the names of the model without adapters, made by ``plain_weights``,
+which only reads the trainer's own; so do engines, unless they apply the adapters themselves (``adapter_matrices``,
+decision 0057). B starts at 0, so the policy starts as the model.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ ADAPTER = "default"
 
 BASE = "base_layer"
 """What peft calls the layer inside an adapted one."""
+
+MATRICES = ("lora_A", "lora_B")
+"""What peft calls the two matrices of an adapter."""
 
 
 class LoraError(ConfigError):
@@ -126,6 +129,15 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
         elif not any(owner.startswith(f"{adapted}.") for adapted in layers):
             weights.append(PlainWeight(name, parameter, None))
     return weights
+
+
+def adapter_matrices(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """The trained matrices: the name of the weight that each adapts, ``lora_A`` ([rank, inputs]) or ``lora_B``
+    ([outputs, rank]), and the parameter."""
+    for weight in plain_weights(model):
+        if weight.adapter is not None:
+            for kind in MATRICES:
+                yield weight.name, kind, getattr(weight.adapter, kind)[ADAPTER].weight
 
 
 def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

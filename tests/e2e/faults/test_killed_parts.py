@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,12 @@ def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: 
 
 
 @pytest.mark.nightly
-def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(disturb: Disturb) -> None:
-    sections = {
+@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0, "serve": "adapter"}], ids=["weights", "adapter"])
+def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
+    disturb: Disturb, lora: dict[str, Any] | None
+) -> None:
+    sections: dict[str, Any] = {
+        "model": {"lora": lora},
         "pipeline": {"max_staleness": 0},
         "checkpoints": {"every": 5},
         "journal": {"segment_seconds": 600.0},  # what is recorded of a rollout is continued, and not as it would be
