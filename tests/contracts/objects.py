@@ -8,6 +8,8 @@ from __future__ import annotations
 LLM = "vllm.v1.engine.async_llm.AsyncLLM()"
 CORE = "vllm.v1.engine.core_client.AsyncMPClient()"
 DEEPSPEED = "deepspeed.runtime.engine.DeepSpeedEngine()"
+ADAPTERS = "vllm.lora.model_manager.LRUCacheLoRAModelManager()"
+MAPPER = "vllm.model_executor.models.utils.WeightsMapper()"
 
 OBJECTS: dict[str, dict[str, str]] = {
     "rollout/engine.py": {
@@ -30,6 +32,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "flat": "vllm.logprobs.FlatLogprobs()",
     },
     "train/checkpoints.py": {"engine": DEEPSPEED},
+    "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},
     # Made at its first use: test_installed.py has it.
     "train/deepspeed_engine.py": {"engine": DEEPSPEED, "deepspeed.ops.__compatible_ops__": ""},
     "train/nonfinite_guard.py": {"engine": DEEPSPEED},

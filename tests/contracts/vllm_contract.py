@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
+from asyncrl_cli.spec.inputs import SLOT_RANKS
 from tests.contracts.source import Package
 from tests.contracts.uses import ASYNCRL
 
@@ -24,6 +25,7 @@ def problems(package: Package) -> Iterator[str]:
     yield from _engine_arguments(package)
     yield from _values(package)
     yield from _environment(package)
+    yield from _slots(package)
     yield from _transfer_engine(package)
     seeing = package.find("vllm.model_executor.models.interfaces.SupportsMultiModal")
     if seeing is None or package.member(seeing, "get_language_model") is None:
@@ -62,6 +64,14 @@ def _values(package: Package) -> Iterator[str]:
         known = _constants(listed.node) if listed is not None and listed.node is not None else set()
         for value in sorted(_written_values(file, argument) - known):
             yield f"{file}: {kind} has no {value!r}, but {sorted(known)}"
+
+
+def _slots(package: Package) -> Iterator[str]:
+    listed = package.find("vllm.config.lora.MaxLoRARanks")
+    nodes = ast.walk(listed.node) if listed is not None and listed.node is not None else ()
+    ranks = {node.value for node in nodes if isinstance(node, ast.Constant)}
+    if not ranks >= set(SLOT_RANKS):
+        yield f"spec/inputs.py: vLLM has slots for adapters of the ranks {ranks}"
 
 
 def _written_values(file: str, argument: str) -> set[str]:
