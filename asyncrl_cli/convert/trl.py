@@ -87,7 +87,7 @@ CONVERTED = [
     Row("max_prompt_length max_completion_length vllm_max_model_length response_length", "model.max_length",
         "prompt and response together", values.max_length),
     Row("chat_template_kwargs.*", "model.chat_template_kwargs", value=lambda s: s.section("chat_template_kwargs.")),
-    Row("use_peft lora_r", "model.lora.rank", "the engines get merged weights",
+    Row("use_peft lora_r", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)",
         lambda s: s.count("lora_r") if s.flag("use_peft") else None),
     Row("lora_alpha", "model.lora.alpha", value=lambda s: s.number("lora_alpha") if s.flag("use_peft") else None),
     Row("lora_target_modules", "model.lora.target_modules",

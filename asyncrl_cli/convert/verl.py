@@ -86,7 +86,7 @@ CONVERTED = [
         lambda s: s.count("data.max_prompt_length") + s.count("data.max_response_length")),
     Row("data.apply_chat_template_kwargs.*", "model.chat_template_kwargs",
         value=lambda s: s.section("data.apply_chat_template_kwargs.")),
-    Row(f"{M}lora_rank {M}lora.rank", "model.lora.rank", "the engines get merged weights",
+    Row(f"{M}lora_rank {M}lora.rank", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)",
         lambda s: values.lora_rank(s) or None),
     Row(f"{M}lora_alpha {M}lora.alpha", "model.lora.alpha",
         value=lambda s: s.number(f"{M}lora_alpha") if values.lora_rank(s) else None),

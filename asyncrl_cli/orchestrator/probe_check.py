@@ -68,5 +68,5 @@ class ProbeCheck:
         return Verdict(gap, "")
 
     def _nearer(self, answer: np.ndarray, probe: np.ndarray, other: np.ndarray, gap: float) -> bool:
-        """Whether the engine is nearer to other weights than to these, ``gap`` away, and the two can be told apart."""
+        """Whether the engine is as near to other weights, which differ from these by more than noise; ``gap``: to these."""
         return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)
