@@ -68,5 +68,8 @@ class ProbeCheck:
         return Verdict(gap, "")
 
     def _nearer(self, answer: np.ndarray, probe: np.ndarray, other: np.ndarray, gap: float) -> bool:
-        """Whether the engine is as near to other weights, which differ from these by more than noise; ``gap``: to these."""
+        """Whether the engine is as near to other weights, which differ from these by more than noise.
+
+        ``gap``: its distance to these.
+        """
         return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)

@@ -12,6 +12,7 @@ import torch
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
+from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
 
 SIZES = {
     "vocab_size": 40,
@@ -29,11 +30,13 @@ MASK = torch.ones(2, 10, dtype=torch.bool)
 MASK[:, :3] = False
 
 
-def make(lora: LoraSpec | None, tied: bool = True, architecture: str = "qwen3", device: str = "cpu") -> Any:
+def make(
+    lora: LoraSpec | None, tied: bool = True, architecture: str = "qwen3", device: str = "cpu", **sizes: int
+) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **SIZES, tie_word_embeddings=tied)
+    config = AutoConfig.for_model(architecture, **SIZES, **sizes, tie_word_embeddings=tied)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     if lora is not None:
@@ -127,6 +130,48 @@ def test_the_seed_alone_decides_where_adapters_begin() -> None:
 def test_layers_that_can_have_none(targets: list[str], tied: bool, words: str) -> None:
     with pytest.raises(LoraError, match=words):
         make(LORA.model_copy(update={"target_modules": targets}), tied)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_engines_get_adapters_under_the_names_that_peft_saves(targets: Any) -> None:
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+
+    saved = get_peft_model_state_dict(get_peft_model(make(None), LoraConfig(r=3, target_modules=targets)))
+    model = trained(LORA.model_copy(update={"target_modules": targets}))
+    slots = adapter_layout(model, torch.bfloat16)
+    (parts,) = zip(*(slot.parts for slot in slots), strict=True)
+    assert {part.name: part.shape for part in parts} == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    assert all(
+        (part.offset, part.nbytes) == (slot.offset, slot.nbytes) for part, slot in zip(parts, slots, strict=True)
+    )
+    parameters = {name.replace(".default", ""): parameter for name, parameter in model.named_parameters()}
+    joined = {slot.name: torch.full((slot.numel,), torch.nan) for slot in slots}
+    for rank in range(3):
+        for name, begin, own in adapter_shards(model, rank, 3, zero_stage=0):
+            write_shard(joined[name], begin, own)
+    assert all(torch.equal(joined[slot.name].view(slot.shape), parameters[slot.name]) for slot in slots)
+
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8},
+    "glm4_moe": {"n_routed_experts": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8},
+}
+
+
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_experts_and_routers_have_no_adapter_and_linear_layers_beside_them_have(architecture: str) -> None:
+    model, plain = (make(lora, architecture=architecture, **EXPERTS[architecture]) for lora in (LORA, None))
+    head = plain.get_output_embeddings()
+    linear = {name for name, layer in plain.named_modules() if isinstance(layer, torch.nn.Linear) and layer is not head}
+    parts = {part.name for slot in adapter_layout(model, torch.float32) for part in slot.parts}
+    assert parts == {f"base_model.model.{name}.{matrix}.weight" for name in linear for matrix in ("lora_A", "lora_B")}
+    assert sum(parameter.requires_grad for parameter in model.parameters()) == len(parts)
+    assert not [name for name in linear if "experts." in name and "shared" not in name]
+    with pytest.raises(LoraError, match="not supported"):
+        make(
+            LORA.model_copy(update={"target_modules": ["experts"]}), architecture=architecture, **EXPERTS[architecture]
+        )
 
 
 def test_the_saved_model_is_a_plain_one(tmp_path: Path) -> None:

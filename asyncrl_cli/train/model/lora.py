@@ -80,18 +80,18 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
     except ImportError as error:
         hint = "pip install 'asyncrl[lora]'"
         raise ConfigError(f"needs peft: {error}", location="model.lora", hint=hint) from error
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules)
     embeddings = model.get_input_embeddings(), model.get_output_embeddings()
+    # Without the model's config, by which peft would adapt a model's experts and its router instead of linear layers.
+    holder = nn.Module()
+    holder.model = model
+    targets = [f"model.{name}" for name in _targets(model, lora)]
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            inject_adapter_in_model(config, model, ADAPTER)
+            inject_adapter_in_model(config, holder, ADAPTER)
         except ValueError as error:
             raise LoraError(" ".join(str(error).split())) from error
-    adapted = _layers(model)
-    wanted = [] if isinstance(lora.target_modules, str) else lora.target_modules
-    if missing := [name for name in wanted if not any(f".{layer}".endswith(f".{name}") for layer in adapted)]:
-        raise LoraError(f"the model has no layer {', '.join(missing)}")
     if embeddings != (model.get_input_embeddings(), model.get_output_embeddings()):
         raise LoraError("the embeddings and the output head can have no adapter", "leave them out, or use all-linear")
     # The input of the first layer requires a gradient, too: ZeRO-3 sees by its backward pass that a layer is done.
@@ -150,6 +150,21 @@ def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, 
     model.load_state_dict(state, assign=True)
     model.tie_weights()
     return untouched | {weight.name: weight.merged() for weight in plain_weights(model)}
+
+
+def _targets(model: Any, lora: LoraSpec) -> list[str]:
+    """The layers that get an adapter. Raises ``LoraError`` for names without one."""
+    from transformers.pytorch_utils import Conv1D
+
+    layers = dict(model.named_modules())
+    wanted = lora.target_modules
+    if isinstance(wanted, str):
+        head = model.get_output_embeddings()
+        return [name for name, layer in layers.items() if isinstance(layer, nn.Linear | Conv1D) and layer is not head]
+    found = {name: [layer for layer in layers if f".{layer}".endswith(f".{name}")] for name in wanted}
+    if missing := [name for name in wanted if not found[name]]:
+        raise LoraError(f"the model has no layer {', '.join(missing)}")
+    return sorted({layer for of_name in found.values() for layer in of_name})
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
