@@ -1,12 +1,13 @@
 """What publishing costs: the trainer's wait, the digests, the engine's pause and update, and the way to another host.
 
-    python benchmarks/weights.py [--sizes 1 340 2000] [--rounds N] [--hosts]
+    python benchmarks/weights.py [--sizes 1 340 2000] [--rounds N] [--hosts] [--lora merged|adapter]
 
 A rank writes its shard (all weights: one rank, ZeRO-0, float32) into the replica, the digests are computed, and a real
 vLLM engine loads the version and proves it: `stall` is its pause, `update` is from the request to the proof. `--hosts`
 adds a transfer between two hosts made of namespaces (root only), without a limit to its rate. Every time is the median
 of the rounds, in seconds, and its ratio to that of a copy of the same bytes by one thread in the same rounds. Sizes are
-in MB. The memory needed is about six times the largest.
+in MB. The memory needed is about six times the largest. `--lora`: the rank trains adapters of rank 16, and publishes
+them merged into the weights, or alone.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ COPY_BYTES = 256_000_000
 LIMIT_S = 600
 
 
-def spec_of(megabytes: float, folder: Path) -> ExperimentSpec:
+def spec_of(megabytes: float, folder: Path, lora: str | None = None) -> ExperimentSpec:
     """The quickstart with a model of about this size."""
     layers = 4 if megabytes < 100 else 8
     hidden = max(64, round((megabytes * 1e6 / BYTES / LAYER_NUMBERS / layers) ** 0.5 / 64) * 64)
@@ -51,6 +52,8 @@ def spec_of(megabytes: float, folder: Path) -> ExperimentSpec:
         "head_dim": 64,
     }
     changes = [f"model.init.config.{name}={value}" for name, value in config.items()]
+    if lora is not None:
+        changes.append(f"model.lora={{rank: 16, serve: {lora}}}")
     return load_spec(SPEC, ["model.warm_start=null", f"runs_dir={folder}", *changes]).spec
 
 
@@ -70,9 +73,10 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
 
     from asyncrl_cli.rollout.engine import Engine
     from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.model.lora import add_adapters
     from asyncrl_cli.train.model.probe import probe_ids
     from asyncrl_cli.train.model.tokenizer import load_tokenizer
-    from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+    from asyncrl_cli.train.shards import adapter_layout, adapter_shards, engine_layout, shards, write_shard
     from asyncrl_cli.weights.copies import Copies
     from asyncrl_cli.weights.layout import size_of
     from asyncrl_cli.weights.manifest import Manifest
@@ -82,7 +86,12 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    slots = engine_layout(model, next(model.parameters()).dtype)
+    if spec.model.lora is not None:
+        add_adapters(model, spec.model.lora, spec.seed)
+    layout, own_shards = engine_layout, shards
+    if spec.model.published_adapter is not None:
+        layout, own_shards = adapter_layout, adapter_shards
+    slots = layout(model, next(model.parameters()).dtype)
     replica, mapped, threads = Replica(slots, ranks=1), MappedReplica(slots), ThreadPoolExecutor(os.cpu_count())
     engine = Engine(spec, str(folder))
     probe = probe_ids((), load_tokenizer(str(folder), None), model.config.vocab_size, 24)
@@ -94,7 +103,7 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
             path = replica.begin(version, manifest)
             started = time.perf_counter()
             with mapped.open(path, version) as tensors:
-                for name, begin, own in shards(model, 0, 1, 0):
+                for name, begin, own in own_shards(model, 0, 1, 0):
                     write_shard(tensors[name], begin, own, Copies())
             found["write"].append(time.perf_counter() - started)
             started = time.perf_counter()
@@ -137,13 +146,14 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 340, 2000], help="MB of weights")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--hosts", action="store_true", help="a transfer between two hosts, too (root only)")
+    parser.add_argument("--lora", choices=("merged", "adapter"), help="publish adapters, merged or alone")
     options = parser.parse_args()
     names = ("write", "digest", "stall", "update", *(("transfer",) if options.hosts else ()))
     print("| MB | copy s | " + " | ".join(f"{name} s (copies)" for name in names) + " |")
     print("|-|-|" + "-|" * len(names), flush=True)
     for megabytes in options.sizes:
         with tempfile.TemporaryDirectory() as temporary:
-            spec = spec_of(megabytes, Path(temporary))
+            spec = spec_of(megabytes, Path(temporary), options.lora)
             from asyncrl_cli.rollout.engine_settings import engine_environment
 
             os.environ.update(engine_environment(spec))
