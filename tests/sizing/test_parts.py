@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.sizing.engine import engine_parts
 from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, version_bytes
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import GB, memory_size
+from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
 from asyncrl_cli.sizing.remedies import Change, remedies, with_changes
 from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_parts
+from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 SPEC = ExperimentSpec.model_validate(
@@ -225,6 +227,23 @@ def test_a_host_keeps_two_versions_of_the_weights() -> None:
     changed, found = sized(rollout__gpus_per_engine=1, rollout__dtype="bfloat16"), model(4096)
     parts = {part.name: part.bytes for part in host_parts(changed, found, HostKind("host", 1, 0, 4))}
     assert parts["weights in shared memory"] == 2 * version_bytes(changed, found) == 4 * found.parameters
+
+
+@given(st.integers(1, 512), st.booleans())
+def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(rank: int, on_gpu: bool) -> None:
+    found = model(4096, share=0.01)
+    merged, alone = (
+        sized(model__lora=LoraSpec(rank=rank, serve=serve), rollout__gpus_per_engine=int(on_gpu))
+        for serve in get_args(LoraSpec.model_fields["serve"].annotation)
+    )
+    number = NUMBER_BYTES[alone.rollout.dtype]
+    assert version_bytes(alone, found) == number * found.trained
+    assert version_bytes(alone, found) + version_bytes(merged, found) == number * found.parameters
+    parts = {part.name: part.bytes for part in engine_parts(alone, found)}
+    assert parts["weights"] == version_bytes(merged, found)
+    assert parts["adapters"] >= version_bytes(alone, found)
+    assert parts.get("next version", parts["adapters"]) == parts["adapters"]
+    assert "adapters" not in {part.name for part in engine_parts(merged, found)}
 
 
 def test_sizes_are_read_with_their_units() -> None:

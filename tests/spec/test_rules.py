@@ -159,6 +159,13 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "model.init.architecture",
             "vLLM's loader writes its experts",
         ),
+        (["model.lora={rank: 600, serve: adapter}"], "model.lora.rank", "of rank 512 at most"),
+        (
+            ["model.lora={serve: adapter}", "rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"],
+            "rollout.dtype",
+            "no float32 kernels for adapters",
+        ),
+        (["rollout.engine_args={enable_lora: true}"], "rollout.engine_args.enable_lora", "model.lora.serve"),
         (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
         (["tracking.register_model=m", "tracking.mlflow=false"], "tracking.register_model", "tracking.mlflow is false"),
