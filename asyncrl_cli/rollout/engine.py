@@ -235,6 +235,8 @@ class Engine:
             on_pause()
             await self._vllm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
             await self._vllm.finish_weight_update(str(version))
+            if self._adapter is not None:
+                await self._vllm.collective_rpc("install_adapter")
             self._version = version
         finally:
             await core.resume_scheduler_async()

@@ -8,6 +8,7 @@ that there is (decision 0057).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 
-from asyncrl_cli.weights.vllm_worker import ReplicaInitInfo, ReplicaTransferEngine
+from asyncrl_cli.weights.vllm_worker import ReplicaInitInfo, ReplicaTransferEngine, ReplicaUpdateInfo
 
 ADAPTER_ID = 1
 
@@ -44,6 +45,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         super().init_transfer_engine(init_info)
         assert isinstance(init_info, AdapterInitInfo)
         self.helper = PEFTHelper(r=init_info.rank, lora_alpha=init_info.alpha, target_modules=[])
+        self.adapter: Future[LoRAModel]
         self.names = [slot["name"] for slot in init_info.slots]
 
     def unserved(self) -> list[str]:
@@ -53,11 +55,34 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         empty = dict.fromkeys(self.names, torch.empty(0))
         return sorted(self._adapter(empty).loras.keys() - served)
 
-    def _prepare(self, version: int, path: str) -> NextAdapter:
+    def prepare(self, version: int, path: str) -> None:
+        """Begin to read the adapter of ``version``, while the engine generates."""
+        self.adapter = self.thread.submit(self._read, version, path)
+
+    def prepared(self) -> bool:
+        """Whether it is there. Raises ``ReplicaGone`` when the memory is of another version by now."""
+        return self.adapter.done() and self.adapter.result() is not None
+
+    def start_weight_update(self) -> None:
+        """Nothing: the model's own weights stay."""
+
+    def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
+        """Nothing yet: when vLLM ends an update it removes all adapters, as those of other weights."""
+
+    def finish_weight_update(self) -> None:
+        """Nothing: ``install`` follows."""
+
+    def install(self) -> None:
+        """Have the model compute with the adapter that was prepared. Called while it computes nothing."""
+        self._manager.add_adapter(self.adapter.result())
+        self._manager.activate_adapter(ADAPTER_ID)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()  # before the engine computes with it
+
+    def _read(self, version: int, path: str) -> LoRAModel:
         with self.replica.open(path, version) as tensors:
             # Copies: vLLM scales the matrices in place, and these are the replica's own.
-            adapter = self._adapter({name: tensor.clone() for name, tensor in tensors.items()})
-        return NextAdapter(self._manager, adapter, self.device)
+            return self._adapter({name: tensor.clone() for name, tensor in tensors.items()})
 
     def _adapter(self, tensors: Mapping[str, torch.Tensor]) -> LoRAModel:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)
@@ -75,23 +100,3 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         manager = model.lora_manager
         assert isinstance(manager, LRUCacheLoRAModelManager)
         return manager
-
-
-class NextAdapter:
-    """An adapter in host memory, to take the place of the one in vLLM's slots."""
-
-    def __init__(self, manager: LRUCacheLoRAModelManager, adapter: LoRAModel, device: torch.device) -> None:
-        self._manager = manager
-        self._adapter = adapter
-        self._device = device
-
-    def install(self) -> None:
-        """Exchange the adapters, while the model computes nothing."""
-        self._manager.remove_adapter(ADAPTER_ID)
-        self._manager.add_adapter(self._adapter)
-        self._manager.activate_adapter(ADAPTER_ID)
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize()  # before the engine computes with them
-
-    def clear(self) -> None:
-        """vLLM keeps the adapter that it serves."""

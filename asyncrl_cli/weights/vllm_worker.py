@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 from vllm.distributed.weight_transfer.base import (
@@ -26,6 +26,9 @@ from asyncrl_cli.system.process_tree import die_with
 from asyncrl_cli.weights.copies import copies_of
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.mapped import MappedReplica
+
+if TYPE_CHECKING:
+    from asyncrl_cli.weights.next_layers import NextLayers
 
 BACKEND = "asyncrl_replica"
 ADAPTER_BACKEND = "asyncrl_adapter"
@@ -46,16 +49,6 @@ class ReplicaUpdateInfo(WeightTransferUpdateInfo):
     path: str
 
 
-class NextWeights(Protocol):
-    """A version that was made ready beside the one that serves."""
-
-    def install(self) -> None:
-        """Have the model compute with it from now on. Called while it computes nothing."""
-
-    def clear(self) -> None:
-        """Free what is not needed any more."""
-
-
 class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateInfo]):
     """Loads the model from the host's replica. The agent has checked the bytes: nothing is computed over them here."""
 
@@ -67,14 +60,17 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.replica = MappedReplica(tuple(TensorSlot(**slot) for slot in init_info.slots), copies_of(self.device))
         self.reading = ExitStack()
         self.thread = ThreadPoolExecutor(1, "weights")
-        self.preparing: Future[NextWeights | None]
-        self.next: NextWeights | None = None
+        self.preparing: Future[NextLayers | None]
+        self.next: NextLayers | None = None
 
     def prepare(self, version: int, path: str) -> None:
         """Begin what can be done for ``version`` while the engine generates: make its layers beside those that serve,
         or map its memory, which pins it."""
+        from asyncrl_cli.weights.next_layers import can_be_made
+
         self.next = None  # of an update that failed
-        self.preparing = self.thread.submit(self._prepare, version, path)
+        begin = self._make_next if can_be_made(self.model, self.device) else self._map
+        self.preparing = self.thread.submit(begin, version, path)
 
     def prepared(self) -> bool:
         """Whether that is done. Raises ``ReplicaGone`` when the memory is of another version by now."""
@@ -122,13 +118,15 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self._repack_tied_head()
         self.reading.close()
 
-    def _prepare(self, version: int, path: str) -> NextWeights | None:
-        from asyncrl_cli.weights.next_layers import NextLayers, can_be_made
+    def _map(self, version: int, path: str) -> None:
+        with self.replica.open(path, version):
+            pass
+
+    def _make_next(self, version: int, path: str) -> NextLayers:
+        from asyncrl_cli.weights.next_layers import NextLayers
 
         with self.replica.open(path, version) as tensors:
-            if can_be_made(self.model, self.device):
-                return NextLayers(self.model, self.model_config, tensors.items())
-        return None
+            return NextLayers(self.model, self.model_config, tensors.items())
 
     def _forget_expert_kernels(self) -> None:
         # vLLM packs the weights of experts for its CPU kernel only while it has none; later it would load them as they
@@ -170,6 +168,11 @@ class WorkerExtension:
         """As ``AdapterTransferEngine.unserved``."""
         engine: Any = self.weight_transfer_engine
         return list(engine.unserved())
+
+    def install_adapter(self) -> None:
+        """As ``AdapterTransferEngine.install``."""
+        engine: Any = self.weight_transfer_engine
+        engine.install()
 
 
 die_with(os.getppid())
