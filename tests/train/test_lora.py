@@ -13,6 +13,7 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
+from asyncrl_cli.weights.copies import Copies
 
 SIZES = {
     "vocab_size": 40,
@@ -148,7 +149,7 @@ def test_engines_get_adapters_under_the_names_that_peft_saves(targets: Any) -> N
     joined = {slot.name: torch.full((slot.numel,), torch.nan) for slot in slots}
     for rank in range(3):
         for name, begin, own in adapter_shards(model, rank, 3, zero_stage=0):
-            write_shard(joined[name], begin, own)
+            write_shard(joined[name], begin, own, Copies())
     assert all(torch.equal(joined[slot.name].view(slot.shape), parameters[slot.name]) for slot in slots)
 
 
