@@ -165,6 +165,15 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "rollout.dtype",
             "no float32 kernels for adapters",
         ),
+        (
+            [
+                *("model.lora={serve: adapter}", "rollout.engine_args={quantization: fp8_per_tensor}"),
+                *("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"),
+                *("rollout.dtype=bfloat16", "trainer.dtype=bfloat16"),
+            ],
+            "rollout.engine_args.quantization",
+            "adapters beside quantized weights",
+        ),
         (["rollout.engine_args={enable_lora: true}"], "rollout.engine_args.enable_lora", "model.lora.serve"),
         (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),

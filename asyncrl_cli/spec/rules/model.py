@@ -162,7 +162,8 @@ def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Pro
 
 @rule
 def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
-    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank`, and kernels for `rollout.dtype`."""
+    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank` and kernels for `rollout.dtype`, and
+    its weights are not quantized."""
     lora = spec.model.published_adapter
     if lora is not None and lora.rank > SLOT_RANKS[-1]:
         message = f"vLLM applies adapters of rank {SLOT_RANKS[-1]} at most"
@@ -170,6 +171,9 @@ def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
     if lora is not None and spec.rollout.gpus_per_engine and spec.rollout.dtype == "float32":
         message = "vLLM has no float32 kernels for adapters on GPUs"
         yield Problem("rollout.dtype", message, "set it to bfloat16, or model.lora.serve to merged")
+    if lora is not None and spec.rollout.engine_args.get("quantization") is not None:
+        message = "adapters beside quantized weights are not tested"
+        yield Problem("rollout.engine_args.quantization", message, "remove it, or set model.lora.serve to merged")
 
 
 @rule
