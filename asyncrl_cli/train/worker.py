@@ -201,11 +201,13 @@ class TrainerWorker:
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.model.saving import save_while_gathered
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
+        from asyncrl_cli.train.shards import engine_layout
 
         # Collective, as in ``write``: ranks that write nothing take part.
         weights = ds.full_weights(self._model, self._spec.trainer.zero_stage)
         if self._rank == 0:
-            save_while_gathered(self._model, self._model_dir, folder, self._layout, weights)
+            layout = engine_layout(self._model, self._model.dtype)  # engines may get the adapters alone
+            save_while_gathered(self._model, self._model_dir, folder, layout, weights)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
         else:
             for _ in weights:
