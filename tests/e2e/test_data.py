@@ -59,7 +59,8 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
     spec = shared_runs.write_spec(
         name="data",
         model={"init": MIXTRAL, "warm_start": None},
-        algorithm={"router_replay": True},
+        # Its rewards are all 0: what is trained is the bonus.
+        algorithm={"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
         data={
             "train": {"path": "words.parquet", "template": "{word}>"},
             "curriculum": {"field": "letters", "stages": [{"until_prompt": 20, "max": 3}, {"min": 4}]},
@@ -91,6 +92,9 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
     assert [row["step"] for row in metrics] == list(range(1, 7))
     # Experts that an engine loads in the wrong order are 0.01 nats off and more.
     assert max(probe_gaps(run).values()) < 1e-3
+    gaps = [row["engine/logprob_gap_max"] for row in metrics if "engine/logprob_gap_max" in row]
+    assert gaps
+    assert max(gaps) < 1e-3
 
     loaded = load_spec(spec).spec
     prompts = read_source(loaded.data.train, "train", Path())
