@@ -36,8 +36,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
 }
 
-EYES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-SEEING: dict[str, dict[str, Any]] = {"gemma3": {**EYES, "image_size": 28, "patch_size": 14}}
+VISION_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION: dict[str, dict[str, Any]] = {"gemma3": {**VISION_SIZES, "image_size": 28, "patch_size": 14}}
 """The vision models of architectures whose sizes above are those of the text model in them."""
 
 
@@ -47,8 +47,8 @@ def small_model(architecture: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = SMALL | ARCHITECTURES[architecture]
-    if architecture in SEEING:
-        config = AutoConfig.for_model(architecture, text_config=sizes, vision_config=SEEING[architecture])
+    if architecture in VISION:
+        config = AutoConfig.for_model(architecture, text_config=sizes, vision_config=VISION[architecture])
     else:
         config = AutoConfig.for_model(architecture, **sizes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.utils.parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -108,29 +107,9 @@ class _Adapted(torch.nn.Module):
         return added
 
 
-class _AdaptedExperts(torch.nn.Module):
-    """What peft computes for weights of all experts in one tensor, (experts, out, in): their sum, in every pass."""
-
-    def __init__(self, weight: torch.Tensor, lora: LoraSpec) -> None:
-        super().__init__()
-        experts, outputs, inputs = weight.shape
-        self.first = torch.nn.Parameter(torch.empty(experts, lora.rank, inputs, dtype=weight.dtype))
-        self.second = torch.nn.Parameter(torch.empty(experts, outputs, lora.rank, dtype=weight.dtype))
-        self.scale = lora.alpha / lora.rank
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return torch.baddbmm(weight, self.second, self.first, alpha=self.scale)
-
-
 def _adapt(model: Any, lora: LoraSpec) -> None:
     """Freeze a model, and put adapters beside the layers that the spec names."""
     model.requires_grad_(False)
-    if isinstance(lora.target_modules, str):
-        for module in list(model.modules()):
-            for name, weight in list(module.named_parameters(recurse=False)):
-                if weight.dim() == 3:
-                    adapted = _AdaptedExperts(weight, lora)
-                    torch.nn.utils.parametrize.register_parametrization(module, name, adapted, unsafe=True)
     wanted = None if isinstance(lora.target_modules, str) else tuple(f".{name}" for name in lora.target_modules)
     for name, layer in list(model.named_modules()):
         is_wanted = layer is not model.get_output_embeddings() and (wanted is None or f".{name}".endswith(wanted))

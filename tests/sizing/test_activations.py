@@ -93,8 +93,8 @@ def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
     assert live.peak <= counted <= 1.01 * live.peak + 4 * 200 * 500
 
 
-def test_adapters_of_experts_take_their_weights_whole() -> None:
-    """As peft does, of which this is the count on real tensors."""
+def test_the_count_of_adapters_is_what_peft_makes() -> None:
+    """Beside frozen experts, on real tensors."""
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.train.model.lora import add_adapters

@@ -9,7 +9,8 @@ import pytest
 import torch
 from loading_one import BROKEN, MEMORY, REFERENCES
 from ranks import run_ranks
-from test_checkpoint_names import ARCHITECTURES, SMALL, model_of
+
+from tests.small_models import ARCHITECTURES, SMALL, small_model
 
 pytestmark = pytest.mark.stack
 
@@ -28,11 +29,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models")
     for architecture in ("qwen3", "qwen3_moe", "mixtral", "gemma3_text", "deepseek_v3"):
-        model_of(architecture).save_pretrained(folder / architecture, max_shard_size="200KB")
+        small_model(architecture).save_pretrained(folder / architecture, max_shard_size="200KB")
     for name, architecture, sizes in ((TIED, "qwen3", SMALL), (MEMORY, "qwen3_moe", LARGE)):
         config = AutoConfig.for_model(architecture, **sizes, tie_word_embeddings=name == TIED)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
-    model_of("qwen3").save_pretrained(folder / BROKEN)
+    small_model("qwen3").save_pretrained(folder / BROKEN)
     weights = load_file(folder / BROKEN / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 5)
     save_file(weights, folder / BROKEN / "model.safetensors", {"format": "pt"})
