@@ -51,6 +51,7 @@ Proof, by induction over the events; at the start nothing is outstanding.
 4. publish raises v and nothing else, which the claim does not mention.
 
 A crash is not an event: ``restore`` gives back the same state. A batch that is trained again was taken once.
+``ahead`` only delays admissions, and only while a batch can be had (decision 0067).
 
 The batch can always be had: (a) A can reach (t + 1)B: once the publish in flight is done v = w, and then
 (v + 1 + S)k >= (w + 1)k >= t + 1; with S >= 1 that is so before, as (v + 1 + S)k >= (v + 2)k >= t + 1. The bound
@@ -76,9 +77,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
+from asyncrl_cli.buffer.batches import Batch, Blocked, GroupEntry
 from asyncrl_cli.records.groups import BufferSettings, Counts, LedgerState, OnStale
 
 
@@ -88,71 +89,6 @@ class LedgerError(RuntimeError):
 
 class LateGroups(LedgerError):
     """Groups that were admitted under ``train`` and cannot meet the deadlines of another policy."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEntry:
-    """One admitted group.
-
-    Args:
-        group_id: admission index; rises by one with every admission, requeued ones included.
-        version: weight version at admission; none of the group's tokens is older.
-        deadline: last version at which the group may be trained, ``version + max_staleness``.
-    """
-
-    group_id: int
-    version: int
-    deadline: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The groups of one step, in admission order.
-
-    Args:
-        step: the step t that trains them.
-        version: the weight version they are trained at, w = t // k.
-        group_ids: B admission indices, ascending.
-        group_versions: the version each of them was admitted at.
-    """
-
-    step: int
-    version: int
-    group_ids: tuple[int, ...]
-    group_versions: tuple[int, ...]
-
-    @property
-    def staleness(self) -> tuple[int, ...]:
-        """Versions each group is behind, in the order of ``group_ids``."""
-        return tuple(self.version - admitted_at for admitted_at in self.group_versions)
-
-
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """Why there is no next batch yet; ``str()`` says it in a sentence.
-
-    Args:
-        kind: ``done``: all steps are taken. ``publish``: a publish is in flight, and the next version is due.
-            ``groups``: fewer than B groups have finished. ``missing``: B have, but the groups in ``missing`` may
-            not be left behind.
-        finished: groups that have finished and wait.
-        needed: B.
-        missing: running groups, in admission order; empty unless ``kind`` is ``missing``.
-    """
-
-    kind: Literal["done", "publish", "groups", "missing"]
-    finished: int
-    needed: int
-    missing: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        if self.kind == "done":
-            return "all steps are taken"
-        if self.kind == "publish":
-            return "the weight version before must be published first"
-        if self.kind == "groups":
-            return f"only {self.finished} of {self.needed} groups have finished"
-        return "groups that would miss their deadline have not finished: " + ", ".join(map(str, self.missing))
 
 
 class Ledger:
@@ -258,7 +194,10 @@ class Ledger:
     # -- admission
 
     def room(self) -> int:
-        """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0."""
+        """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0, and none while
+        ``ahead`` batches wait to be taken."""
+        if self._enough_finished():
+            return 0
         steps = (self._version + 1 + self.settings.max_staleness) * self.settings.publish_every
         return max(0, min(steps, self.settings.total_steps) * self.settings.groups_per_step - self.admitted)
 
@@ -411,6 +350,16 @@ class Ledger:
         return ledger
 
     # -- the rules
+
+    def _enough_finished(self) -> bool:
+        """Whether a group admitted now would only wait, and be staler when it is trained.
+
+        A batch that misses a running group is held back for it: engines then have time for new groups.
+        """
+        ahead, needed = self.settings.ahead, self.settings.groups_per_step
+        if ahead is None or self.settings.max_staleness == 0 or len(self._finished) < ahead * needed:
+            return False
+        return not self._missing()
 
     def _start(self) -> GroupEntry:
         group_id = self._next_id

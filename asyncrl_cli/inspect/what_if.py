@@ -28,7 +28,8 @@ from math import inf
 from statistics import median
 from typing import Literal, get_args
 
-from asyncrl_cli.buffer.ledger import Batch, Ledger
+from asyncrl_cli.buffer.batches import Batch
+from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.journal.step_timeline import BatchTimes, Recording
 from asyncrl_cli.records.groups import BufferSettings
 
@@ -190,6 +191,7 @@ class _Simulation:
             waited += self._now - asked
             staleness += batch.staleness
             self._ledger.take(batch)
+            self._fill()
             self._pass(step.train_s)
             if self._ledger.step % self._ledger.settings.publish_every == 0:
                 if self._served_at is not None:

@@ -143,6 +143,7 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         group_size=spec.rollout.group_size,
         reject_uniform=spec.algorithm.uniform_groups == "reject",
         note_solved=spec.data.filter is not None,
+        ahead=pipeline.ahead,
     )
 
 

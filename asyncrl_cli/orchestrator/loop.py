@@ -221,6 +221,7 @@ class Orchestrator:
             while True:
                 answer = await self._buffer.take(self._step)
                 if isinstance(answer, Taken):
+                    self._scheduler.fill()  # pipeline.ahead has room again
                     return answer
                 if answer.overdue:
                     await self._scheduler.requeue(answer.overdue)

@@ -29,8 +29,9 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """The numbers of the spec that the buffer works by. The first five are the ledger's: B, k and S of its proof, what
-    becomes of a group that would be too stale, and the steps of the whole run, which bound admission."""
+    """The numbers of the spec that the buffer works by. The first five and the last are the ledger's: B, k and S of
+    its proof, what becomes of a group that would be too stale, the steps of the whole run, which bound admission, and
+    how many batches may wait."""
 
     groups_per_step: int
     publish_every: int
@@ -41,6 +42,8 @@ class BufferSettings:
     reject_uniform: bool
     note_solved: bool = False
     """Whether an opening says which prompts are solved, for which the entire history is read."""
+    ahead: int | None = None
+    """Batches of finished groups at which admission stops; None (and journals of before) have no such limit."""
 
 
 @dataclass(frozen=True, slots=True)

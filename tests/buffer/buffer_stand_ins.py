@@ -36,10 +36,11 @@ def made_ledger(
     max_staleness: int = 0,
     on_stale: OnStale = "wait",
     total_steps: int | None = None,
+    ahead: int | None = None,
 ) -> Ledger:
     """A ledger by these settings; without ``total_steps`` its run has no end that matters."""
     steps = 10**9 if total_steps is None else total_steps
-    return Ledger(BufferSettings(groups_per_step, publish_every, max_staleness, on_stale, steps, 1, False))
+    return Ledger(BufferSettings(groups_per_step, publish_every, max_staleness, on_stale, steps, 1, False, ahead=ahead))
 
 
 def candidates(first: int, count: int) -> list[Candidate]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from buffer_stand_ins import made_ledger
 
-from asyncrl_cli.buffer.ledger import Batch, Blocked, Ledger, LedgerError
+from asyncrl_cli.buffer.batches import Batch, Blocked
+from asyncrl_cli.buffer.ledger import Ledger, LedgerError
 from asyncrl_cli.records.groups import OnStale
 
 
@@ -68,6 +69,37 @@ def test_room_follows_the_formula() -> None:
     assert ledger.room() == 6
     entry = ledger.admit()
     assert (entry.group_id, entry.version, entry.deadline) == (12, 1, 2)
+
+
+def staleness_of_a_slow_trainer(ahead: int | None) -> list[int]:
+    """Two engine slots, of which each finishes two groups while the trainer trains one batch of two."""
+    ledger = made_ledger(groups_per_step=2, max_staleness=8, ahead=ahead)
+    staleness: list[int] = []
+    for _ in range(40):
+        for _ in range(2):
+            admit(ledger, min(ledger.room(), 2 - len(ledger.running)))
+            finish(ledger, *ledger.running)
+        staleness += train(ledger).staleness
+    return staleness
+
+
+def test_groups_do_not_wait_for_a_slow_trainer() -> None:
+    assert max(staleness_of_a_slow_trainer(ahead=None)) == 8
+    assert max(staleness_of_a_slow_trainer(ahead=2)) == 1
+    assert max(staleness_of_a_slow_trainer(ahead=1)) == 0
+
+
+def test_engines_get_new_groups_while_a_batch_waits_for_a_running_one() -> None:
+    ledger = made_ledger(groups_per_step=1, max_staleness=2, ahead=1)
+    admit(ledger, 3)
+    for group_id in (1, 2):
+        finish(ledger, group_id)
+        assert ledger.room() == 0, "a batch is ready"
+        train(ledger)
+    admit(ledger, 1)
+    finish(ledger, 3)
+    assert blocked(ledger).missing == (0,)
+    assert ledger.room() == 1
 
 
 def test_a_running_group_that_would_be_late_is_waited_for() -> None:

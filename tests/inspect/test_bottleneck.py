@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.ledger import Batch, Ledger
+from asyncrl_cli.buffer.batches import Batch
+from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.inspect.report.bottleneck import (
     FOR_BATCHES,
     OTHER_WAITS,
