@@ -24,6 +24,7 @@ from asyncrl_cli.cli import (
     doctor,
     init,
     inspect,
+    plan,
     replay,
     report,
     resume,
@@ -63,6 +64,7 @@ add(app, "staleness", inspect.staleness, "Show and verify staleness.", "asyncrl 
 add(app, "doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "asyncrl doctor --deep")
 add(app, "report", report.report, "Write an HTML report of one or more runs.", "asyncrl report latest -o report.html")
 add(app, "timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "asyncrl timeline latest -o out.json")
+add(app, "plan", plan.plan, "Predict the step time of a spec.", "asyncrl plan SPEC --calibrate-from latest")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
 add(app, "validate-spec", validate_spec.validate_spec, "Check a spec.", "asyncrl validate-spec specs/quickstart.yaml")

@@ -1,0 +1,177 @@
+"""The page of `asyncrl plan`: what is predicted, what it rests on, and, with a run to compare, how far off it was."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from asyncrl_cli.inspect.pages import Page, number, paragraph, table
+from asyncrl_cli.plan.comparison import Line
+from asyncrl_cli.plan.from_journal import Calibration
+from asyncrl_cli.plan.prediction import Part, Prediction
+from asyncrl_cli.plan.simulator import Outcome, Scenario
+
+BINDS: Mapping[Part, str] = {
+    "trainer": "the trainer: it trains nearly all the time, so that more or faster engines change nothing",
+    "engines": "the engines: the trainer waits for groups, and engines have work all the time",
+    "tail": "the tail: the trainer waits for the longest rollouts, while engines have places to spare",
+    "publish": "publishes: writing weights and loading them",
+}
+TRAINER = {
+    "training": "training",
+    "publishing": "writing weights",
+    "publish": "waiting for engines to load weights",
+    "groups": "waiting for enough finished groups",
+    "missing": "waiting for groups that are due",
+    "other": "between steps",
+}
+
+
+def plan_page(title: str, predicted: Prediction, scenario: Scenario, guesses: Sequence[str]) -> Page:
+    """A prediction."""
+    outcome = predicted.outcome
+    settings = scenario.settings
+    lengths = predicted.lengths
+    lines = [
+        title,
+        f"runs     {settings.groups_per_step} groups of {settings.group_size} a step, max_staleness "
+        f"{settings.max_staleness}, {scenario.engines} engine(s) of {scenario.slots} rollouts",
+        f"lengths  mean {number(lengths['mean'])} tokens, 99 % below {number(lengths['p99'] + 1)}, longest "
+        f"{number(lengths['longest'])}, {lengths['at_limit']:.1%} at the limit",
+        "",
+        f"step     {_seconds(outcome.step_s)}; with lengths "
+        + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in predicted.spans.items()),
+        f"tokens   {number(outcome.trained_tokens)} a second in batches, {number(outcome.generated_tokens)} generated",
+        f"speed    {predicted.ratio_to_sync:.2f} times that of max_staleness 0, whose step takes "
+        f"{_seconds(predicted.sync.step_s)}",
+        "",
+        *table(("trainer", "s a step", "share"), _trainer_rows(outcome)),
+        "",
+        f"engines  {outcome.engines_idle:.0%} of their time idle, {outcome.engines_stalled:.0%} loading weights, "
+        f"{number(outcome.running)} rollouts at once",
+        "stale    " + _staleness(outcome),
+        f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
+        f"         max_staleness {predicted.free} is the least that costs nothing (within 2 %)",
+        "",
+        *paragraph(f"binds    {BINDS[predicted.binds]}"),
+        *_changes(predicted),
+    ]
+    lines += [line for guess in guesses for line in paragraph(f"guess    {guess}")]
+    document = {
+        "title": title,
+        "settings": asdict(settings),
+        "outcome": outcome_document(outcome),
+        "sync": outcome_document(predicted.sync),
+        "ratio_to_sync": predicted.ratio_to_sync,
+        "lengths": dict(lengths),
+        "step_s_by_length_factor": {str(factor): step_s for factor, step_s in predicted.spans.items()},
+        "step_s_by_max_staleness": {str(bound): step_s for bound, step_s in predicted.bounds.items()},
+        "least_free_max_staleness": predicted.free,
+        "binds": predicted.binds,
+        "changes": [asdict(change) for change in predicted.changes],
+        "guesses": list(guesses),
+    }
+    return Page(document, lines)
+
+
+def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
+    """What was measured in a run, with residuals, and how well its own steps are simulated."""
+    costs, trainer = measured.costs, measured.trainer
+    text = [f"measured in {run_id}, over {measured.observed.steps} steps"]
+    if (engine := measured.engine) is not None:
+        text.append(
+            f"engine   an iteration takes {1e3 * engine.fixed_s:.2f} ms + {1e6 * engine.per_sequence_s:.0f} us a "
+            f"sequence + {1e9 * engine.per_context_token_s:.2g} ns a token of context; residual {engine.residual:.0%} "
+            f"of a request, over {number(engine.requests)}"
+        )
+        if engine.beside_trainer:
+            text.append(f"         {engine.beside_trainer:.0%} longer while the trainer trains beside it")
+    else:
+        text.append("engine   not recorded: rollouts take as long as they took, whatever runs beside them")
+    text += [
+        f"trainer  {trainer.per_step_s:.3g} s a step + {1e6 * trainer.per_token_s:.3g} us a token; residual "
+        f"{trainer.residual:.0%} of a step, over {trainer.steps}",
+        f"publish  the trainer is kept for {costs.publish.held_s:.3g} s, engines serve "
+        f"{costs.publish.deliver_s:.3g} s later, stall {costs.publish.stall_s:.3g} s",
+        f"besides  {costs.overheads.start_s:.3g} s until a group's requests start, "
+        f"{costs.overheads.settle_s:.3g} s from its last token until it counts, "
+        f"{costs.overheads.step_s:.3g} s between steps",
+        "",
+        *comparison_table("its own steps", lines),
+    ]
+    document = {
+        "run": run_id,
+        "steps": measured.observed.steps,
+        "engine": asdict(engine) if engine is not None else None,
+        "trainer": asdict(trainer),
+        "publish": asdict(costs.publish),
+        "overheads": asdict(costs.overheads),
+        "reproduced": [asdict(line) | {"fits": line.fits} for line in lines],
+    }
+    return Page(document, text)
+
+
+def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, float], own_s: float) -> Page:
+    """A prediction beside what a run measured. ``parts``: by how much the step changes when a part is replaced by what
+    was measured; ``own_s``: the step simulated with everything replaced."""
+    measured_s = lines[0].measured
+    rows = [(name, f"{seconds:+.3f}") for name, seconds in parts.items() if name != "together"]
+    rows.append(("not in the model", f"{measured_s - own_s:+.3f}"))
+    text = [
+        *comparison_table(f"against {run_id}", lines),
+        "",
+        *table(("if this had been as measured", "step s"), rows),
+    ]
+    document = {
+        "run": run_id,
+        "lines": [asdict(line) | {"fits": line.fits} for line in lines],
+        "error_parts_s": dict(parts),
+        "not_in_the_model_s": measured_s - own_s,
+    }
+    return Page(document, text)
+
+
+def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
+    """Predicted beside measured."""
+    rows = [
+        (line.name, f"{line.predicted:.3g}", f"{line.measured:.3g}", f"{line.off:+.3f}", "" if line.fits else "off")
+        for line in lines
+    ]
+    return table((title, "predicted", "measured", "difference", ""), rows)
+
+
+def outcome_document(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as JSON has it."""
+    return asdict(outcome) | {
+        "staleness": {str(age): groups for age, groups in sorted(outcome.staleness.items())},
+        "mean_staleness": outcome.mean_staleness,
+        "trainer_shares": {part: outcome.share(part) for part in outcome.trainer},
+    }
+
+
+def _trainer_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
+    return [
+        (TRAINER[part], f"{seconds / outcome.steps:.3g}", f"{outcome.share(part):.0%}")
+        for part, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
+        if outcome.share(part) >= 0.005
+    ]
+
+
+def _staleness(outcome: Outcome) -> str:
+    total = outcome.staleness.total()
+    shares = ", ".join(f"{age}: {groups / total:.0%}" for age, groups in sorted(outcome.staleness.items()))
+    return f"mean {outcome.mean_staleness:.2f} versions ({shares})"
+
+
+def _changes(predicted: Prediction) -> list[str]:
+    if not predicted.changes:
+        return ["helps    none of the settings that were tried shortens a step by 2 %"]
+    return [
+        f"{'helps    ' if not at else '         '}{change.setting}: {_seconds(change.step_s)} ({change.gain:.0%} less)"
+        for at, change in enumerate(predicted.changes)
+    ]
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s"

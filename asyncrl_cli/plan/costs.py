@@ -1,0 +1,101 @@
+"""What engines, trainer and publishes cost, in seconds. docs/planning.md has the formulas and their sources.
+
+Constants are measured (plan/from_journal.py) or follow from data sheets (plan/data_sheets.py). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import sqrt
+
+
+@dataclass(frozen=True, slots=True)
+class LinearIteration:
+    """Seconds of a decode iteration of n sequences, without their contexts: ``fixed_s + per_sequence_s·n``."""
+
+    fixed_s: float
+    per_sequence_s: float
+
+    def __call__(self, sequences: int) -> float:
+        return self.fixed_s + self.per_sequence_s * sequences
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCost:
+    """An engine. A decode iteration of n sequences with C tokens of context takes
+    ``iteration(n) + per_context_token_s·C``.
+
+    Attributes:
+        prefill_s: seconds a token of a prompt, for which all sequences of the engine wait.
+        kv_tokens: tokens for which the key-value cache has room; None where that is never reached.
+        beside_trainer: by what share an iteration is longer while the trainer trains; 0 where they share nothing.
+    """
+
+    iteration: Callable[[int], float]
+    per_context_token_s: float = 0.0
+    prefill_s: float = 0.0
+    kv_tokens: int | None = None
+    beside_trainer: float = 0.0
+
+
+def seconds_of(base_s: float, growth_s: float, iterations: float) -> float:
+    """Seconds of so many iterations: the first takes ``base_s``, and each one ``growth_s`` longer than the last."""
+    return iterations * (base_s + growth_s * iterations / 2)
+
+
+def iterations_in(base_s: float, growth_s: float, seconds: float) -> float:
+    """The inverse of ``seconds_of``."""
+    return 2 * seconds / (base_s + sqrt(base_s * base_s + 2 * growth_s * seconds)) if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCost:
+    """A training step: ``per_step_s + per_token_s · tokens in the loss``. The second term is at least
+    ``longest_token_s · tokens of the longest sequence``, which no number of ranks makes shorter.
+
+    Attributes:
+        trained_share: of the tokens of a batch, those in the loss.
+        beside_engines: by what share a step is longer while engines generate; 0 where they share nothing.
+    """
+
+    per_step_s: float
+    per_token_s: float
+    trained_share: float = 1.0
+    longest_token_s: float = 0.0
+    beside_engines: float = 0.0
+
+    def seconds(self, tokens: int, longest: int) -> float:
+        """A step on rollouts of so many tokens, prompts included, of which the longest has ``longest``, while engines
+        are idle."""
+        return self.per_step_s + max(self.per_token_s * tokens * self.trained_share, self.longest_token_s * longest)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishCost:
+    """A publish: the trainer is kept for ``held_s``; ``deliver_s`` later all engines serve the version, after they
+    stood for the last ``stall_s`` of it."""
+
+    held_s: float = 0.0
+    deliver_s: float = 0.0
+    stall_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Overheads:
+    """Seconds beside these: from a group's admission to its requests' start, from a group's last token to when the
+    ledger counts it as finished (rewards, the journal), and from a step's end to the next question for a batch."""
+
+    start_s: float = 0.0
+    settle_s: float = 0.0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """All that is measured or assumed of a run beside its lengths."""
+
+    engine: EngineCost
+    trainer: TrainerCost
+    publish: PublishCost = PublishCost()
+    overheads: Overheads = Overheads()

@@ -1,0 +1,160 @@
+"""One simulated engine: fluid between events, so that no event is needed for a token.
+
+All sequences advance by one token an iteration, so a sequence ends when the engine's count of iterations has grown by
+its length. The time of m iterations follows from n and the context C, which grows by n tokens an iteration.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from asyncrl_cli.plan.costs import EngineCost, iterations_in, seconds_of
+
+RESUME_BELOW = 0.95
+"""Share of the cache: a preempted sequence starts again when with it not more is full."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A rollout on an engine: of a group (the simulator's number), with its context and the tokens that are missing."""
+
+    group: int
+    context: int
+    missing: float
+    outside_s: float = 0.0
+    ends: float = 0.0  # iteration of the engine at which it has all its tokens
+    started: float = 0.0  # iteration at which it started
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """Its clock ``at`` may be ahead of the simulation's while it prefills or loads weights: nothing advances then."""
+
+    cost: EngineCost
+    slots: int
+    at: float = 0.0
+    iterations: float = 0.0
+    context: float = 0.0
+    running: dict[int, Sequence] = field(default_factory=dict)  # in the order of their starts
+    waiting: deque[Sequence] = field(default_factory=deque)
+    stamp: int = 0  # the event of an older one is void
+    beside_trainer: bool = False
+    halted: bool = False
+    idle_s: float = 0.0
+    stalled_s: float = 0.0
+    tokens: float = 0.0
+    occupied: float = 0.0  # integral of the running sequences over time
+    _ends: list[tuple[float, int]] = field(default_factory=list)
+    _bases: dict[int, float] = field(default_factory=dict)
+    _next: int = 0
+
+    @property
+    def load(self) -> int:
+        """Sequences that it has."""
+        return len(self.running) + len(self.waiting)
+
+    def advance(self, now: float) -> None:
+        """Generate until ``now``."""
+        seconds = now - self.at
+        if seconds <= 0:
+            return
+        self.at = now
+        number = len(self.running)
+        if not number or self.halted:
+            self.idle_s += seconds
+            return
+        self.occupied += number * seconds
+        base, growth = self._rates(number)
+        self._generate(iterations_in(base, growth, seconds))
+
+    def next_end(self) -> float:
+        """When the first sequence ends, if nothing changes until then."""
+        self._skip_gone()
+        if not self._ends or self.halted:
+            return inf
+        base, growth = self._rates(len(self.running))
+        return self.at + seconds_of(base, growth, max(0.0, self._ends[0][0] - self.iterations))
+
+    def pop_ended(self) -> list[Sequence]:
+        """Those that have all their tokens at the time of ``next_end``."""
+        ended = []
+        self._skip_gone()
+        if self._ends:
+            self._generate(max(0.0, self._ends[0][0] - self.iterations))  # what rounding has left
+        while self._ends and self._ends[0][0] <= self.iterations + 1e-9:
+            sequence = self.running.pop(heappop(self._ends)[1])
+            self.context -= sequence.context + (self.iterations - sequence.started)
+            ended.append(sequence)
+            self._skip_gone()
+        if not self.running:
+            self.context = 0.0
+        return ended
+
+    def add(self, sequence: Sequence) -> None:
+        """Start a sequence, or have it wait for a place. The engine has advanced to now."""
+        if self.halted or len(self.running) >= self.slots or not self._has_room(sequence):
+            self.waiting.append(sequence)
+        else:
+            self._start(sequence)
+
+    def admit_waiting(self) -> None:
+        """Start those that waited, as there are places; preempt the newest where the cache is too full."""
+        limit = self.cost.kv_tokens
+        while limit is not None and self.context > limit and len(self.running) > 1:
+            _, newest = self.running.popitem()
+            done = self.iterations - newest.started
+            self.context -= newest.context + done
+            newest.context, newest.missing = int(newest.context + done), newest.missing - done
+            self.waiting.appendleft(newest)
+        while self.waiting and not self.halted and len(self.running) < self.slots and self._has_room(self.waiting[0]):
+            self._start(self.waiting.popleft())
+
+    def stall(self, seconds: float) -> None:
+        """Stand for so long, from ``at`` on."""
+        if self.running:
+            self.stalled_s += seconds
+        else:
+            self.idle_s += seconds
+        self.at += seconds
+
+    def remove_group(self, group: int) -> None:
+        """Cancel the sequences of a group."""
+        self.waiting = deque(sequence for sequence in self.waiting if sequence.group != group)
+        for key in [key for key, sequence in self.running.items() if sequence.group == group]:
+            sequence = self.running.pop(key)
+            self.context -= sequence.context + (self.iterations - sequence.started)
+
+    def _start(self, sequence: Sequence) -> None:
+        if prefill := self.cost.prefill_s * sequence.context:
+            self.at += prefill
+        self._next += 1
+        sequence.started = self.iterations
+        sequence.ends = self.iterations + sequence.missing
+        self.running[self._next] = sequence
+        self.context += sequence.context
+        heappush(self._ends, (sequence.ends, self._next))
+
+    def _generate(self, iterations: float) -> None:
+        number = len(self.running)
+        self.iterations += iterations
+        self.context += number * iterations
+        self.tokens += number * iterations
+
+    def _has_room(self, sequence: Sequence) -> bool:
+        limit = self.cost.kv_tokens
+        return limit is None or not self.running or self.context + sequence.context <= RESUME_BELOW * limit
+
+    def _rates(self, number: int) -> tuple[float, float]:
+        base = self._bases.get(number)
+        if base is None:
+            base = self._bases[number] = self.cost.iteration(number)
+        per_token = self.cost.per_context_token_s
+        slower = 1 + self.cost.beside_trainer if self.beside_trainer else 1.0
+        return (base + per_token * self.context) * slower, per_token * number * slower
+
+    def _skip_gone(self) -> None:
+        while self._ends and self._ends[0][1] not in self.running:
+            heappop(self._ends)

@@ -1,0 +1,132 @@
+"""How long rollouts are: recorded groups, or groups drawn from a distribution.
+
+A group stays together, so that the correlation of lengths within a prompt stays, too. Lengths are in tokens. Pure.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutLength:
+    """One rollout: its prompt, its sampled tokens, and the seconds that it spends outside engines (environments)."""
+
+    prompt: int
+    response: int
+    outside_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLengths:
+    """The rollouts of one group; ``rejected``: it is dropped when they have ended."""
+
+    rollouts: tuple[RolloutLength, ...]
+    rejected: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Prompts and responses of all rollouts."""
+        return sum(rollout.prompt + rollout.response for rollout in self.rollouts)
+
+
+Groups = Sequence[GroupLengths]
+"""The groups of a run, in the order of their admission; a simulation begins again where they end."""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthModel:
+    """Response lengths that are log-normal below a cut.
+
+    Attributes:
+        mean: of the responses, after the cut.
+        sigma: of the logarithm.
+        cut: the longest response.
+        prompt: tokens of every prompt.
+        correlation: of the logarithms within a group, 0 to 1.
+        rejected: share of the groups that is dropped.
+    """
+
+    mean: float
+    sigma: float
+    cut: int
+    prompt: int = 0
+    correlation: float = 0.3
+    rejected: float = 0.0
+
+    def groups(self, number: int, group_size: int, seed: int = 0) -> tuple[GroupLengths, ...]:
+        """So many groups. Their mean is ``mean``, up to rounding, where the cut allows it."""
+        draw = random.Random(seed)
+        shared, own = self.sigma * sqrt(self.correlation), self.sigma * sqrt(1 - self.correlation)
+        drawn = []
+        for _ in range(number):
+            common = draw.gauss(0, shared)
+            drawn.append([exp(common + draw.gauss(0, own)) for _ in range(group_size)])
+        scale = _scale(self.mean, [length for group in drawn for length in group], self.cut)
+        return tuple(
+            GroupLengths(
+                tuple(RolloutLength(self.prompt, max(1, min(self.cut, round(scale * length)))) for length in group),
+                rejected=draw.random() < self.rejected,
+            )
+            for group in drawn
+        )
+
+
+def scaled(groups: Groups, factor: float, longest: int) -> tuple[GroupLengths, ...]:
+    """The same groups with responses ``factor`` times as long, and none longer than ``longest``."""
+    return tuple(
+        replace(
+            group,
+            rollouts=tuple(
+                replace(rollout, response=max(1, min(longest, round(factor * rollout.response))))
+                if rollout.response
+                else rollout
+                for rollout in group.rollouts
+            ),
+        )
+        for group in groups
+    )
+
+
+def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
+    """The same groups with ``group_size`` rollouts each: the first ones, or some of them again."""
+    return tuple(
+        replace(group, rollouts=tuple(group.rollouts[at % len(group.rollouts)] for at in range(group_size)))
+        for group in groups
+    )
+
+
+def mean_response(groups: Groups) -> float:
+    """Mean sampled tokens of a rollout."""
+    lengths = [rollout.response for group in groups for rollout in group.rollouts]
+    return sum(lengths) / len(lengths)
+
+
+def describe(groups: Groups, longest: int) -> dict[str, float]:
+    """Mean, spread of the logarithm, the longest, and the share at the limit."""
+    lengths = sorted(rollout.response for group in groups for rollout in group.rollouts)
+    logs = [log(max(1, length)) for length in lengths]
+    centre = sum(logs) / len(logs)
+    return {
+        "rollouts": len(lengths),
+        "mean": sum(lengths) / len(lengths),
+        "sigma": sqrt(sum((each - centre) ** 2 for each in logs) / len(logs)),
+        "p99": lengths[int(0.99 * (len(lengths) - 1))],
+        "longest": lengths[-1],
+        "at_limit": sum(length >= longest for length in lengths) / len(lengths),
+    }
+
+
+def _scale(mean: float, lengths: Sequence[float], cut: int) -> float:
+    """The factor with which these lengths, cut, have this mean. It rises with the factor, so halving finds it."""
+    low, high = 0.0, 1e9
+    for _ in range(100):
+        middle = (low * high) ** 0.5 if low else high / 1e3
+        if sum(min(cut, middle * length) for length in lengths) / len(lengths) < mean:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,140 @@
+"""What a plan says of a scenario: its step, what binds it, what another setting would change, for which lengths.
+
+Every number is of ``simulate``; nothing here has a rule of its own. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from asyncrl_cli.plan.lengths import describe, scaled
+from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
+
+STEPS = 40
+"""Steps that a prediction simulates, after the buffer has filled."""
+FREE = 1.02
+"""A bound costs nothing when steps are at most so many times as long as with the largest one that is tried."""
+BOUNDS = (0, 1, 2, 3, 4, 6, 8)
+SPANS = (0.7, 0.9, 1.1, 1.3)
+"""Lengths, relative to those that were given."""
+WORTH_IT = 0.02
+"""A change is named when it shortens the step by this share."""
+
+Part = Literal["trainer", "engines", "tail", "publish"]
+"""What binds a run: the trainer works nearly always, the engines do, the trainer waits for the longest rollouts of
+groups that are due, or for weights to be published."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another setting, and the step it would give."""
+
+    setting: str
+    step_s: float
+    gain: float  # share by which the step is shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Attributes:
+    outcome: of the scenario. sync: of the same with a bound of 0, in which both sides take turns.
+    spans: seconds of a step by the factor on lengths.
+    bounds: seconds of a step by ``max_staleness``; ``free``: the least one that costs nothing.
+    changes: those that help, the best first.
+    """
+
+    outcome: Outcome
+    sync: Outcome
+    lengths: Mapping[str, float]
+    spans: Mapping[float, float]
+    bounds: Mapping[int, float]
+    free: int
+    binds: Part
+    changes: tuple[Change, ...]
+
+    @property
+    def ratio_to_sync(self) -> float:
+        """How many times as fast as ``sync``."""
+        return self.sync.step_s / self.outcome.step_s
+
+
+def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
+    """The same with another staleness bound. Engines have nothing to drain without staleness."""
+    return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
+
+
+def predict(scenario: Scenario, longest: int, alone: bool, steps: int = STEPS) -> Prediction:
+    """Simulate a scenario and its neighbours.
+
+    Args:
+        longest: tokens at which responses are cut.
+        alone: whether trainer and engines have devices of their own, so that more of one does not slow the other.
+    """
+    outcome = simulate(scenario, steps)
+    own = scenario.settings.max_staleness
+    bounds = {
+        bound: outcome.step_s if bound == own else simulate(with_bound(scenario, bound), steps).step_s
+        for bound in sorted({*BOUNDS, own})
+    }
+    least = min(bounds.values())
+    return Prediction(
+        outcome=outcome,
+        sync=outcome if own == 0 else simulate(with_bound(scenario, 0), steps),
+        lengths=describe(scenario.groups, longest),
+        spans={
+            factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, longest)), steps).step_s
+            for factor in SPANS
+        },
+        bounds=bounds,
+        free=next(bound for bound, step_s in bounds.items() if step_s <= FREE * least),
+        binds=binding(outcome),
+        changes=tuple(sorted(_changes(scenario, outcome, bounds, longest, alone, steps), key=lambda one: one.step_s)),
+    )
+
+
+def binding(outcome: Outcome) -> Part:
+    """What the trainer does or waits for most. Where it waits for groups although engines idle, they wait for room,
+    which the longest rollouts of the groups that are due keep them from."""
+    waits = {
+        "trainer": outcome.share("training", "other"),
+        "publish": outcome.share("publishing", "publish"),
+        "tail": outcome.share("missing"),
+        "engines": outcome.share("groups"),
+    }
+    parts: dict[Part, float] = {
+        "trainer": waits["trainer"],
+        "publish": waits["publish"],
+        "tail": waits["tail"] + waits["engines"] * min(1.0, 2 * outcome.engines_idle),
+        "engines": waits["engines"] * max(0.0, 1 - 2 * outcome.engines_idle),
+    }
+    if parts["trainer"] < 0.75 and parts["tail"] + parts["engines"] > 0.1:
+        parts["trainer"] = 0.0  # it waits for others as well, so that it is not what binds
+    return max(parts, key=lambda part: parts[part])
+
+
+def _changes(
+    scenario: Scenario, outcome: Outcome, bounds: Mapping[int, float], longest: int, alone: bool, steps: int
+) -> Iterator[Change]:
+    settings, costs = scenario.settings, scenario.costs
+    others: dict[str, Scenario] = {}
+    wider = [bound for bound in bounds if bound > settings.max_staleness]
+    if wider:
+        best = next((bound for bound in wider if bounds[bound] <= FREE * min(bounds.values())), wider[-1])
+        others[f"pipeline.max_staleness={best}"] = with_bound(scenario, best)
+    if alone:
+        others[f"rollout.engines={2 * scenario.engines}"] = replace(scenario, engines=2 * scenario.engines)
+        faster = replace(costs.trainer, per_token_s=costs.trainer.per_token_s / 2)
+        others["twice trainer.ranks"] = replace(scenario, costs=replace(costs, trainer=faster))
+    others[f"rollout.max_running_rollouts={2 * scenario.slots}"] = replace(scenario, slots=2 * scenario.slots)
+    others[f"pipeline.publish_every={2 * settings.publish_every}"] = replace(
+        scenario, settings=replace(settings, publish_every=2 * settings.publish_every)
+    )
+    others[f"rollout.max_response_tokens={longest // 2}"] = replace(
+        scenario, groups=scaled(scenario.groups, 1.0, max(1, longest // 2))
+    )
+    for setting, other in others.items():
+        step_s = simulate(other, steps).step_s
+        if step_s < (1 - WORTH_IT) * outcome.step_s:
+            yield Change(setting, step_s, 1 - step_s / outcome.step_s)

@@ -1,0 +1,92 @@
+"""From a spec and a calibration to what is simulated, with what the calibration cannot vouch for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.plan.from_journal import Calibration
+from asyncrl_cli.plan.lengths import resized, scaled
+from asyncrl_cli.plan.simulator import Scenario
+from asyncrl_cli.records.groups import BufferSettings
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import tensor_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A scenario; ``guesses`` say what in it was not measured."""
+
+    scenario: Scenario
+    guesses: tuple[str, ...]
+
+
+def shares_host(spec: ExperimentSpec) -> bool:
+    """Whether trainer and engines may run on the same processors, and slow each other down."""
+    return spec.trainer.gpus_per_rank == 0 and spec.rollout.gpus_per_engine == 0
+
+
+def recorded_scenario(spec: ExperimentSpec, measured: Calibration) -> Scenario:
+    """The calibration run itself."""
+    return _of_spec(spec, measured.settings, measured)
+
+
+def planned_scenario(
+    spec: ExperimentSpec, settings: BufferSettings, measured: Calibration, of_run: ExperimentSpec
+) -> Planned:
+    """A spec, with what was measured in the run ``of_run``.
+
+    Raises ``ConfigError`` where the constants of that run say nothing of this spec.
+    """
+    for name, own, other in (
+        ("model", _architecture(spec), _architecture(of_run)),
+        ("trainer.dtype", spec.trainer.dtype, of_run.trainer.dtype),
+        ("rollout.dtype", spec.rollout.dtype, of_run.rollout.dtype),
+        ("rollout.gpus_per_engine", spec.rollout.gpus_per_engine, of_run.rollout.gpus_per_engine),
+        ("trainer.gpus_per_rank", spec.trainer.gpus_per_rank, of_run.trainer.gpus_per_rank),
+    ):
+        if own != other:
+            raise ConfigError(
+                f"the calibration run had another {name}, so what it measured says nothing of this spec",
+                location=name,
+                hint="calibrate with a run of this spec: --calibrate, or --calibrate-from another one",
+            )
+    scenario = _of_spec(spec, settings, measured)
+    guesses = []
+    costs, groups = measured.costs, measured.groups
+    if spec.trainer.ranks != of_run.trainer.ranks:
+        share = of_run.trainer.ranks / spec.trainer.ranks
+        costs = replace(costs, trainer=replace(costs.trainer, per_token_s=costs.trainer.per_token_s * share))
+        guesses.append(
+            f"{spec.trainer.ranks} trainer ranks are taken to train {1 / share:.3g} times as fast as the "
+            f"{of_run.trainer.ranks} that were measured"
+        )
+    if spec.rollout.min_engines != of_run.rollout.min_engines and shares_host(spec):
+        guesses.append("engines are taken not to slow each other down, although they are on CPUs")
+    if spec.rollout.group_size != of_run.rollout.group_size:
+        groups = resized(groups, spec.rollout.group_size)
+        guesses.append("rollouts of a group are taken to be as long with another group_size")
+    longest, of_before = spec.rollout.max_response_tokens, of_run.rollout.max_response_tokens
+    if longest < of_before:
+        groups = scaled(groups, 1.0, longest)
+    elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
+        guesses.append(f"rollouts that were cut at {of_before} tokens are taken to end there")
+    return Planned(replace(scenario, costs=costs, groups=groups), tuple(guesses))
+
+
+def _of_spec(spec: ExperimentSpec, settings: BufferSettings, measured: Calibration) -> Scenario:
+    return Scenario(
+        settings=settings,
+        groups=measured.groups,
+        costs=measured.costs,
+        engines=spec.rollout.min_engines,
+        slots=spec.rollout.max_running_rollouts,
+        weight_update=spec.pipeline.weight_update,
+        partial_rollouts=spec.pipeline.partial_rollouts,
+    )
+
+
+def _architecture(spec: ExperimentSpec) -> object:
+    """What the model's speed depends on."""
+    model = spec.model
+    return (model.path, model.init, model.lora, tensor_parallel(spec))

@@ -1,0 +1,446 @@
+"""A run, event by event: the real ``Ledger`` decides what is admitted and what a batch takes, costs give the times.
+
+``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. Its rules are those of
+the orchestrator: groups start while the ledger has room and engines have places; a batch is taken, trained and, where
+one is due, a version is written; engines load it while the trainer takes its next batch, with at most one publish in
+flight (decision 0062). Evaluations, checkpoints and faults are not simulated. Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import Literal
+
+from asyncrl_cli.buffer.ledger import Batch, Ledger
+from asyncrl_cli.plan.costs import Costs
+from asyncrl_cli.plan.engine_model import Engine, Sequence
+from asyncrl_cli.plan.lengths import Groups
+from asyncrl_cli.records.groups import BufferSettings
+
+WeightUpdate = Literal["keep", "recompute", "drain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What is simulated.
+
+    Attributes:
+        settings: the ledger's; ``total_steps`` is replaced by the steps that are simulated.
+        engines: how many.
+        slots: sequences that an engine runs at once.
+        partial_rollouts: engines stop when a batch is complete, until they have the new weights.
+    """
+
+    settings: BufferSettings
+    groups: Groups
+    costs: Costs
+    engines: int = 1
+    slots: int = 256
+    weight_update: WeightUpdate = "keep"
+    partial_rollouts: bool = False
+
+    def scaled(self, share: float) -> Scenario:
+        """The same run with ``share`` of engines, trainer and groups a step: it takes as long, and is simulated faster.
+
+        A share below 1/4 changes what is simulated by up to 10 %.
+        """
+        trainer = self.costs.trainer
+        return replace(
+            self,
+            settings=replace(self.settings, groups_per_step=max(1, round(share * self.settings.groups_per_step))),
+            engines=max(1, round(share * self.engines)),
+            costs=replace(self.costs, trainer=replace(trainer, per_token_s=trainer.per_token_s / share)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Simulated steps, after those in which the run fills.
+
+    Attributes:
+        step_s: mean seconds of a step.
+        trainer: seconds of the trainer by what it did: ``training``, ``publishing`` (its own part), ``other``, and
+            what it waited for: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due),
+            ``publish`` (engines that load).
+        engines_idle, engines_stalled: shares of the engines' time without a request, and standing for weights.
+        running: mean sequences of an engine.
+        staleness: groups of the batches by their staleness, in versions.
+        generated_tokens, trained_tokens: of responses, in a second; trained ones are those of the batches.
+    """
+
+    steps: int
+    step_s: float
+    trainer: dict[str, float]
+    engines_idle: float
+    engines_stalled: float
+    running: float
+    staleness: Counter[int]
+    generated_tokens: float
+    trained_tokens: float
+    longest_step_s: float = 0.0
+    rejected_share: float = 0.0
+
+    @property
+    def mean_staleness(self) -> float:
+        """In versions."""
+        return sum(age * number for age, number in self.staleness.items()) / max(1, self.staleness.total())
+
+    def share(self, *parts: str) -> float:
+        """Of the trainer's time."""
+        total = sum(self.trainer.values())
+        return sum(self.trainer.get(part, 0.0) for part in parts) / total if total else 0.0
+
+
+WAITS = ("groups", "missing", "publish")
+"""What a simulated trainer waits for."""
+
+
+def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:
+    """``steps`` steps, after ``warm_up`` that do not count (default: until the buffer is as full as it gets)."""
+    return Simulation(scenario, steps, warm_up).run()
+
+
+class Simulation:
+    """A clock, the engines, the trainer and the ledger."""
+
+    def __init__(self, scenario: Scenario, steps: int, warm_up: int | None = None) -> None:
+        settings = scenario.settings
+        if warm_up is None:
+            warm_up = (settings.max_staleness + 2) * settings.publish_every + 2
+        self._scenario = scenario
+        self._costs = scenario.costs
+        self._steps, self._warm_up = steps, warm_up
+        # Beyond the last step that is simulated, so that admission does not end before it.
+        total = steps + warm_up + (settings.max_staleness + 2) * settings.publish_every
+        self.ledger = Ledger(replace(settings, total_steps=total))
+        self._every = settings.publish_every
+        self._now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._order = count()
+        self._engines = [Engine(self._costs.engine, scenario.slots) for _ in range(scenario.engines)]
+        self._places = scenario.engines * scenario.slots
+        self._open = 0  # rollouts that are requested and have not ended
+        self._left: dict[int, int] = {}  # rollouts of a group that have not ended
+        self._lengths: dict[int, int] = {}  # which of the scenario's groups it is
+        self._started = 0
+        self._training = False
+        self._publishing = False
+        self._draining = 0
+        self._waiting = False
+        self._work_left = 0.0  # of the trainer's step: seconds that it would take alone
+        self._work_since = 0.0
+        self._work_stamp = 0
+        self._engines_busy = False
+        self._trainer: Iterator[float | None] = iter(())
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._staleness: Counter[int] = Counter()
+        self._tokens = 0
+        self._ended_at: list[float] = []
+
+    def run(self) -> Outcome:
+        self._trainer = self._train()
+        self._admit()
+        self._resume_trainer()
+        while self._events and len(self._ended_at) < self._steps + self._warm_up:
+            self._now, _, action, arguments = heappop(self._events)
+            action(*arguments)
+        begun = self._ended_at[self._warm_up - 1] if self._warm_up else 0.0
+        seconds = self._now - begun
+        for engine in self._engines:
+            engine.advance(self._now)
+        wall = seconds * len(self._engines) or 1.0
+        laps = [
+            b - a
+            for a, b in zip([begun, *self._ended_at[self._warm_up :]], self._ended_at[self._warm_up :], strict=False)
+        ]
+        counts = self.ledger.counts()
+        ended = counts.taken + counts.finished + counts.rejected
+        return Outcome(
+            steps=self._steps,
+            step_s=seconds / self._steps,
+            trainer=dict(self._spent),
+            engines_idle=sum(engine.idle_s for engine in self._engines) / wall,
+            engines_stalled=sum(engine.stalled_s for engine in self._engines) / wall,
+            running=sum(engine.occupied for engine in self._engines) / wall,
+            staleness=self._staleness,
+            generated_tokens=sum(engine.tokens for engine in self._engines) / (seconds or 1.0),
+            trained_tokens=self._tokens / (seconds or 1.0),
+            longest_step_s=max(laps, default=0.0),
+            rejected_share=counts.rejected / ended if ended else 0.0,
+        )
+
+    # -- the trainer: a coroutine that gives the seconds it works for, or None while it waits
+
+    def _train(self) -> Iterator[float | None]:
+        costs = self._costs
+        for step in range(self._steps + self._warm_up):
+            batch = yield from self._next_batch()
+            lengths = [self._scenario.groups[self._lengths.pop(group_id)] for group_id in batch.group_ids]
+            self.ledger.take(batch)
+            self._staleness.update(batch.staleness)
+            self._tokens += sum(rollout.response for group in lengths for rollout in group.rollouts)
+            if self._scenario.partial_rollouts:
+                self._halt(True)
+            self._admit()
+            tokens = sum(group.tokens for group in lengths)
+            longest = max(rollout.prompt + rollout.response for group in lengths for rollout in group.rollouts)
+            yield from self._train_batch(costs.trainer.seconds(tokens, longest))
+            if (step + 1) % self._every == 0:
+                yield from self._publish()
+            if self._scenario.partial_rollouts:
+                self._halt(False)
+            yield from self._work("other", costs.overheads.step_s)
+            self._ended_at.append(self._now)
+            if step + 1 == self._warm_up:
+                self._forget()
+
+    def _next_batch(self) -> Generator[float | None, None, Batch]:
+        while not isinstance(upcoming := self.ledger.next_batch(), Batch):
+            if overdue := self.ledger.overdue():
+                for group_id in overdue:
+                    self._requeue(group_id)
+            else:
+                yield from self._wait(upcoming.kind)
+        return upcoming
+
+    def _publish(self) -> Iterator[float | None]:
+        costs = self._costs.publish
+        while self._publishing:
+            yield from self._wait("publish")
+        yield from self._work("publishing", costs.held_s)
+        self._publishing = True
+        self._at(self._now + max(0.0, costs.deliver_s - costs.stall_s), self._load)
+        # Without staleness there is no batch before engines serve the weights: the loop waits here.
+        while self._publishing and (self._scenario.partial_rollouts or self.ledger.settings.max_staleness == 0):
+            yield from self._wait("publish")
+
+    def _train_batch(self, alone_s: float) -> Iterator[float | None]:
+        """Train for as long as it takes, which is longer while engines generate on the same processors."""
+        begun = self._now
+        self._work_left, self._work_since = alone_s, self._now
+        self._training = True
+        self._beside(True)
+        self._schedule_training()
+        yield None
+        self._beside(False)
+        self._spent["training"] += self._now - begun
+
+    def _schedule_training(self) -> None:
+        self._engines_busy = any(engine.running for engine in self._engines)
+        self._work_stamp += 1
+        self._at(self._now + self._work_left * self._slowdown(), self._trained, self._work_stamp)
+
+    def _slowdown(self) -> float:
+        return 1 + self._costs.trainer.beside_engines * self._engines_busy
+
+    def _trained(self, stamp: int) -> None:
+        if stamp == self._work_stamp:
+            self._training = False
+            self._resume_trainer()
+
+    def _note_busy(self) -> None:
+        """Engines may have become busy or idle while the trainer trains."""
+        if not self._training or not self._costs.trainer.beside_engines:
+            return
+        if any(engine.running for engine in self._engines) != self._engines_busy:
+            self._work_left -= (self._now - self._work_since) / self._slowdown()
+            self._work_since = self._now
+            self._schedule_training()
+
+    def _work(self, part: str, seconds: float) -> Iterator[float | None]:
+        if seconds <= 0:
+            return
+        self._spent[part] += seconds
+        yield seconds
+
+    def _wait(self, reason: str) -> Iterator[float | None]:
+        begun = self._now
+        yield None
+        if self._now > begun:
+            self._spent[reason] += self._now - begun
+
+    def _resume_trainer(self) -> None:
+        seconds = next(self._trainer, inf)
+        self._waiting = seconds is None
+        if seconds is not None and seconds != inf:
+            self._at(self._now + seconds, self._resume_trainer)
+
+    def _changed(self) -> None:
+        """The ledger has changed: a trainer that waits looks again."""
+        if self._waiting and not self._training:
+            self._resume_trainer()
+
+    def _forget(self) -> None:
+        """What is measured begins now."""
+        self._spent.clear()
+        self._staleness.clear()
+        self._tokens = 0
+        for engine in self._engines:
+            engine.advance(self._now)
+            engine.idle_s = engine.stalled_s = engine.tokens = engine.occupied = 0.0
+
+    # -- groups
+
+    def _admit(self) -> None:
+        size = self._scenario.settings.group_size
+        while self._places - self._open >= size and self.ledger.room():
+            self._begin(self.ledger.admit().group_id)
+
+    def _begin(self, group_id: int) -> None:
+        groups = self._scenario.groups
+        self._lengths[group_id] = self._started % len(groups)
+        self._started += 1
+        rollouts = groups[self._lengths[group_id]].rollouts
+        self._left[group_id] = len(rollouts)
+        self._open += len(rollouts)
+        if (start_s := self._costs.overheads.start_s) > 0:
+            self._at(self._now + start_s, self._request, group_id)
+        else:
+            self._request(group_id)
+
+    def _request(self, group_id: int) -> None:
+        if group_id not in self._left:  # it was requeued
+            return
+        # A group goes to one engine, as far as that has places.
+        engine = min(self._engines, key=_load)
+        engine.advance(self._now)
+        for length in self._scenario.groups[self._lengths[group_id]].rollouts:
+            sequence = Sequence(group_id, length.prompt, float(length.response), length.outside_s)
+            if not length.response:
+                self._at(self._now + length.outside_s, self._end_rollout, group_id)
+                continue
+            if engine.load >= engine.slots:
+                self._schedule(engine)
+                engine = min(self._engines, key=_load)
+                engine.advance(self._now)
+            if self._draining:
+                engine.waiting.append(sequence)
+            else:
+                engine.add(sequence)
+        self._schedule(engine)
+
+    def _end_rollout(self, group_id: int) -> None:
+        if group_id not in self._left:
+            return
+        self._open -= 1
+        self._left[group_id] -= 1
+        if self._left[group_id]:
+            if not self._scenario.settings.group_size > self._places - self._open:
+                self._admit()
+            return
+        del self._left[group_id]
+        self._at(self._now + self._costs.overheads.settle_s, self._finish, group_id)
+        self._admit()
+
+    def _finish(self, group_id: int) -> None:
+        if group_id not in self._lengths:
+            return
+        if self._scenario.groups[self._lengths[group_id]].rejected:
+            del self._lengths[group_id]
+            self.ledger.reject(group_id, "rejected")
+        else:
+            self.ledger.finish(group_id)
+        self._admit()
+        self._changed()
+
+    def _requeue(self, group_id: int) -> None:
+        entry = self.ledger.requeue(group_id)
+        self._open -= self._left.pop(group_id, 0)
+        del self._lengths[group_id]
+        for engine in self._engines:
+            engine.advance(self._now)
+            engine.remove_group(group_id)
+            self._schedule(engine)
+        self._begin(entry.group_id)
+
+    # -- engines
+
+    def _schedule(self, engine: Engine) -> None:
+        """The engine has changed: forget its old event, and await its next end."""
+        engine.stamp += 1
+        self._note_busy()
+        if (end := engine.next_end()) < inf:
+            self._at(end, self._engine_event, engine, engine.stamp)
+
+    def _engine_event(self, engine: Engine, stamp: int) -> None:
+        if stamp != engine.stamp:
+            return
+        engine.advance(self._now)
+        ended = engine.pop_ended()
+        if self._draining:
+            self._drained(engine)
+        else:
+            engine.admit_waiting()
+        for sequence in ended:
+            if sequence.outside_s:
+                self._at(self._now + sequence.outside_s, self._end_rollout, sequence.group)
+            else:
+                self._end_rollout(sequence.group)
+        self._schedule(engine)
+
+    def _beside(self, training: bool) -> None:
+        if not self._costs.engine.beside_trainer:
+            return
+        for engine in self._engines:
+            engine.advance(self._now)
+            engine.beside_trainer = training
+            self._schedule(engine)
+
+    def _halt(self, halted: bool) -> None:
+        for engine in self._engines:
+            engine.advance(self._now)
+            engine.halted = halted
+            if not halted:
+                engine.admit_waiting()
+            self._schedule(engine)
+
+    def _load(self) -> None:
+        """Engines have a version at hand: they load it, at once or when their rollouts have ended."""
+        if self._scenario.weight_update == "drain":
+            self._draining = len(self._engines)
+            for engine in self._engines:
+                self._drained(engine)
+            return
+        longest = 0.0
+        for engine in self._engines:
+            engine.advance(self._now)
+            stall = self._costs.publish.stall_s
+            if self._scenario.weight_update == "recompute":
+                stall += self._costs.engine.prefill_s * engine.context
+            engine.stall(stall)
+            longest = max(longest, stall)
+            self._schedule(engine)
+        self._at(self._now + longest, self._served)
+
+    def _drained(self, engine: Engine) -> None:
+        """With ``drain``, an engine loads the version when nothing runs; all serve it when the last one does."""
+        if engine.running:
+            return
+        engine.advance(self._now)
+        engine.stall(self._costs.publish.stall_s)
+        self._draining -= 1
+        if not self._draining:
+            self._at(self._now + self._costs.publish.stall_s, self._served)
+
+    def _served(self) -> None:
+        self._publishing = False
+        self.ledger.publish()
+        for engine in self._engines:
+            if engine.waiting:
+                engine.advance(self._now)
+                engine.admit_waiting()
+                self._schedule(engine)
+        self._admit()
+        self._changed()
+
+    def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
+        heappush(self._events, (time, next(self._order), action, arguments))
+
+
+def _load(engine: Engine) -> int:
+    return engine.load

@@ -1,0 +1,107 @@
+"""Constants are found again in requests and steps that were simulated with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration
+from asyncrl_cli.plan.engine_model import Engine, Sequence
+from asyncrl_cli.plan.fit import MOST_SHARED, EngineFit, Request, fit_engine, fit_trainer, nonnegative
+from asyncrl_cli.plan.simulator import Simulation
+from tests.plan.scenarios import COSTS, lengths, scenario, settings
+
+
+class Recorded(Simulation):
+    """A simulation of one engine that notes what a journal would: requests, training and stalls."""
+
+    def run_and_fit(self, shared_host: bool) -> EngineFit:
+        self.requests: list[Request] = []
+        self.training: list[tuple[float, float]] = []
+        self.stalls: list[tuple[float, float]] = []
+        self._begun: dict[int, tuple[float, Sequence]] = {}
+        self.run()
+        return fit_engine([self.requests], [[True] * len(self.requests)], self.stalls, self.training, shared_host)
+
+    def _request(self, group_id: int) -> None:
+        super()._request(group_id)
+        self._note()
+
+    def _engine_event(self, engine: Engine, stamp: int) -> None:
+        super()._engine_event(engine, stamp)
+        self._note()
+
+    def _load(self) -> None:
+        self.stalls.append((self._now, self._now + self._costs.publish.stall_s))
+        super()._load()
+
+    def _beside(self, training: bool) -> None:
+        if training:
+            self.training.append((self._now, self._now))
+        else:
+            self.training[-1] = (self.training[-1][0], self._now)
+        super()._beside(training)
+
+    def _note(self) -> None:
+        running = {id(sequence): sequence for sequence in self._engines[0].running.values()}
+        for key in self._begun.keys() - running.keys():
+            begun, sequence = self._begun.pop(key)
+            self.requests.append(Request(begun, self._now, sequence.missing, sequence.context))
+        for key in running.keys() - self._begun.keys():
+            self._begun[key] = (self._now, running[key])
+
+
+def recorded(engine: EngineCost, bound: int = 2) -> Recorded:
+    costs: Costs = replace(COSTS, engine=engine)
+    return Recorded(scenario(settings(8, bound), lengths(120, 0.6, 600), costs, slots=64), 40)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_an_engines_constants_are_recovered(bound: int) -> None:
+    found = recorded(EngineCost(LinearIteration(0.005, 2e-4)), bound).run_and_fit(shared_host=False)
+    assert found.fixed_s == pytest.approx(0.005, rel=0.02)
+    assert found.per_sequence_s == pytest.approx(2e-4, rel=0.02)
+    assert found.beside_trainer == 0
+    assert found.residual < 0.02
+
+
+def test_the_slowdown_beside_the_trainer_is_recovered() -> None:
+    found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=0.4)).run_and_fit(shared_host=True)
+    assert found.beside_trainer == pytest.approx(0.4, rel=0.1)
+    assert found.fixed_s == pytest.approx(0.005, rel=0.02)
+
+
+def test_the_cost_of_contexts_is_recovered() -> None:
+    found = recorded(EngineCost(LinearIteration(0.005, 0.0), 2e-6)).run_and_fit(shared_host=False)
+    assert found.per_context_token_s == pytest.approx(2e-6, rel=0.05)
+    assert found.fixed_s == pytest.approx(0.005, rel=0.02)
+
+
+def test_a_slowdown_beyond_half_is_of_another_process() -> None:
+    found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=4.0)).run_and_fit(shared_host=True)
+    assert found.beside_trainer == pytest.approx(MOST_SHARED / (1 - MOST_SHARED))
+
+
+def test_a_trainers_constants_are_recovered() -> None:
+    tokens = [1000.0, 3000.0, 2000.0, 5000.0, 4000.0]
+    found = fit_trainer([0.2 + 1e-4 * each for each in tokens], tokens)
+    assert (found.per_step_s, found.per_token_s) == (pytest.approx(0.2), pytest.approx(1e-4))
+    assert found.residual == pytest.approx(0, abs=1e-9)
+
+
+def test_few_steps_give_one_constant() -> None:
+    found = fit_trainer([0.5, 0.7], [1000.0, 2000.0])
+    assert found.per_step_s == 0
+    assert found.per_token_s == pytest.approx(1.2 / 3000)
+
+
+def test_no_constant_is_below_0() -> None:
+    columns = np.array([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]])
+    assert list(nonnegative(columns, np.array([3.0, 2.0, 1.0]))) == [2.0, 0.0]
+
+
+def test_too_few_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="too few"):
+        fit_engine([[Request(0.0, 1.0, 10)]], [[True]], [], [], False)

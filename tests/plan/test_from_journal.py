@@ -1,0 +1,199 @@
+"""What a journal gives, and `asyncrl plan` from the outside, on journals that the buffer wrote."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.journal.queries import snapshot
+from asyncrl_cli.plan.comparison import compare, error_parts, misfit
+from asyncrl_cli.plan.from_journal import Calibration, calibrate
+from asyncrl_cli.plan.prediction import binding, predict
+from asyncrl_cli.plan.simulator import Scenario, simulate
+from tests.buffer.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
+from tests.plan.scenarios import scenario
+from tests.plan.scenarios import settings as small
+
+DURATIONS: tuple[Callable[[int], float], ...] = (
+    lambda g: 3.0 + 4 * (g % 3),
+    lambda g: 25.0 if g % 7 == 2 else 1.5 + g % 5,
+    lambda g: 1.0 + (g * 37 % 11),
+)
+SPEC = """
+name: small
+model: {init: {architecture: qwen3, config: {}, tokenizer: characters}, max_length: 64}
+task: {use: chain_sum}
+rollout: {group_size: 2, max_running_rollouts: 12, max_prompt_tokens: 16, max_response_tokens: 32}
+algorithm: {preset: grpo}
+pipeline: {mode: async, max_staleness: 1, groups_per_step: 2}
+evaluation: {every: 0}
+stop: {steps: 60}
+"""
+
+
+def recorded(
+    path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], bound: int = 1
+) -> RecordedRun:
+    """40 steps, six groups at once."""
+    of = settings(max_staleness=bound)
+    run = RecordedRun(path, monkeypatch, of, seconds, concurrency=6)
+    for _ in range(40):
+        run.step()
+    return run
+
+
+def measured(path: Path) -> Calibration:
+    with snapshot(path) as connection:
+        return calibrate(connection, shared_host=True)
+
+
+def of(found: Calibration, bound: int) -> Scenario:
+    return Scenario(replace(found.settings, max_staleness=bound), found.groups, found.costs, 1, 12)
+
+
+@pytest.mark.parametrize("seconds", DURATIONS)
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_run_is_reproduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float], bound: int
+) -> None:
+    run = recorded(tmp_path / "journal.db", monkeypatch, seconds, bound)
+    found = measured(tmp_path / "journal.db")
+    outcome = simulate(of(found, bound), 30)
+    steps = [waited + TRAIN_S + PUBLISH_S for waited in run.waited[-30:]]
+    assert found.observed.step_s == pytest.approx(sum(steps) / 30, rel=1e-3)
+    assert outcome.step_s == pytest.approx(found.observed.step_s, rel=0.08)
+    lines = [line for line in compare(outcome, found.observed) if line.name != "engines idle"]
+    assert all(line.fits for line in lines), lines
+    assert misfit(tuple(lines), outcome, found.observed) is None
+
+
+@pytest.mark.parametrize("seconds", DURATIONS)
+def test_another_bound_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]
+) -> None:
+    # Groups last as long as their index says, so that the run with the other bound is the truth.
+    recorded(tmp_path / "1.db", monkeypatch, seconds, 1)
+    recorded(tmp_path / "3.db", monkeypatch, seconds, 3)
+    other = measured(tmp_path / "3.db")
+    predicted = of(measured(tmp_path / "1.db"), 3)
+    assert simulate(predicted, 40).step_s == pytest.approx(other.observed.step_s, rel=0.08)
+    parts = error_parts(predicted, other)
+    assert simulate(predicted, 40).step_s + parts["together"] == pytest.approx(other.observed.step_s, rel=0.08)
+
+
+def test_a_part_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path / "journal.db", monkeypatch, DURATIONS[0])
+    found = measured(tmp_path / "journal.db")
+    for part, costs in {
+        "trainer": replace(found.costs, trainer=replace(found.costs.trainer, per_step_s=9.0)),
+        "publish": replace(found.costs, publish=replace(found.costs.publish, held_s=9.0)),
+        "engines": replace(found.costs, overheads=replace(found.costs.overheads, settle_s=60.0)),
+    }.items():
+        outcome = simulate(replace(of(found, 1), costs=costs), 30)
+        assert misfit(compare(outcome, found.observed), outcome, found.observed) == part
+
+
+def test_too_few_steps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "journal.db", monkeypatch, settings(), DURATIONS[0])
+    with pytest.raises(ValueError, match="no step is trained"):
+        measured(tmp_path / "journal.db")
+    for _ in range(2):
+        run.step()
+    with pytest.raises(ValueError, match="steps can be measured"):
+        measured(tmp_path / "journal.db")
+
+
+# -- what is predicted
+
+
+def test_what_binds() -> None:
+    usual = scenario(small(8, 4))
+    costs = usual.costs
+    trained = replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=9.0)))
+    assert binding(simulate(trained)) == "trainer"
+    slow = replace(usual, costs=replace(costs, publish=replace(costs.publish, held_s=9.0)))
+    assert binding(simulate(slow)) == "publish"
+    quick = replace(
+        usual, slots=8, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=0.01, per_token_s=0))
+    )
+    assert binding(simulate(quick)) == "engines"
+    tail = replace(usual.groups[0], rollouts=tuple(replace(one, response=3000) for one in usual.groups[0].rollouts))
+    tailed = replace(usual, settings=small(8, 1), groups=(tail, *usual.groups[1:60]), slots=256)
+    assert binding(simulate(tailed)) == "tail"
+
+
+def test_a_prediction_is_consistent() -> None:
+    found = predict(scenario(small(8, 2)), 300, alone=True, steps=12)
+    assert found.bounds[2] == found.outcome.step_s
+    assert found.bounds[found.free] <= 1.02 * min(found.bounds.values())
+    assert found.ratio_to_sync > 1
+    assert list(found.spans.values()) == sorted(found.spans.values())
+    assert all(change.step_s < found.outcome.step_s for change in found.changes)
+
+
+# -- the command
+
+
+@pytest.fixture
+def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Run a command line in this process: its exit code, stdout and stderr."""
+    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spec.yaml").write_text(SPEC)
+
+    def run(*arguments: str) -> tuple[object, str, str]:
+        monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = make_run(tmp_path / "runs").path
+    (path / "spec.yaml").write_text(SPEC)
+    monkeypatch.setattr("tests.buffer.recorded_run.METRICS", {"tokens/trained": 22.0})
+    recorded(path / "journal.db", monkeypatch, DURATIONS[2])
+    return path
+
+
+def test_plan_from_a_run(run_folder: Path, asyncrl: Any) -> None:
+    code, out, _ = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--set", "pipeline.max_staleness=3")
+    assert code == 0, out
+    assert "its own steps" in out and "max_staleness 3" in out and "binds" in out
+    code, out, _ = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--compare", "latest", "--json")
+    document = json.loads(out)
+    assert code == 0
+    assert all(line["fits"] for line in document["calibration"]["reproduced"])
+    assert document["plan"]["outcome"]["step_s"] == pytest.approx(
+        document["comparison"]["lines"][0]["measured"], rel=0.1
+    )
+
+
+def test_another_model_is_refused(run_folder: Path, asyncrl: Any) -> None:
+    code, _, err = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--set", "rollout.dtype=bfloat16")
+    assert code == 2
+    assert "error: the calibration run had another rollout.dtype" in err
+
+
+def test_a_run_that_is_not_reproduced_is_refused(
+    run_folder: Path, asyncrl: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("asyncrl_cli.plan.comparison.STEP_WITHIN", -1.0)
+    code, out, err = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest")
+    assert (code, out) == (2, "")
+    assert "not reproduced within 10 %" in err and "what fits least" in err
+
+
+def test_plan_needs_something_to_measure(asyncrl: Any) -> None:
+    assert asyncrl("plan", "spec.yaml")[0] == 2
+    assert asyncrl("plan", "spec.yaml", "--calibrate-from", "nothing")[0] != 0
