@@ -16,7 +16,8 @@ from itertools import count
 from math import inf
 from typing import Literal
 
-from asyncrl_cli.buffer.ledger import Batch, Ledger
+from asyncrl_cli.buffer.batches import Batch
+from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.plan.costs import Costs
 from asyncrl_cli.plan.engine_model import Engine, Sequence
 from asyncrl_cli.plan.lengths import Groups
