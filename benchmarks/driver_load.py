@@ -42,7 +42,7 @@ from asyncrl_cli.records.generation import Rollout, RolloutRequest, Segment
 from asyncrl_cli.records.groups import Opening, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
+from asyncrl_cli.rollout.continuation import finished, split_by_version
 from asyncrl_cli.rollout.priority_semaphore import PrioritySemaphore
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.load import load_spec
@@ -100,7 +100,7 @@ class MadeUpEngine:
         """A rollout, at the speed of a slot."""
         async with self._slots.slot(request.priority):
             length = np.random.default_rng(request.sampling.seed).exponential(self._mean_tokens)
-            tokens = min(max(int(length), request.generated + 1), rest_of(request.sampling, 0).max_tokens)
+            tokens = min(max(int(length), request.generated + 1), request.sampling.max_tokens)
             running = Running(request, tokens, time.monotonic(), [(self._version, request.generated)])
             self._running[request.rollout_id] = running
             try:

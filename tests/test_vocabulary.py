@@ -63,6 +63,7 @@ ALLOWED = {
         "stay",
     ): "the name of a kind before schema 5, which is refused with the present one",
     ("asyncrl_cli/spec/rules/machine.py", "runner"): "the name of an argument of vLLM",
+    ("asyncrl_cli/rollout/vllm_sampler.py", "runner"): "vLLM's name of what runs the model in a worker",
     ("asyncrl_cli/runs/checkpoints.py", "aside"): "the name of a folder of earlier versions",
     ("docs/journal.md", "runner"): "the kind of a fault in older runs",
     ("docs/journal.md", "spells"): "the name of a table before schema 5",

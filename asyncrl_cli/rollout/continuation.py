@@ -19,16 +19,17 @@ from asyncrl_cli.records.experts import Experts, filled, join_experts
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 
 
-def rest_of(sampling: Sampling, generated: int) -> Sampling:
+def rest_of(sampling: Sampling, generated: int, by_position: bool) -> Sampling:
     """How the rest of a rollout is sampled of which ``generated`` tokens are there; 0 changes nothing.
 
-    ``max_tokens`` is what is left. The rest has another seed: with the old one the random stream would start over and
-    repeat the first tokens' numbers (decision 0010).
+    ``max_tokens`` is what is left. ``by_position``: the engine draws each token's random numbers by seed and position
+    (decision 0064), so the rest gets those that it would have had. Otherwise it has another seed: with the old one the
+    random stream would start over and repeat the first tokens' numbers.
     """
     if generated == 0:
         return sampling
     seed = sampling.seed
-    if seed is not None:
+    if seed is not None and not by_position:
         seed = derive_seed(seed, generated)
     return replace(sampling, max_tokens=max(sampling.max_tokens - generated, 0), seed=seed)
 

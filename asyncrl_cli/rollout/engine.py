@@ -25,7 +25,6 @@ from asyncrl_cli.records.generation import (
     FinishReason,
     Rollout,
     RolloutRequest,
-    Sampling,
     Segment,
     TokenSequence,
 )
@@ -79,6 +78,7 @@ class Engine:
         self._vllm = start_vllm(spec, model_dir, "auto" if own_weights or self._lora else "dummy", self._log)
         self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._by_position: bool | None = None  # vLLM's worker is asked before the first request
         self._records_experts = spec.algorithm.router_replay
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
@@ -103,12 +103,11 @@ class Engine:
         token 0 or has gaps.
         """
         prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
-        rest = rest_of(request.sampling, request.generated)
-        if not rest.max_tokens:
+        if not request.left:
             return finished(request, [], "length", self._decode)
         aborts = self._aborts
         async with self._slots.slot(request.priority):
-            output = await self._final_output(request, rest, prefix_ids, aborts)
+            output = await self._final_output(request, prefix_ids, aborts)
         self._ended_tokens += len(output.token_ids)
         before, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
@@ -166,6 +165,7 @@ class Engine:
 
     async def serve_own(self, version: int) -> None:
         """Serve the weights of the folder that the engine was started on, as ``version``."""
+        await self._set_up_sampling()
         await self._vllm.update_weight_version(str(version))
         self._version, self._loading = version, False
         await self._wake()
@@ -183,9 +183,14 @@ class Engine:
         It is complete at ``path``, laid out as ``slots``; ``policy`` is the spec's ``weight_update``. ``on_pause`` is
         called before the weights load, when ``segments`` has all tokens of the version that is replaced.
         """
+        await self._set_up_sampling()
         await self._prepare(version, path, slots)
         async with self._scheduler:
             return await self._load(version, path, policy, on_pause)
+
+    async def _set_up_sampling(self) -> None:
+        if self._by_position is None:
+            self._by_position = all(await self._vllm.collective_rpc("sample_by_position"))
 
     async def _prepare(self, version: int, path: str, slots: tuple[TensorSlot, ...]) -> None:
         """Do what vLLM can do for an update while it generates."""
@@ -299,11 +304,22 @@ class Engine:
         self._vllm.shutdown()
 
     async def _final_output(
-        self, request: RolloutRequest, rest: Sampling, prefix_ids: tuple[int, ...], aborts: int
+        self, request: RolloutRequest, prefix_ids: tuple[int, ...], aborts: int
     ) -> CompletionOutput:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # During a publish, the engine that sampled the prefix, or the turns before, may be a version ahead of this one:
+        # wait for that version, so that versions never fall (decision 0010).
+        newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._aborts > aborts or (not self._loading and self._version >= newest)
+            )
+        if self._aborts > aborts:
+            raise Aborted([])
+        assert self._by_position is not None  # known since the engine serves a version
+        rest = rest_of(request.sampling, request.generated, self._by_position)
         params = SamplingParams(
             max_tokens=rest.max_tokens,
             temperature=rest.temperature,
@@ -314,15 +330,6 @@ class Engine:
             detokenize=bool(rest.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        # During a publish, the engine that sampled the prefix, or the turns before, may be a version ahead of this one:
-        # wait for that version, so that versions never fall (decision 0010).
-        newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: self._aborts > aborts or (not self._loading and self._version >= newest)
-            )
-        if self._aborts > aborts:
-            raise Aborted([])
         self._in_vllm += 1
         self._all_returned.clear()
         try:

@@ -48,7 +48,8 @@ BLOCK_SIZE = 32
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """As in the trainer: logits are not rounded to bfloat16."""
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
-"""Imported by vLLM alone, in its core process."""
+WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
+"""Both are imported by vLLM alone, in its core process."""
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -104,7 +105,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "worker_extension_cls": f"{vllm_worker.__name__}.{vllm_worker.WorkerExtension.__name__}",
+        "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
     if rollout.gpus_per_engine:

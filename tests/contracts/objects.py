@@ -31,6 +31,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "state.logprobs_processor": "vllm.v1.engine.logprobs.LogprobsProcessor()",
         "flat": "vllm.logprobs.FlatLogprobs()",
     },
+    "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py has what is used
     "train/checkpoints.py": {"engine": DEEPSPEED},
     "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},
     # Made at its first use: test_installed.py has it.

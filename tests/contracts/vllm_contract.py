@@ -19,6 +19,28 @@ LITERALS = {
 """By argument: where asyncrl writes it, and the type that lists its values."""
 TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
+RANDOM_NUMBERS = {
+    "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": ("self.forward", "torch.ops._C.fused_gumbel_argmax"),
+    "vllm.v1.sample.sampler.Sampler": ("self.topk_topp_sampler", "self.logprobs_mode", "self.use_fp64_gumbel"),
+    "vllm.v1.sample.sampler.Sampler.sample": (
+        "self.topk_topp_sampler",
+        "sampling_metadata.generators",
+        "sampling_metadata.top_k",
+        "sampling_metadata.top_p",
+    ),
+    "vllm.v1.worker.gpu_input_batch.InputBatch.refresh_metadata": ("self.sampling_metadata",),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._update_states": ("sampling_params.seed",),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._prepare_inputs": ("self.seq_lens[:num_reqs]",),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner._sample": ("self.input_batch.sampling_metadata",),
+    "vllm.v1.worker.gpu.sample.states.SamplingStates.add_request": ("sampling_params.seed", "self.seeds.np"),
+    "vllm.v1.worker.gpu.sample.sampler.Sampler": (
+        "gumbel_sample",
+        "self.sampling_states.seeds.gpu",
+        "input_batch.positions[input_batch.logits_indices]",
+    ),
+}
+"""By function of vLLM's: expressions in it that ``rollout/vllm_sampler.py`` relies on, or for V2 on what they mean."""
+
 
 def problems(package: Package) -> Iterator[str]:
     """All that does not fit this release."""
@@ -27,6 +49,7 @@ def problems(package: Package) -> Iterator[str]:
     yield from _environment(package)
     yield from _slots(package)
     yield from _transfer_engine(package)
+    yield from _random_numbers(package)
     seeing = package.find("vllm.model_executor.models.interfaces.SupportsMultiModal")
     if seeing is None or package.member(seeing, "get_language_model") is None:
         yield "weights/next_layers.py: vLLM's models with vision have no get_language_model()"
@@ -115,6 +138,19 @@ def _transfer_engine(package: Package) -> Iterator[str]:
     for line in ours.body:
         if isinstance(line, ast.Assign) and package.member(base, ast.unparse(line.targets[0])) is None:
             yield f"weights/vllm_worker.py: vLLM's WeightTransferEngine has no {ast.unparse(line.targets[0])}"
+
+
+def _random_numbers(package: Package) -> Iterator[str]:
+    """Both model runners have what random numbers by seed and position are made of (decision 0064)."""
+    for name, expressions in RANDOM_NUMBERS.items():
+        found = package.find(name)
+        owner, _, member = name.rpartition(".")
+        if found is None and (kind := package.find(owner)) is not None:
+            found = package.member(kind, member)
+        written = {ast.unparse(node) for node in ast.walk(found.node)} if found and found.node else set()
+        for expression in expressions:
+            if expression not in written:
+                yield f"rollout/vllm_sampler.py: {name} has no {expression}"
 
 
 def _functions(file: str) -> dict[str, ast.FunctionDef]:

@@ -93,19 +93,24 @@ def test_versions_never_fall(versions: tuple[int, ...]) -> None:
     generated=st.integers(0, 120),
     seed=st.none() | st.integers(0, 2**63 - 1),
 )
-def test_the_rest_has_the_remaining_budget_and_another_seed(max_tokens: int, generated: int, seed: int | None) -> None:
+def test_the_rest_has_the_remaining_budget_and_the_right_seed(
+    max_tokens: int, generated: int, seed: int | None
+) -> None:
+    """The same one where the engine draws by seed and position, else another one."""
     full = Sampling(0.7, max_tokens, seed, ("x",))
-    rest = rest_of(full, generated)
+    left = max(max_tokens - generated, 0)
+    assert rest_of(full, generated, by_position=True) == Sampling(0.7, left, seed, ("x",))
+    rest = rest_of(full, generated, by_position=False)
     assert rest.max_tokens == max(max_tokens - generated, 0)
     assert (rest.temperature, rest.stop) == (0.7, ("x",))
-    assert rest == rest_of(full, generated)
+    assert rest == rest_of(full, generated, by_position=False)
     if generated == 0:
         assert rest == full
     elif seed is None:
         assert rest.seed is None
     else:
         assert rest.seed is not None and 0 <= rest.seed < 2**63
-        assert rest.seed not in (seed, rest_of(full, generated + 1).seed)
+        assert rest.seed not in (seed, rest_of(full, generated + 1, by_position=False).seed)
 
 
 def characters(ids: list[int]) -> str:

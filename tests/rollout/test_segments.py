@@ -161,12 +161,20 @@ def test_segments_are_the_beginning_of_the_final_rollout(
 
 
 def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, runner: asyncio.Runner) -> None:
-    """Cut anywhere, a greedy rollout comes out the same; a sampled one keeps its beginning."""
+    """Cut anywhere, a rollout comes out the same, greedy or sampled; under other weights it keeps its beginning."""
+
+    async def continued(one: Rollout, number: int) -> Rollout:
+        end = len(one.ids) * number // 32
+        prefix = Segment(one.rollout_id, 0, 10, one.ids[:end], one.logprobs[:end])
+        return await bench.engine.generate(request(one.rollout_id, *([prefix] if end else [])))
 
     async def generate() -> None:
         await bench.publish(10, "keep")
         greedy = RolloutRequest("10-0", (3, 4, 5), Sampling(0.0, TOKENS))
-        full, sampled = await asyncio.gather(bench.engine.generate(greedy), bench.engine.generate(request("10-1")))
+        others = [request(f"10-{number}") for number in range(2, 34)]
+        full, sampled, *beside = await asyncio.gather(
+            *(bench.engine.generate(one) for one in (greedy, request("10-1"), *others))
+        )
         await bench.publish(11, "recompute")
         for end in (1, 20, len(sampled.ids) - 1, len(sampled.ids)):
             prefix = Segment("10-1", 0, 10, sampled.ids[:end], sampled.logprobs[:end])
@@ -186,6 +194,10 @@ def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, runner: 
             assert again.ids.tolist() == full.ids.tolist()
             assert (again.text, again.finish_reason) == (full.text, full.finish_reason)
             assert np.abs(again.logprobs - full.logprobs).max() < TOLERANCE
+        # The random numbers are those that they would have had; log-probs differ by rounding (decision 0064).
+        for one, again in zip(beside, await asyncio.gather(*map(continued, beside, range(32))), strict=True):
+            assert again.ids.tolist() == one.ids.tolist()
+            assert np.abs(again.logprobs - one.logprobs).max() < TOLERANCE
 
     runner.run(generate())
 
@@ -364,7 +376,7 @@ def test_rollouts_survive_the_death_of_their_engine(
     async def check() -> None:
         doomed = start()
         await asyncio.gather(doomed.publish(30, "keep"), bench.publish(30, "recompute"))
-        names = [f"30-{number}" for number in range(32)]
+        names = [f"30-{number}" for number in range(64)]
         first = worker(doomed, segment_seconds=3600.0)
         await first.submit([request(name) for name in names])
         await until(lambda: doomed.engine.segments(dict.fromkeys(names, 0)))

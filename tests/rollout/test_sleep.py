@@ -50,7 +50,8 @@ class Vllm:
         self.touch("resume")
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
-        assert method in ("prepare_weights", "weights_prepared")  # of a GPU: it maps and pins memory of the host
+        # Of a GPU: none of them touches its memory; weights are mapped and pinned in the host's.
+        assert method in ("sample_by_position", "prepare_weights", "weights_prepared")
         return [True]
 
     async def start_weight_update(self) -> None:

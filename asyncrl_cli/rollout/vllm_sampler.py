@@ -1,0 +1,120 @@
+"""The last step of vLLM's sampler, with random numbers by seed and position (decision 0064).
+
+vLLM's model runner V2 draws in this way by itself. V1, which runs engines on CPUs, gives each request a generator of
+its own, and asks them one after another. ``PositionSampler`` takes the place of that step and draws for all requests at
+once with vLLM's own kernels: the one of its CPU sampler, or the one of V2.
+
+Imported in vLLM's worker process alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
+
+from asyncrl_cli.rollout.draws import position_seeds
+from asyncrl_cli.weights import vllm_worker
+
+
+class WorkerExtension(vllm_worker.WorkerExtension):
+    """Mixed into vLLM's worker: what asyncrl asks of it."""
+
+    model_runner: Any
+    vllm_config: VllmConfig
+
+    def sample_by_position(self) -> bool:
+        """As the function of this name."""
+        return sample_by_position(self.model_runner, self.vllm_config)
+
+
+def sample_by_position(runner: Any, config: VllmConfig) -> bool:
+    """Make a model runner draw every token's random numbers by seed and position; whether it does so now.
+
+    It does not with speculative decoding in V1, and where vLLM has no kernel for it.
+    """
+    if config.use_v2_model_runner:
+        return True
+    if config.speculative_config is not None or not _has_kernel(runner.sampler):
+        return False
+    # As vLLM chooses its implementation for a platform, by this attribute.
+    runner.sampler.topk_topp_sampler.forward = PositionSampler(runner)
+    return True
+
+
+def _has_kernel(sampler: Any) -> bool:
+    if current_platform.is_cpu():
+        own = getattr(sampler.topk_topp_sampler.forward, "__func__", None) is TopKTopPSampler.forward_cpu
+        return own and not sampler.use_fp64_gumbel
+    return bool(current_platform.is_cuda_alike() and HAS_TRITON)
+
+
+class PositionSampler:
+    """Called as vLLM's ``TopKTopPSampler``: logits [requests, vocabulary] to tokens, [requests]."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._of: tuple[Any, Any] = (None, None)  # the batch whose seeds are known, and its generators
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        generators: Mapping[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The tokens, and what vLLM's ``logprobs_mode`` asks for of the distribution drawn from."""
+        logits = apply_top_k_top_p(logits, k, p)
+        processed = None
+        if self._runner.sampler.logprobs_mode == "processed_logits":
+            processed = logits
+        elif self._runner.sampler.logprobs_mode == "processed_logprobs":
+            processed = logits.log_softmax(dim=-1, dtype=torch.float32)
+        # The length of what the model has read is the index of the token that comes next.
+        positions = self._runner.seq_lens[: len(logits)]
+        seeds = self._seeds(generators, len(logits), logits.device)
+        if logits.is_cpu:
+            return _draw_on_cpu(logits, seeds, positions), processed
+        return _draw_on_gpu(logits, seeds, positions, self._runner.sampler.use_fp64_gumbel), processed
+
+    def _seeds(self, generators: Mapping[int, torch.Generator], rows: int, device: torch.device) -> torch.Tensor:
+        """Each row's seed, int64; of requests without one another one in each step."""
+        batch = self._runner.input_batch.sampling_metadata
+        # vLLM makes another one when a request comes, goes or changes its row; trial steps have other generators.
+        if batch is not self._of[0] or generators is not self._of[1]:
+            seeds = np.array([generator.initial_seed() for generator in generators.values()], np.uint64)
+            self._seeded = torch.tensor(list(generators), dtype=torch.int64, device=device)
+            self._known = torch.from_numpy(seeds.view(np.int64)).to(device)
+            self._of = batch, generators
+        if len(self._known) == rows:
+            return torch.empty_like(self._known).index_copy_(0, self._seeded, self._known)
+        drawn = torch.empty(rows, dtype=torch.int64, device=device).random_()
+        return drawn.index_copy_(0, self._seeded, self._known)
+
+
+def _draw_on_cpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The kernel's noise for token i of a row is a hash of the row's seed and i, computed in float64."""
+    rows = torch.from_numpy(position_seeds(seeds.numpy(), positions.numpy()))
+    return torch.ops._C.fused_gumbel_argmax(logits.to(torch.float32), rows)  # type: ignore[no-any-return]
+
+
+def _draw_on_gpu(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, in_float64: bool) -> torch.Tensor:
+    """The same numbers as V2 draws, which counts positions from the token before."""
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    return gumbel_sample(  # type: ignore[no-any-return]
+        logits,
+        torch.arange(len(logits), dtype=torch.int32, device=logits.device),
+        torch.ones(len(logits), dtype=torch.float32, device=logits.device),
+        seeds,
+        positions.to(torch.int64) - 1,
+        apply_temperature=False,
+        is_drafting=False,
+        use_fp64=in_float64,
+    )
