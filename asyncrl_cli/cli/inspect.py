@@ -175,7 +175,7 @@ def staleness(
             "--what-if",
             metavar="S",
             min=0,
-            help="Estimate how long the run would have taken with this bound: a range, and its assumptions.",
+            help="Estimate how long a step would take with this bound.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -187,12 +187,14 @@ def staleness(
     are counted and violate nothing. Steps count from 1, as in metrics.jsonl.
     """
     from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
-    from asyncrl_cli.inspect.what_if import workload
+    from asyncrl_cli.inspect.what_if import shares_host
+    from asyncrl_cli.inspect.what_if import what_if as simulated
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
-    from asyncrl_cli.journal.step_timeline import recording
+    from asyncrl_cli.plan.from_journal import calibrate
     from asyncrl_cli.runs.catalogue import find_run
 
     if steps not in (None, "all"):
@@ -200,15 +202,15 @@ def staleness(
     found = find_run(runs_dir, run)
     with snapshot(found.path / FILE) as connection:
         report = staleness_report(connection)
-        recorded = recording(connection) if what_if is not None else None
-    page = staleness_page(found, report, every_step=steps == "all")
-    if recorded is not None and what_if is not None:
-        try:
-            work = workload(recorded)
-        except ValueError as error:
-            hint = "--what-if needs the times of trained steps"
-            raise RunError(str(error), location=found.run_id, hint=hint) from None
-        page = with_what_if(page, report, work, what_if)
+        page = staleness_page(found, report, every_step=steps == "all")
+        if what_if is not None:
+            spec = resolved_spec(found)
+            try:
+                measured = calibrate(connection, shares_host(spec))
+            except ValueError as error:
+                hint = "--what-if needs the times of trained steps"
+                raise RunError(str(error), location=found.run_id, hint=hint) from None
+            page = with_what_if(page, measured, simulated(spec, measured, [what_if]), what_if)
     show(page, as_json)
     if report.violations:
         raise typer.Exit(1)

@@ -61,7 +61,7 @@ def plan(
     run = find_run(runs_dir, calibrate_from)
     before = load_recorded(run.path).spec
     measured = measure(run, before)
-    lines = reproduced(run, before, measured)
+    lines = reproduced(run, measured)
     planned = planned_scenario(loaded.spec, buffer_settings(loaded.spec), measured, before)
     predicted = predict(planned.scenario, loaded.spec.rollout.max_response_tokens, not shares_host(loaded.spec))
     pages = {
@@ -89,21 +89,19 @@ def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
             raise ConfigError(str(error), location=run.run_id, hint=hint) from None
 
 
-def reproduced(run: RunDirectory, spec: ExperimentSpec, measured: Calibration) -> tuple[Line, ...]:
+def reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
     """The run's own steps, simulated. Raises ``ConfigError`` when they are not what was measured."""
     from asyncrl_cli.core.errors import ConfigError
     from asyncrl_cli.inspect.plan_page import comparison_table
-    from asyncrl_cli.plan.comparison import compare, misfit
-    from asyncrl_cli.plan.scenario import recorded_scenario
-    from asyncrl_cli.plan.simulator import simulate
+    from asyncrl_cli.inspect.resolved import resolved_spec
+    from asyncrl_cli.inspect.what_if import what_if
 
-    outcome = simulate(recorded_scenario(spec, measured), 2 * measured.observed.steps)
-    lines = compare(outcome, measured.observed)
-    if (part := misfit(lines, outcome, measured.observed)) is None:
-        return lines
-    echo("\n".join(comparison_table("its own steps", lines)), err=True)
+    found = what_if(resolved_spec(run), measured, ())
+    if found.misfit is None:
+        return found.lines
+    echo("\n".join(comparison_table("its own steps", found.lines)), err=True)
     raise ConfigError(
-        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; what fits least: {part}",
+        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; what fits least: {found.misfit}",
         location=run.run_id,
         hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl_cli.inspect.pages import Page, number, paragraph, table
+from asyncrl_cli.inspect.pages import WIDTH, Page, number, table
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.prediction import Part, Prediction
@@ -18,6 +19,8 @@ BINDS: Mapping[Part, str] = {
     "tail": "the tail: the trainer waits for the longest rollouts, while engines have places to spare",
     "publish": "publishes: writing weights and loading them",
 }
+LABEL = 9
+"""Columns of a line's label."""
 TRAINER = {
     "training": "training",
     "publishing": "writing weights",
@@ -54,10 +57,10 @@ def plan_page(title: str, predicted: Prediction, scenario: Scenario, guesses: Se
         f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
         f"         max_staleness {predicted.free} is the least that costs nothing (within 2 %)",
         "",
-        *paragraph(f"binds    {BINDS[predicted.binds]}"),
+        f"binds    {BINDS[predicted.binds]}",
         *_changes(predicted),
     ]
-    lines += [line for guess in guesses for line in paragraph(f"guess    {guess}")]
+    lines += [f"guess    {guess}" for guess in guesses]
     document = {
         "title": title,
         "settings": asdict(settings),
@@ -72,7 +75,7 @@ def plan_page(title: str, predicted: Prediction, scenario: Scenario, guesses: Se
         "changes": [asdict(change) for change in predicted.changes],
         "guesses": list(guesses),
     }
-    return Page(document, lines)
+    return Page(document, _wrapped(lines))
 
 
 def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
@@ -109,7 +112,7 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
         "overheads": asdict(costs.overheads),
         "reproduced": [asdict(line) | {"fits": line.fits} for line in lines],
     }
-    return Page(document, text)
+    return Page(document, _wrapped(text))
 
 
 def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, float], own_s: float) -> Page:
@@ -175,3 +178,8 @@ def _changes(predicted: Prediction) -> list[str]:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s"
+
+
+def _wrapped(lines: Sequence[str]) -> list[str]:
+    """Long lines continue below the text that their label begins."""
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH, subsequent_indent=" " * LABEL) or [""]]

@@ -10,9 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from asyncrl_cli.inspect.pages import Page, table
-from asyncrl_cli.inspect.what_if import ENGINES, Workload, simulate
+from asyncrl_cli.inspect.pages import Page, paragraph, table
+from asyncrl_cli.inspect.plan_page import outcome_document
+from asyncrl_cli.inspect.what_if import WhatIf
 from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, together
+from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.runs.directory import RunDirectory
 
 ROWS = 20
@@ -21,16 +23,9 @@ COLUMNS = 4
 """Ranges of staleness, likewise."""
 VIOLATIONS_SHOWN = 20
 ASSUMPTIONS = (
-    "This is an estimate: the rules of the ledger are applied again to the times in the journal. These do",
-    "not tell how fast engines are with another number of running groups, so a bound has two rows:",
-    "- spare: each group takes as long as the recorded group with the same number, whatever else runs;",
-    "- saturated: engines do no more work per second than recorded, and running groups share it evenly.",
-    "Both assume that",
-    "- at most {concurrency} groups run at once, the recorded maximum;",
-    "- training, publishing and checkpoints take as long as recorded, step by step;",
-    "- downtime, the recovery after it, and evaluations do not count.",
-    "Compare rows of the same assumption. The rows of bound {bound} should agree with the recorded row:",
-    "trust the estimate only as far as they do.",
+    "This is an estimate: the ledger decides again, with the lengths of the last {steps} steps that have",
+    "no evaluation and no checkpoint in them, and with the speed of engines and trainer in them",
+    "(`asyncrl plan` prints it). The simulated row of bound {bound} should agree with the recorded row.",
 )
 
 
@@ -126,54 +121,61 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  (the first {VIOLATIONS_SHOWN}; --json has more)"
 
 
-def with_what_if(page: Page, report: Report, work: Workload, max_staleness: int) -> Page:
+def with_what_if(page: Page, measured: Calibration, found: WhatIf, max_staleness: int) -> Page:
     """The page with the estimate for another bound below it."""
-    counts = together(report.steps).groups
-    bound = report.progress.settings.max_staleness
-    bounds = dict.fromkeys((bound, max_staleness))
-    outcomes = {(engines, at): simulate(work, at, engines) for engines in ENGINES for at in bounds}
+    observed, bound = measured.observed, measured.settings.max_staleness
+    seconds = sum(observed.trainer.values())
     rows = [
         (
             "recorded",
             str(bound),
-            *_waiting(work.waited_s, work.seconds),
-            f"{_mean(counts):.2f}",
-            str(max(counts)),
+            f"{observed.step_s:,.3g} s",
+            f"{observed.trainer['waiting'] / seconds:.0%}",
+            f"{observed.mean_staleness:.2f}",
+            str(max(observed.staleness)),
         ),
         *(
             (
-                engines,
+                "simulated",
                 str(at),
-                *_waiting(outcome.waited_s, outcome.seconds),
+                f"{outcome.step_s:,.3g} s",
+                f"{outcome.share('groups', 'missing'):.0%}",
                 f"{outcome.mean_staleness:.2f}",
-                str(outcome.most_staleness),
+                str(max(outcome.staleness)),
             )
-            for (engines, at), outcome in outcomes.items()
+            for at, outcome in found.outcomes.items()
         ),
     ]
-    header = ("what if", "bound", "trainer waits", "share", "run time", "mean staleness", "max")
-    ratios = sorted(outcomes[engines, max_staleness].seconds / outcomes[engines, bound].seconds for engines in ENGINES)
-    claim = (
-        f"With bound {max_staleness} the run would have taken {ratios[0]:.0%} to {ratios[1]:.0%} of the time "
-        f"that it takes with bound {bound}"
-    )
-    assumptions = [line.format(concurrency=work.concurrency, bound=bound) for line in ASSUMPTIONS]
+    header = ("what if", "bound", "step", "trainer waits", "mean staleness", "max")
+    ratio = found.outcomes[max_staleness].step_s / found.outcomes[bound].step_s
+    if found.misfit is None:
+        claim = (
+            f"With bound {max_staleness} a step would take {ratio:.0%} of the time that it takes with bound {bound}."
+        )
+    else:
+        claim = (
+            "The recorded steps are not reproduced within 10 %, so this says nothing of the run; what fits least: "
+            f"{found.misfit}."
+        )
+    assumptions = [line.format(steps=observed.steps, bound=bound) for line in ASSUMPTIONS]
     document = page.document | {
         "what_if": {
             "estimate": True,
             "assumptions": assumptions,
-            "concurrency_groups": work.concurrency,
-            "steps": len(work.steps),
-            "recorded": {"max_staleness": bound, "waited_s": work.waited_s, "seconds": work.seconds},
-            "simulated": [asdict(outcome) | {"engines": engines} for (engines, _), outcome in outcomes.items()],
-            "time_relative_to_own_bound": ratios,
+            "steps": observed.steps,
+            "recorded": {
+                "max_staleness": bound,
+                "step_s": observed.step_s,
+                "waited_share": observed.trainer["waiting"] / seconds,
+                "mean_staleness": observed.mean_staleness,
+            },
+            "simulated": [{"max_staleness": at} | outcome_document(outcome) for at, outcome in found.outcomes.items()],
+            "reproduced": found.misfit is None,
+            "misfit": found.misfit,
+            "time_relative_to_own_bound": ratio,
         }
     }
-    return Page(document, [*page.lines, "", *table(header, rows), claim, *assumptions])
-
-
-def _waiting(waited_s: float, seconds: float) -> tuple[str, str, str]:
-    return f"{waited_s:,.1f} s", f"{waited_s / seconds:.0%}" if seconds else "-", f"{seconds:,.1f} s"
+    return Page(document, [*page.lines, "", *table(header, rows), *paragraph(claim), *assumptions])
 
 
 def _staleness_document(step: StepStaleness) -> dict[str, Any]:

@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
 from asyncrl_cli.journal.events import Checkpoint, Evaluation, Start
 from asyncrl_cli.journal.progress import progress
-from asyncrl_cli.journal.step_timeline import HELD, StepSpan, engine_requests, last_groups, step_spans
+from asyncrl_cli.journal.step_timeline import HELD, StepSpan, last_groups, step_spans
+from asyncrl_cli.journal.workload import (
+    EVALUATION,
+    GroupSpan,
+    evaluation_spans,
+    first_group,
+    group_spans,
+    requests_since,
+    rollout_lengths,
+    sampled_tokens,
+    staleness_of,
+    stalls_since,
+)
 from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
 from asyncrl_cli.plan.lengths import GroupLengths, RolloutLength
@@ -25,8 +37,8 @@ from asyncrl_cli.records.groups import BufferSettings
 STEPS = 30
 """Steps that are measured: the last ones that can be."""
 LEAST_STEPS = 3
-EVALUATION = "eval"
-"""What the ids of an evaluation's requests begin with."""
+
+Spans = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,7 @@ class Observed:
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """A run's lengths and costs. ``engine`` is None where the journal has no engine requests: a rollout then takes as
-    long as it took, whatever runs beside it."""
+    long as it took, whatever runs beside it. ``concurrency``: the most rollouts that ran at once."""
 
     settings: BufferSettings
     groups: tuple[GroupLengths, ...]
@@ -57,7 +69,7 @@ class Calibration:
     engine: EngineFit | None
     trainer: TrainerFit
     observed: Observed
-    concurrency: int  # most rollouts that ran at once
+    concurrency: int
 
 
 def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
@@ -65,178 +77,193 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
 
     Raises ``ValueError`` when too little of it is recorded.
     """
-    where = progress(connection)
-    spans = list(step_spans(connection, where.settings.publish_every))
-    requests = list(engine_requests(connection))
+    settings = progress(connection).settings
+    spans = list(step_spans(connection, settings.publish_every))
     if not spans:
         raise ValueError("no step is trained yet")
-    chosen = _measured(connection, spans, requests, where.settings)
-    lengths = _lengths(connection, chosen, where.settings, requests)
+    evaluations = joined(evaluation_spans(connection))
+    chosen = _measured(connection, spans, evaluations, settings)
+    first = first_group(connection, chosen[0].step)
+    lives = list(group_spans(connection, first))
+    requests = requests_since(connection, lives[0].admitted_at if lives else 0.0)
     training = [(span.taken_at, span.trained_until) for span in spans]
-    engine = _engine(connection, requests, chosen, training, shared_host)
-    tokens = [span.metrics.get("tokens/trained", 0.0) for span in chosen]
-    trainer = fit_trainer([span.trained_until - span.taken_at for span in chosen], tokens)
-    observed = _observed(connection, spans, chosen)
-    in_batches = sum(group.tokens for group in lengths if not group.rejected)
-    batches = sum(not group.rejected for group in lengths) / where.settings.groups_per_step
-    trained_share = fmean(tokens) / (in_batches / batches) if in_batches and any(tokens) else 1.0
+    groups = _lengths(connection, chosen, first, requests)
+    engine = _engine(connection, requests, chosen, first, training, evaluations, shared_host)
+    trainer = fit_trainer(
+        [span.trained_until - span.taken_at for span in chosen],
+        [span.metrics.get("tokens/trained", 0.0) for span in chosen],
+    )
+    observed = _observed(connection, spans, chosen, engine is not None)
     beside = engine.beside_trainer if engine is not None else 0.0
-    idle = observed.engines_idle or 0.0
-    alone = idle + (1 - idle) / (1 + beside)
-    costs = Costs(
-        EngineCost(LinearIteration(1e-9, 0.0))
-        if engine is None
-        else EngineCost(
-            LinearIteration(engine.fixed_s, engine.per_sequence_s), engine.per_context_token_s, beside_trainer=beside
-        ),
-        # What is measured is mostly beside busy engines. Alone it would be shorter, by as much as engines are alone:
-        # an assumption, as a run shows the trainer in both situations too rarely.
-        TrainerCost(trainer.per_step_s * alone, trainer.per_token_s * alone, trained_share, beside_engines=beside),
-        _publish(chosen),
-        _overheads(connection, spans, chosen, requests),
-    )
     return Calibration(
-        where.settings, lengths, costs, engine, trainer, observed, _most_at_once(connection, where.settings.group_size)
+        settings,
+        groups,
+        Costs(
+            _engine_cost(engine),
+            _trainer_cost(trainer, chosen, groups, settings, beside, observed.engines_idle or 0.0),
+            _publish(chosen),
+            _overheads(connection, spans, chosen, requests, lives, training, beside),
+        ),
+        engine,
+        trainer,
+        observed,
+        _most_at_once(lives, settings.group_size),
     )
+
+
+def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The intervals with those that overlap as one, by time."""
+    found: list[tuple[float, float]] = []
+    for begin, end in sorted(intervals):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
 
 
 def _measured(
-    connection: sqlite3.Connection,
-    spans: Sequence[StepSpan],
-    requests: Sequence[EngineRequest],
-    settings: BufferSettings,
+    connection: sqlite3.Connection, spans: Sequence[StepSpan], evaluations: Spans, settings: BufferSettings
 ) -> list[StepSpan]:
     """The last steps in whose windows nothing was that a simulation does not have."""
-    disturbed = [(start.at, start.at) for start in Start.read(connection)]
-    disturbed += [(saved.at - saved.seconds, saved.at) for saved in Checkpoint.read(connection)]
-    of_evaluations = [one for one in requests if one.request_id.startswith(EVALUATION)]
-    disturbed += [(one.begun_at, one.ended_at) for one in of_evaluations]
-    disturbed = _joined(disturbed)
+    starts = [(start.at, start.at) for start in Start.read(connection)]
+    saved = [(one.at - one.seconds, one.at) for one in Checkpoint.read(connection)]
+    disturbed = joined([*starts, *saved, *evaluations])
     full = (settings.max_staleness + 2) * settings.publish_every  # steps until the buffer is full
     found = []
     at = 0
-    for number, (before, span) in enumerate(pairwise(spans)):
+    for number, (before, span) in enumerate(pairwise(spans), start=1):
         begin, end = before.ended_at, span.ended_at
         while at < len(disturbed) and disturbed[at][1] < begin:
             at += 1
-        if (at == len(disturbed) or disturbed[at][0] > end) and (number + 1 >= full or len(spans) < 3 * full):
+        if (at == len(disturbed) or disturbed[at][0] > end) and (number >= full or len(spans) < 3 * full):
             found.append(span)
     if len(found) < LEAST_STEPS:
         raise ValueError(
-            f"only {len(found)} steps can be measured: of {len(spans)}, the others have an evaluation, a checkpoint or "
+            f"only {len(found)} of {len(spans)} steps can be measured: the others have an evaluation, a checkpoint or "
             "a start in them"
         )
     return found[-STEPS:]
 
 
-def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    joined: list[tuple[float, float]] = []
-    for begin, end in sorted(intervals):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
-        else:
-            joined.append((begin, end))
-    return joined
-
-
 def _lengths(
-    connection: sqlite3.Connection,
-    chosen: Sequence[StepSpan],
-    settings: BufferSettings,
-    requests: Sequence[EngineRequest],
+    connection: sqlite3.Connection, chosen: Sequence[StepSpan], first: int, requests: Sequence[EngineRequest]
 ) -> tuple[GroupLengths, ...]:
     """The groups of the measured steps and those that were rejected among them, in the order of their admission."""
     steps = {span.step for span in chosen}
-    rows = connection.execute(
-        "SELECT g.id, g.state, g.step, length(g.prompt_ids) / 4, g.admitted_at, r.tokens, r.recorded_at "
-        "FROM groups g JOIN rollouts r ON r.group_id = g.id WHERE g.state IN ('taken', 'rejected') "
-        "ORDER BY g.id, r.rollout_index"
-    )
-    served: dict[str, float] = defaultdict(float)  # seconds that engines had a rollout
-    for request in requests:
-        served[request.request_id.split("/", 1)[0]] += request.ended_at - request.begun_at
-    episodic = {request.request_id.split("/", 1)[0] for request in requests if "/" in request.request_id}
-    groups: dict[int, list[RolloutLength]] = {}
+    served = _seconds_at_engines(requests)
+    episodic = {_rollout(request) for request in requests if "/" in request.request_id}
+    groups: dict[int, list[RolloutLength]] = defaultdict(list)
     rejected: set[int] = set()
-    first = last = None
-    for group_id, state, step, prompt, admitted_at, tokens, recorded_at in rows:
-        if step in steps:
-            first, last = (group_id if first is None else first), group_id
-        elif state == "taken":
+    last = 0
+    for one in rollout_lengths(connection, first):
+        if one.step in steps:
+            last = one.group_id
+        elif one.state == "taken":
             continue
-        if state == "rejected":
-            rejected.add(group_id)
-        name = f"{group_id}-{len(groups.get(group_id, ()))}"
-        outside = max(0.0, recorded_at - admitted_at - served.get(name, 0.0)) if name in episodic or not served else 0.0
-        groups.setdefault(group_id, []).append(RolloutLength(prompt, tokens if served else 0, outside))
-    if first is None or last is None:
-        raise ValueError("no group has finished")
+        else:
+            rejected.add(one.group_id)
+        name = f"{one.group_id}-{one.rollout_index}"
+        outside = 0.0
+        if name in episodic or not served:
+            outside = max(0.0, one.recorded_at - one.admitted_at - served.get(name, 0.0))
+        groups[one.group_id].append(RolloutLength(one.prompt_tokens, one.tokens if served else 0, outside))
     return tuple(
-        GroupLengths(tuple(rollouts), group_id in rejected)
-        for group_id, rollouts in groups.items()
-        if first <= group_id <= last
+        GroupLengths(tuple(rollouts), group_id in rejected) for group_id, rollouts in groups.items() if group_id <= last
     )
+
+
+def _seconds_at_engines(requests: Iterable[EngineRequest]) -> dict[str, float]:
+    """By rollout."""
+    seconds: dict[str, float] = defaultdict(float)
+    for request in requests:
+        seconds[_rollout(request)] += request.ended_at - request.begun_at
+    return seconds
+
+
+def _rollout(request: EngineRequest) -> str:
+    return request.request_id.split("/", 1)[0]
 
 
 def _engine(
     connection: sqlite3.Connection,
     requests: Sequence[EngineRequest],
     chosen: Sequence[StepSpan],
-    training: Sequence[tuple[float, float]],
+    first: int,
+    training: Spans,
+    evaluations: Spans,
     shared_host: bool,
 ) -> EngineFit | None:
     """None where no engine requests are recorded."""
     if not requests:
         return None
     evaluated = [evaluation.mean_length for evaluation in Evaluation.read(connection)]
-    of_rollout = {
-        f"{group_id}-{index}": (tokens, prompt)
-        for group_id, index, tokens, prompt in connection.execute(
-            "SELECT r.group_id, r.rollout_index, r.tokens, length(g.prompt_ids) / 4 "
-            "FROM rollouts r JOIN groups g ON g.id = r.group_id"
-        )
+    usual = fmean(evaluated) if evaluated else 0.0
+    lengths = {
+        f"{one.group_id}-{one.rollout_index}": (float(one.tokens), one.prompt_tokens)
+        for one in rollout_lengths(connection, first)
     }
-    total: dict[str, float] = defaultdict(float)
-    for request in requests:
-        total[request.request_id.split("/", 1)[0]] += request.ended_at - request.begun_at
-    begun, over = chosen[0].taken_at - 1.0, chosen[-1].ended_at
+    seconds = _seconds_at_engines(requests)
+    begun, over = chosen[0].taken_at, chosen[-1].ended_at
     of_engine: dict[str, list[Request]] = defaultdict(list)
     wanted: dict[str, list[bool]] = defaultdict(list)
-    evaluations = _joined([(one.begun_at, one.ended_at) for one in requests if one.request_id.startswith(EVALUATION)])
     for one in requests:
-        name = one.request_id.split("/", 1)[0]
-        tokens, prompt = of_rollout.get(name, (fmean(evaluated) if evaluated else 0.0, 0))
-        lasting = one.ended_at - one.begun_at
+        name, lasting = _rollout(one), one.ended_at - one.begun_at
+        tokens, prompt = lengths.get(name, (usual, 0))
         of_engine[one.engine].append(
-            Request(one.begun_at, one.ended_at, tokens * lasting / (total[name] or 1.0), prompt)
+            Request(one.begun_at, one.ended_at, tokens * lasting / (seconds[name] or 1.0), prompt)
         )
         alone = not any(begin < one.ended_at and one.begun_at < end for begin, end in evaluations)
-        wanted[one.engine].append(begun <= one.begun_at and one.ended_at <= over and alone and name in of_rollout)
-    stalls = [
-        (at - stall_s, at) for at, stall_s in connection.execute("SELECT at, stall_s FROM publishes WHERE stall_s > 0")
-    ]
-    engines = sorted(of_engine)
+        wanted[one.engine].append(begun <= one.begun_at and one.ended_at <= over and alone and name in lengths)
     return fit_engine(
-        [of_engine[engine] for engine in engines],
-        [wanted[engine] for engine in engines],
-        _joined(stalls),
+        list(of_engine.values()),
+        list(wanted.values()),
+        joined(stalls_since(connection, requests[0].begun_at)),
         training,
         shared_host,
     )
 
 
+def _engine_cost(engine: EngineFit | None) -> EngineCost:
+    if engine is None:
+        return EngineCost(LinearIteration(0.0, 0.0))
+    iteration = LinearIteration(engine.fixed_s, engine.per_sequence_s)
+    return EngineCost(iteration, engine.per_context_token_s, beside_trainer=engine.beside_trainer)
+
+
+def _trainer_cost(
+    trainer: TrainerFit,
+    chosen: Sequence[StepSpan],
+    groups: Sequence[GroupLengths],
+    settings: BufferSettings,
+    beside: float,
+    idle: float,
+) -> TrainerCost:
+    tokens = fmean(span.metrics.get("tokens/trained", 0.0) for span in chosen)
+    kept = [group for group in groups if not group.rejected]
+    in_batch = sum(group.tokens for group in kept) / len(kept) * settings.groups_per_step
+    # What is measured is mostly beside busy engines. Alone it would be shorter, by as much as engines are alone: an
+    # assumption, as a run shows the trainer in both situations too rarely.
+    alone = idle + (1 - idle) / (1 + beside)
+    return TrainerCost(
+        trainer.per_step_s * alone,
+        trainer.per_token_s * alone,
+        tokens / in_batch if tokens and in_batch else 1.0,
+        beside_engines=beside,
+    )
+
+
 def _publish(chosen: Sequence[StepSpan]) -> PublishCost:
     """Means over the measured steps that published. Earlier releases waited for all of a publish (decision 0062)."""
-    published = [span for span in chosen if span.publish is not None]
-    if not published:
-        return PublishCost()
     seconds, stalls, held = [], [], []
-    for span in published:
-        assert span.publish is not None
-        whole = span.publish.ended_at - span.publish.begun_at
-        seconds.append(whole)
-        stalls.append(span.publish.stall_s)
-        held.append(min(whole, span.metrics.get("publish/write_s") or span.metrics.get(HELD, whole)))
+    for span in chosen:
+        if span.publish is not None:
+            whole = span.publish.ended_at - span.publish.begun_at
+            seconds.append(whole)
+            stalls.append(span.publish.stall_s)
+            held.append(min(whole, span.metrics.get("publish/write_s") or span.metrics.get(HELD, whole)))
+    if not seconds:
+        return PublishCost()
     return PublishCost(fmean(held), max(0.0, fmean(seconds) - fmean(held)), fmean(stalls))
 
 
@@ -245,13 +272,18 @@ def _overheads(
     spans: Sequence[StepSpan],
     chosen: Sequence[StepSpan],
     requests: Sequence[EngineRequest],
+    lives: Sequence[GroupSpan],
+    training: Spans,
+    beside: float,
 ) -> Overheads:
+    """Means over the groups of the measured steps. What was beside training on the same processors is taken as long as
+    it would have been without it."""
     ended = last_groups(connection)
     before = {span.step: earlier.ended_at for earlier, span in pairwise(spans)}
-    free = []
-    for span in chosen:
-        complete = max(before[span.step], ended.get(span.step, (None, None))[0] or 0.0)
-        free.append(max(0.0, span.taken_at - complete))
+    free = [
+        max(0.0, span.taken_at - max(before[span.step], ended.get(span.step, (None, None))[0] or 0.0))
+        for span in chosen
+    ]
     first: dict[int, float] = {}
     last: dict[int, float] = {}
     for one in requests:
@@ -260,60 +292,54 @@ def _overheads(
             first[group] = min(first.get(group, one.begun_at), one.begun_at)
             last[group] = max(last.get(group, one.ended_at), one.ended_at)
     steps = {span.step for span in chosen}
-    starts, settles = [], []
-    for group, step, admitted_at, ended_at in connection.execute(
-        "SELECT id, step, admitted_at, ended_at FROM groups WHERE ended_at IS NOT NULL AND state = 'taken'"
-    ):
-        if step in steps and group in first:
-            starts.append(max(0.0, first[group] - admitted_at))
-            settles.append(max(0.0, ended_at - last[group]))
+    of_steps = [group for group in lives if group.step in steps and group.group_id in first and group.ended_at]
+    lost = beside / (1 + beside)
+
+    def alone(begin: float, end: float) -> float:
+        trained = sum(max(0.0, min(end, until) - max(begin, since)) for since, until in training if since < end)
+        return max(0.0, end - begin - lost * trained)
+
+    starts = [alone(group.admitted_at, first[group.group_id]) for group in of_steps]
+    settles = [alone(last[group.group_id], group.ended_at or 0.0) for group in of_steps]
     return Overheads(fmean(starts) if starts else 0.0, fmean(settles) if settles else 0.0, fmean(free))
 
 
-def _observed(connection: sqlite3.Connection, spans: Sequence[StepSpan], chosen: Sequence[StepSpan]) -> Observed:
+def _observed(
+    connection: sqlite3.Connection, spans: Sequence[StepSpan], chosen: Sequence[StepSpan], with_engines: bool
+) -> Observed:
+    """``with_engines``: whether a simulation knows what engines do."""
     before = {span.step: earlier.ended_at for earlier, span in pairwise(spans)}
     spent: defaultdict[str, float] = defaultdict(float)
+    idle = idle_of = 0.0
     for span in chosen:
         spent["training"] += span.trained_until - span.taken_at
         spent["publishing"] += max(0.0, span.ended_at - span.trained_until)
         spent["waiting"] += max(0.0, span.taken_at - before[span.step])
+        if "share/engines_busy" in span.metrics:
+            window = span.metrics.get("time/step_s", 1.0)
+            idle += window * max(
+                0.0, 1 - span.metrics["share/engines_busy"] - span.metrics.get("share/engines_paused", 0.0)
+            )
+            idle_of += window
     seconds = sum(spent.values())
-    idle = [
-        (
-            1 - span.metrics["share/engines_busy"] - span.metrics.get("share/engines_paused", 0.0),
-            span.metrics["time/step_s"],
-        )
-        for span in chosen
-        if "share/engines_busy" in span.metrics
-    ]
-    steps = {span.step: span.version for span in chosen}
-    staleness = Counter(
-        steps[step] - version
-        for step, version in connection.execute("SELECT step, version FROM groups WHERE step IS NOT NULL")
-        if step in steps
-    )
-    (tokens,) = connection.execute(
-        "SELECT coalesce(sum(r.tokens), 0) FROM rollouts r JOIN groups g ON g.id = r.group_id "
-        f"WHERE g.step IN ({', '.join(map(str, steps))})"
-    ).fetchone()
-    weight = sum(window for _, window in idle)
+    versions = {span.step: span.version for span in chosen}
     return Observed(
         steps=len(chosen),
         step_s=seconds / len(chosen),
         trainer=dict(spent),
-        engines_idle=sum(max(0.0, share) * window for share, window in idle) / weight if weight else None,
-        staleness=staleness,
-        trained_tokens=tokens / (seconds or 1.0),
+        engines_idle=idle / idle_of if idle_of and with_engines else None,
+        staleness=staleness_of(connection, versions),
+        trained_tokens=sampled_tokens(connection, versions) / (seconds or 1.0),
     )
 
 
-def _most_at_once(connection: sqlite3.Connection, group_size: int) -> int:
-    running = most = 0
+def _most_at_once(lives: Iterable[GroupSpan], group_size: int) -> int:
     changes = []
-    for admitted_at, ended_at in connection.execute("SELECT admitted_at, ended_at FROM groups"):
-        changes.append((admitted_at, 1))
-        if ended_at is not None:
-            changes.append((ended_at, -1))
+    for group in lives:
+        changes.append((group.admitted_at, 1))
+        if group.ended_at is not None:
+            changes.append((group.ended_at, -1))
+    running = most = 0
     for _, change in sorted(changes):
         running += change
         most = max(most, running)

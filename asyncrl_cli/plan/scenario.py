@@ -26,11 +26,6 @@ def shares_host(spec: ExperimentSpec) -> bool:
     return spec.trainer.gpus_per_rank == 0 and spec.rollout.gpus_per_engine == 0
 
 
-def recorded_scenario(spec: ExperimentSpec, measured: Calibration) -> Scenario:
-    """The calibration run itself."""
-    return _of_spec(spec, measured.settings, measured)
-
-
 def planned_scenario(
     spec: ExperimentSpec, settings: BufferSettings, measured: Calibration, of_run: ExperimentSpec
 ) -> Planned:
@@ -51,7 +46,6 @@ def planned_scenario(
                 location=name,
                 hint="calibrate with a run of this spec: --calibrate, or --calibrate-from another one",
             )
-    scenario = _of_spec(spec, settings, measured)
     guesses = []
     costs, groups = measured.costs, measured.groups
     if spec.trainer.ranks != of_run.trainer.ranks:
@@ -71,19 +65,16 @@ def planned_scenario(
         groups = scaled(groups, 1.0, longest)
     elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
         guesses.append(f"rollouts that were cut at {of_before} tokens are taken to end there")
-    return Planned(replace(scenario, costs=costs, groups=groups), tuple(guesses))
-
-
-def _of_spec(spec: ExperimentSpec, settings: BufferSettings, measured: Calibration) -> Scenario:
-    return Scenario(
+    scenario = Scenario(
         settings=settings,
-        groups=measured.groups,
-        costs=measured.costs,
+        groups=groups,
+        costs=costs,
         engines=spec.rollout.min_engines,
         slots=spec.rollout.max_running_rollouts,
         weight_update=spec.pipeline.weight_update,
         partial_rollouts=spec.pipeline.partial_rollouts,
     )
+    return Planned(scenario, tuple(guesses))
 
 
 def _architecture(spec: ExperimentSpec) -> object:

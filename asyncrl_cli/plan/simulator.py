@@ -299,10 +299,13 @@ class Simulation:
         rollouts = groups[self._lengths[group_id]].rollouts
         self._left[group_id] = len(rollouts)
         self._open += len(rollouts)
-        if (start_s := self._costs.overheads.start_s) > 0:
+        if (start_s := self._beside_training(self._costs.overheads.start_s)) > 0:
             self._at(self._now + start_s, self._request, group_id)
         else:
             self._request(group_id)
+
+    def _beside_training(self, seconds: float) -> float:
+        return seconds * (1 + self._costs.engine.beside_trainer) if self._training else seconds
 
     def _request(self, group_id: int) -> None:
         if group_id not in self._left:  # it was requeued
@@ -335,7 +338,7 @@ class Simulation:
                 self._admit()
             return
         del self._left[group_id]
-        self._at(self._now + self._costs.overheads.settle_s, self._finish, group_id)
+        self._at(self._now + self._beside_training(self._costs.overheads.settle_s), self._finish, group_id)
         self._admit()
 
     def _finish(self, group_id: int) -> None:

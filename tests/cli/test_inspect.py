@@ -490,20 +490,13 @@ def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.slow
 def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
     out = asyncrl("staleness", "--what-if", "0")[1]
-    assert "This is an estimate" in out and "how fast" in out
-    assert "With bound 0 the run would have taken" in out
+    assert "This is an estimate" in out
     estimate = json.loads(asyncrl("staleness", "--what-if", "0", "--json")[1])["what_if"]
-    recorded, simulated = estimate["recorded"], estimate["simulated"]
-    assert [one["engines"] for one in simulated] == ["spare", "spare", "saturated", "saturated"]
-    as_it_was, as_it_would = simulated[:2]
-    assert simulated[2]["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
-    ratios = [simulated[at + 1]["seconds"] / simulated[at]["seconds"] for at in (0, 2)]
-    assert estimate["time_relative_to_own_bound"] == sorted(ratios)
-    assert recorded["waited_s"] == pytest.approx(sum(run.waited), abs=1e-3)
-    assert as_it_was["waited_s"] == pytest.approx(recorded["waited_s"], abs=1e-3)
-    assert (as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 0)
-    assert as_it_would["waited_s"] > as_it_was["waited_s"]
-    assert estimate["assumptions"]
+    recorded, (as_it_was, as_it_would) = estimate["recorded"], estimate["simulated"]
+    assert (recorded["max_staleness"], as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 2, 0)
+    assert as_it_would["step_s"] > as_it_was["step_s"]
+    assert estimate["time_relative_to_own_bound"] == as_it_would["step_s"] / as_it_was["step_s"]
+    assert estimate["assumptions"] and ("With bound 0 a step would take" in out) is estimate["reproduced"]
 
 
 def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:

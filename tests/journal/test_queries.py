@@ -14,11 +14,10 @@ from asyncrl_cli.journal.queries import GroupFilter, GroupState, group_record, g
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import JournalError, open_for_writing
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges, staleness_report
-from asyncrl_cli.journal.step_timeline import recording
 from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from tests.buffer.recorded_run import METRICS, PUBLISH_S, STARTED, TRAIN_S, EpisodeRun, RecordedRun, settings
+from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, settings
 
 
 @pytest.fixture
@@ -380,15 +379,3 @@ def test_history(run: RecordedRun, path: Path) -> None:
     work = found.work
     assert (work.steps, work.seconds, work.trained_tokens, work.generated_tokens) == (3, 30.0, 300, 600)
     assert work.shares == {name: METRICS[name] for name in work.shares}
-
-
-def test_the_recording_has_the_times(run: RecordedRun, journal: sqlite3.Connection) -> None:
-    found = recording(journal)
-    assert found.groups[0].admitted_at == STARTED
-    assert found.groups[0].ended_at == STARTED + 3
-    assert [group.ended_at is None for group in found.groups].count(True) == len(run.book.ledger.running)
-    assert len(found.batches) == 3, "the batch that is not trained is left out"
-    first = found.batches[0]
-    assert (first.taken_at, first.trained_at) == (STARTED + 3, STARTED + 3 + TRAIN_S + PUBLISH_S)
-    assert (first.published_at, first.publish_s) == (first.trained_at, PUBLISH_S)
-    assert found.starts == (STARTED,)

@@ -63,12 +63,10 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The run's time under a larger staleness bound, divided by the time under its own; ``shortest`` if engines have
-    capacity to spare and ``longest`` if they are saturated, or the other way round."""
+    """A step's time under a larger staleness bound, divided by that under the run's own."""
 
     max_staleness: int
-    shortest: float
-    longest: float
+    relative: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +146,10 @@ def bottleneck(activity: Activity, run: Circumstances) -> Bottleneck:
 
 def helpful(run: Circumstances) -> Estimate | None:
     """The smallest larger bound that may save nearly as much as any; None when none is worth it."""
-    best = min((estimate.shortest for estimate in run.estimates), default=1.0)
+    best = min((estimate.relative for estimate in run.estimates), default=1.0)
     if 1.0 - best < WORTH_IT:
         return None
-    return next(estimate for estimate in run.estimates if 1.0 - estimate.shortest >= 0.8 * (1.0 - best))
+    return next(estimate for estimate in run.estimates if 1.0 - estimate.relative >= 0.8 * (1.0 - best))
 
 
 def _part(spent: Mapping[Part, float]) -> Part:
@@ -228,9 +226,8 @@ def _quoted(run: Circumstances) -> list[str]:
         most = run.estimates[-1].max_staleness
         return [f"A larger staleness bound would not have helped: simulated up to {most}, it saves less than 5%."]
     return [
-        f"With pipeline.max_staleness {found.max_staleness}, the run would have taken {found.shortest:.0%} to "
-        f"{found.longest:.0%} of its time. This is an estimate: one end assumes that engines have capacity to spare, "
-        f"the other that they are saturated; see `asyncrl staleness --what-if {found.max_staleness}`."
+        f"With pipeline.max_staleness {found.max_staleness}, a step would have taken {found.relative:.0%} of its time. "
+        f"This is an estimate; see `asyncrl staleness --what-if {found.max_staleness}`."
     ]
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, PARTS, Activity, Circumstances, Estimate, Part, split_wait
-from asyncrl_cli.inspect.what_if import ENGINES, Workload, newest, simulate, times_relative, workload
+from asyncrl_cli.inspect.what_if import shares_host, what_if
 from asyncrl_cli.journal.events import Checkpoint, Start
 from asyncrl_cli.journal.progress import dropped_groups
-from asyncrl_cli.journal.step_timeline import StepSpan, finished_groups, first_publish, last_groups, recording
+from asyncrl_cli.journal.step_timeline import StepSpan, finished_groups, first_publish, last_groups
+from asyncrl_cli.plan.from_journal import Calibration, calibrate
 from asyncrl_cli.records.groups import BufferSettings
 
 
@@ -103,10 +104,6 @@ def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity
 
 FURTHER = (1, 2, 4)
 """Bounds that are tried, above the run's own."""
-SIMULATED_GROUPS = 5000
-"""Groups that are simulated, the newest ones: a report is made within seconds for a run of any length."""
-TOLERANCE = 0.15
-"""There is no estimate when the recorded time is further than this outside the times simulated for the own bound."""
 
 
 def circumstances(
@@ -118,26 +115,29 @@ def circumstances(
     trained = len(spans) * settings.groups_per_step
     dropped = {state: sum(counts.values()) for state, counts in dropped_groups(connection).items()}
     try:
-        work = workload(newest(recording(connection), SIMULATED_GROUPS))
-    except ValueError:  # a damaged journal has batches without groups
-        work = None
+        measured = calibrate(connection, shares_host(spec))
+    except ValueError:  # too few steps, or a damaged journal, which has batches without groups
+        measured = None
     return Circumstances(
         spec=spec,
         max_staleness=settings.max_staleness,
         episodic=any("response/calls_mean" in span.metrics for span in spans),
         steps=len(spans),
-        most_rollouts=work.concurrency * work.settings.group_size if work else 0,
+        most_rollouts=measured.concurrency if measured else 0,
         rejected=dropped["rejected"] / trained,
         requeued=dropped["requeued"] / trained,
-        estimates=_estimates(work) if work and _reproduced(work) else (),
+        estimates=_estimates(spec, measured) if measured else (),
     )
 
 
-def _estimates(work: Workload) -> tuple[Estimate, ...]:
-    bounds = [work.settings.max_staleness + further for further in FURTHER]
-    return tuple(Estimate(bound, *both) for bound, both in times_relative(work, bounds).items())
-
-
-def _reproduced(work: Workload) -> bool:
-    own = [simulate(work, work.settings.max_staleness, engines).seconds for engines in ENGINES]
-    return min(own) * (1 - TOLERANCE) <= work.seconds <= max(own) * (1 + TOLERANCE)
+def _estimates(spec: Mapping[str, Any], measured: Calibration) -> tuple[Estimate, ...]:
+    """None where the simulator does not reproduce what was recorded."""
+    own = measured.settings.max_staleness
+    found = what_if(spec, measured, [own + further for further in FURTHER])
+    if found.misfit is not None:
+        return ()
+    return tuple(
+        Estimate(bound, outcome.step_s / found.outcomes[own].step_s)
+        for bound, outcome in found.outcomes.items()
+        if bound > own
+    )
