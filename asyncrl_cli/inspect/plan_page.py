@@ -169,7 +169,7 @@ def _staleness(outcome: Outcome) -> str:
 
 def _changes(predicted: Prediction) -> list[str]:
     if not predicted.changes:
-        return ["helps    none of the settings that were tried shortens a step by 2 %"]
+        return ["helps    none of the settings that were tried shortens a step by 3 %"]
     return [
         f"{'helps    ' if not at else '         '}{change.setting}: {_seconds(change.step_s)} ({change.gain:.0%} less)"
         for at, change in enumerate(predicted.changes)

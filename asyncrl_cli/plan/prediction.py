@@ -19,8 +19,13 @@ FREE = 1.02
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)
 SPANS = (0.7, 0.9, 1.1, 1.3)
 """Lengths, relative to those that were given."""
-WORTH_IT = 0.02
+WORTH_IT = 0.03
 """A change is named when it shortens the step by this share."""
+
+SPARE = 0.7
+"""Engines that run less than this share of what they could have places to spare."""
+TRAINER_WAITS = 0.15
+"""A trainer that waits for less than this share of its time binds the run itself."""
 
 Part = Literal["trainer", "engines", "tail", "publish"]
 """What binds a run: the trainer works nearly always, the engines do, the trainer waits for the longest rollouts of
@@ -89,28 +94,23 @@ def predict(scenario: Scenario, longest: int, alone: bool, steps: int = STEPS) -
         },
         bounds=bounds,
         free=next(bound for bound, step_s in bounds.items() if step_s <= FREE * least),
-        binds=binding(outcome),
+        binds=binding(outcome, scenario.slots),
         changes=tuple(sorted(_changes(scenario, outcome, bounds, longest, alone, steps), key=lambda one: one.step_s)),
     )
 
 
-def binding(outcome: Outcome) -> Part:
-    """What the trainer does or waits for most. Where it waits for groups although engines idle, they wait for room,
-    which the longest rollouts of the groups that are due keep them from."""
-    waits = {
-        "trainer": outcome.share("training", "other"),
-        "publish": outcome.share("publishing", "publish"),
-        "tail": outcome.share("missing"),
-        "engines": outcome.share("groups"),
-    }
+def binding(outcome: Outcome, slots: int) -> Part:
+    """What the trainer does or waits for most. It waits for the longest rollouts alone, and not for the engines, where
+    these have places to spare: there is no room for further groups until the longest are done."""
+    waits = outcome.share("groups", "missing")
+    tail = outcome.running < SPARE * slots
     parts: dict[Part, float] = {
-        "trainer": waits["trainer"],
-        "publish": waits["publish"],
-        "tail": waits["tail"] + waits["engines"] * min(1.0, 2 * outcome.engines_idle),
-        "engines": waits["engines"] * max(0.0, 1 - 2 * outcome.engines_idle),
+        "publish": outcome.share("publishing", "publish"),
+        "tail": waits if tail else 0.0,
+        "engines": 0.0 if tail else waits,
     }
-    if parts["trainer"] < 0.75 and parts["tail"] + parts["engines"] > 0.1:
-        parts["trainer"] = 0.0  # it waits for others as well, so that it is not what binds
+    if waits + parts["publish"] < TRAINER_WAITS:
+        return "trainer"
     return max(parts, key=lambda part: parts[part])
 
 

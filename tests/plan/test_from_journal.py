@@ -117,16 +117,16 @@ def test_what_binds() -> None:
     usual = scenario(small(8, 4))
     costs = usual.costs
     trained = replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=9.0)))
-    assert binding(simulate(trained)) == "trainer"
+    assert binding(simulate(trained), 64) == "trainer"
     slow = replace(usual, costs=replace(costs, publish=replace(costs.publish, held_s=9.0)))
-    assert binding(simulate(slow)) == "publish"
+    assert binding(simulate(slow), 64) == "publish"
     quick = replace(
         usual, slots=8, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=0.01, per_token_s=0))
     )
-    assert binding(simulate(quick)) == "engines"
+    assert binding(simulate(quick), 8) == "engines"
     tail = replace(usual.groups[0], rollouts=tuple(replace(one, response=3000) for one in usual.groups[0].rollouts))
     tailed = replace(usual, settings=small(8, 1), groups=(tail, *usual.groups[1:60]), slots=256)
-    assert binding(simulate(tailed)) == "tail"
+    assert binding(simulate(tailed), 256) == "tail"
 
 
 def test_a_prediction_is_consistent() -> None:
