@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ pytestmark = pytest.mark.stack
 LIMIT_S = 120.0
 """Seconds after which a condition that should have come counts as never coming."""
 TOKENS = 200
+LONG = 2000
+"""Tokens of a rollout that is not finished when the test does something to its engine: generating them takes seconds of
+a core, however loaded the machine is. With ``endless`` weights greedy rollouts have this length."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,7 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(scope="module")
 def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
     return load_spec(
-        Runs(tmp_path_factory.mktemp("segments")).write_spec(model={"warm_start": None, "max_length": 256})
+        Runs(tmp_path_factory.mktemp("segments")).write_spec(model={"warm_start": None, "max_length": LONG + 64})
     ).spec
 
 
@@ -89,6 +93,12 @@ def request(name: str, *prefix: Segment, stop: tuple[str, ...] = (), tokens: int
     return RolloutRequest(name, (3 + seed % 32, 40, 50), Sampling(1.0, tokens, seed, stop), prefix)
 
 
+def greedy(name: str, *prefix: Segment, stop: tuple[str, ...] = (), tokens: int = LONG) -> RolloutRequest:
+    """A rollout that has so many tokens where the weights are ``endless``."""
+    sampled = request(name, *prefix)
+    return replace(sampled, sampling=Sampling(0.0, tokens, stop=stop))
+
+
 async def until(condition: Callable[[], Any]) -> Any:
     """The first true answer of ``condition``."""
     async with asyncio.timeout(LIMIT_S):
@@ -100,6 +110,11 @@ async def until(condition: Callable[[], Any]) -> Any:
 def add(taken: dict[str, list[Segment]], segments: Iterable[Segment]) -> None:
     for segment in segments:
         taken.setdefault(segment.rollout_id, []).append(segment)
+
+
+def begun(bench: Bench, names: Sequence[str]) -> bool:
+    """Whether the engine has tokens of all these rollouts."""
+    return len({segment.rollout_id for segment in bench.engine.segments(dict.fromkeys(names, 0))}) == len(names)
 
 
 def begins_with(rollout: Rollout, segments: list[Segment]) -> bool:
@@ -131,32 +146,32 @@ def test_segments_are_the_beginning_of_the_final_rollout(
         add(taken, bench.engine.segments(since()))
         at_pause.update(since())
 
-    names = [f"{version}-{number}" for number in range(32)]
+    names = [f"{version}-{number}" for number in range(16)]
 
     running: list[asyncio.Task[Rollout]] = []
 
     async def begin() -> None:
-        requests = [request(name, stop=stop) for name in [*names, "unnamed"]]
+        requests = [greedy(name, stop=stop, tokens=2 * TOKENS) for name in [*names, "unnamed"]]
         running.extend(asyncio.create_task(bench.engine.generate(entry)) for entry in requests)
-        add(taken, await until(lambda: bench.engine.segments(since())))
+        await until(lambda: begun(bench, names))
 
     async def generate() -> list[Rollout]:
-        await bench.publish(version - 1, policy)
+        await bench.publish(version - 1, policy, endless=True)
         with monkeypatch.context() as patch:
             patch.setattr(bench.engine, "update_weights", partial(bench.engine.update_weights, on_pause=on_pause))
-            await bench.publish(version, policy, prepared=begin)
+            await bench.publish(version, policy, endless=True, prepared=begin)
         while not all(task.done() for task in running):
             add(taken, bench.engine.segments(since()))
             await asyncio.sleep(0)
         return list(await asyncio.gather(*running))
 
     rollouts = {rollout.rollout_id: rollout for rollout in runner.run(generate())}
-    assert set(taken) <= set(names)
     assert all(begins_with(rollouts[name], segments) for name, segments in taken.items())
     crossed = {name: rollout for name, rollout in rollouts.items() if len(set(rollout.versions.tolist())) == 2}
-    assert len(set(crossed) & set(taken)) > 8
-    assert any(len({segment.version for segment in taken[name]}) == 2 for name in crossed if name in taken)
-    for name in set(crossed) & set(names):
+    assert set(taken) == set(names)
+    assert set(crossed) >= set(names)
+    assert any(len({segment.version for segment in taken[name]}) == 2 for name in names)
+    for name in names:
         assert at_pause[name] == (crossed[name].versions == version - 1).sum(), "all old tokens were in at the pause"
 
 
@@ -241,18 +256,21 @@ def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Be
     async def check() -> None:
         await bench.publish(40, "keep", endless=True)
         names = ["40-0", "40-1"]
-        asked = [RolloutRequest(name, (3 + n, 40, 50), Sampling(0.0, TOKENS)) for n, name in enumerate(names)]
-        running = [asyncio.create_task(bench.engine.generate(one)) for one in asked]
-        await until(lambda: len(bench.engine.segments(dict.fromkeys(names, 0))) == 2)
-        updating = asyncio.create_task(bench.engine.update_weights(40, bench.path, bench.slots, "drain"))
+        running: list[asyncio.Task[Rollout]] = []
+
+        async def begin() -> None:
+            running.extend(asyncio.create_task(bench.engine.generate(greedy(name))) for name in names)
+            await until(lambda: begun(bench, names))
+
+        updating = asyncio.create_task(bench.publish(41, "drain", endless=True, prepared=begin))
         await until(lambda: bench.engine._draining)
         await bench.engine.abort()
         for ended in await asyncio.gather(*running, return_exceptions=True):
             assert isinstance(ended, Aborted), ended
             (segment,) = ended.segments
-            assert (segment.start, segment.version) == (0, 40) and 0 < segment.end < TOKENS
+            assert (segment.start, segment.version) == (0, 40) and 0 < segment.end < LONG
         await updating
-        assert len((await bench.engine.generate(asked[0])).ids) == TOKENS, "it generates again"
+        assert len((await bench.engine.generate(greedy("40-0", tokens=TOKENS))).ids) == TOKENS, "it generates again"
 
     runner.run(check())
 
@@ -284,7 +302,7 @@ def test_requests_survive_aborts_and_new_weights(
             engine.serving = True
         received: dict[str, list[Segment]] = {}
         names = [f"50-{number}/0" for number in range(6)]
-        asked = [RolloutRequest(name, (3 + n, 40, 50), Sampling(0.0, TOKENS)) for n, name in enumerate(names)]
+        asked = [greedy(name, tokens=2 * TOKENS) for name in names]
         async with asyncio.TaskGroup() as tasks, asyncio.timeout(LIMIT_S):
             collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
             answers = [tasks.create_task(client.generate(one, partial(add, received))) for one in asked]
@@ -301,7 +319,7 @@ def test_requests_survive_aborts_and_new_weights(
                 collector.cancel()
         rollouts = [answer.result() for answer in answers]
         for rollout in rollouts:
-            assert (len(rollout.ids), rollout.finish_reason) == (TOKENS, "length")
+            assert (len(rollout.ids), rollout.finish_reason) == (2 * TOKENS, "length")
             assert rollout.text == bench.engine._decode(rollout.ids)
             assert np.array_equal(rollout.versions, np.sort(rollout.versions))
             parts = received.get(rollout.rollout_id, [])
@@ -336,12 +354,12 @@ def test_a_hanging_engine_is_silent_and_continues_afterwards(
     bench: Bench, runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     async def check() -> None:
-        await bench.publish(20, "keep")
+        await bench.publish(20, "keep", endless=True)
         actor = worker(bench)
         taken: dict[str, list[Segment]] = {}
-        names = [f"20-{number}" for number in range(32)]
-        await actor.submit([request(name) for name in names])
-        await until(lambda: bench.engine.segments(dict.fromkeys(names, 0)))
+        names = [f"20-{number}" for number in range(16)]
+        await actor.submit([greedy(name, tokens=3 * TOKENS) for name in names])
+        await until(lambda: begun(bench, names))
         rollouts: list[Rollout] = []
         async with stopped_core(), asyncio.timeout(LIMIT_S):
             silences = [0.0]
@@ -350,7 +368,7 @@ def test_a_hanging_engine_is_silent_and_continues_afterwards(
                 add(taken, delivery.segments)
                 rollouts += delivery.rollouts
                 silences.append(delivery.activity.silent_s)
-            assert len(rollouts) < len(names)
+            assert not rollouts
         rising = silences[len(silences) - silences[::-1].index(0.0) - 1 :]
         assert rising == sorted(rising) and len(rising) > 5
         silent = True
@@ -362,10 +380,8 @@ def test_a_hanging_engine_is_silent_and_continues_afterwards(
                 rollouts += delivery.rollouts
                 silent &= delivery.activity.silent_s > 0
         assert not silent
-        assert all(
-            begins_with(rollout, taken[rollout.rollout_id]) for rollout in rollouts if rollout.rollout_id in taken
-        )
-        assert sum(name in taken for name in names) > 8
+        assert set(taken) == set(names)
+        assert all(begins_with(rollout, taken[rollout.rollout_id]) for rollout in rollouts)
 
     runner.run(check())
 
@@ -375,49 +391,51 @@ def test_rollouts_survive_the_death_of_their_engine(
 ) -> None:
     async def check() -> None:
         doomed = start()
-        await asyncio.gather(doomed.publish(30, "keep"), bench.publish(30, "recompute"))
-        names = [f"30-{number}" for number in range(64)]
+        await asyncio.gather(*(one.publish(30, "recompute", endless=True) for one in (doomed, bench)))
+        names = [f"30-{number}" for number in range(16)]
         first = worker(doomed, segment_seconds=3600.0)
-        await first.submit([request(name) for name in names])
-        await until(lambda: doomed.engine.segments(dict.fromkeys(names, 0)))
-        await doomed.publish(31, "keep")
+
+        async def begin() -> None:
+            await first.submit([greedy(name) for name in names])
+            await until(lambda: begun(doomed, names))
+
+        await doomed.publish(31, "keep", endless=True, prepared=begin)
+        await until(lambda: any(one.version == 31 for one in doomed.engine.segments(dict.fromkeys(names, 0))))
         async with stopped_core() as core:
             held = doomed.engine.segments(dict.fromkeys(names, 0))
             core.kill()
         saved: dict[str, list[Segment]] = {}
-        left = set(names)
 
         async def collect_all() -> None:
             while delivery := await first.collect(1.0):
-                assert not delivery.failures
+                assert not delivery.failures and not delivery.rollouts
                 add(saved, delivery.segments)
-                left.difference_update(rollout.rollout_id for rollout in delivery.rollouts)
 
         with pytest.raises(ActorDied, match="core process has died: it was killed"):
             await asyncio.wait_for(collect_all(), LIMIT_S)
-        assert len(left) > 8
+        assert {segment.rollout_id for segment in held} == set(saved) == set(names)
+        assert {segment.version for segment in held} == {30, 31}
         for segment in held:
-            assert segment.rollout_id not in left or saved[segment.rollout_id][-1].end >= segment.end
+            assert saved[segment.rollout_id][-1].end >= segment.end
         doomed.engine.shutdown()
 
-        await bench.publish(31, "recompute")
+        await bench.publish(31, "recompute", endless=True)
         second = worker(bench)
-        await second.submit([request(name, *saved.get(name, ())) for name in left])
+        await second.submit([greedy(name, *saved[name], tokens=saved[name][-1].end + 20) for name in names])
         rollouts: list[Rollout] = []
         generated = 0
         async with asyncio.timeout(LIMIT_S):
-            while len(rollouts) < len(left):
+            while len(rollouts) < len(names):
                 delivery = await second.collect(1.0)
                 rollouts += delivery.rollouts
                 generated += delivery.activity.generated_tokens
         for rollout in rollouts:
-            prefix = saved.get(rollout.rollout_id, [])
-            end = prefix[-1].end if prefix else 0
-            assert not prefix or begins_with(rollout, prefix)
-            assert set(rollout.versions[end:].tolist()) <= {31}
+            prefix = saved[rollout.rollout_id]
+            end = prefix[-1].end
+            assert len(rollout.ids) == end + 20 and begins_with(rollout, prefix)
+            assert set(rollout.versions[end:].tolist()) == {31}
             gaps = np.abs(bench.recomputed(rollout, 31) - rollout.logprobs)[end:]
             assert gaps.max(initial=0.0) < TOLERANCE
-        known = sum(saved[name][-1].end for name in left if name in saved)
-        assert generated == sum(len(rollout.ids) for rollout in rollouts) - known
+        assert generated == 20 * len(names)
 
     runner.run(check())
