@@ -54,6 +54,13 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
             yield
 
 
+def _hint_for(error: Exception) -> str:
+    """What helps where Ray does not start."""
+    if "AF_UNIX" in str(error):  # the path of a socket is too long
+        return f"set TMPDIR to a shorter path than {tempfile.gettempdir()}, such as /tmp"
+    return "free memory, disk or ports, or name a running cluster in cluster.address"
+
+
 @contextmanager
 def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
     mark = secrets.token_hex(8)
@@ -107,7 +114,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                 raise RunError(
                     f"Ray does not start: {type(error).__name__}: {error}",
                     location="cluster",
-                    hint="free memory, disk or ports, or name a running cluster in cluster.address",
+                    hint=_hint_for(error),
                 ) from error
             yield
         finally:

@@ -88,6 +88,14 @@ def served_spec(spec: ExperimentSpec, model: Path) -> Served:
     return Served(spec, spec.name, f"the initial model of {spec.name}", 0, logs, lambda _: model)
 
 
+def without_training(spec: ExperimentSpec) -> ExperimentSpec:
+    """The settings of engines that serve a saved model: its adapters are merged into its weights, and no trainer
+    uses the experts that an engine would record."""
+    model = spec.model.model_copy(update={"lora": None})
+    algorithm = spec.algorithm.model_copy(update={"router_replay": False})
+    return spec.model_copy(update={"model": model, "algorithm": algorithm})
+
+
 def serve(
     served: Served, ready: Callable[[Address], None], status: Callable[[str], None], warn: Callable[[str], None]
 ) -> None:
@@ -112,8 +120,7 @@ async def _serve(
     warn: Callable[[str], None],
     stop: Stop,
 ) -> None:
-    # The served model has the adapters merged into its weights.
-    spec = served.spec.model_copy(update={"model": served.spec.model.model_copy(update={"lora": None})})
+    spec = without_training(served.spec)
     stop.attach()
 
     async def not_recorded(kind: str, part: str, message: str) -> None:

@@ -14,7 +14,7 @@ from asyncrl_cli.cli.app import app
 from asyncrl_cli.cli.serve import _shown
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.interrupts import Interrupted
-from asyncrl_cli.orchestrator.serving import Address, Served, served_run
+from asyncrl_cli.orchestrator.serving import Address, Served, served_run, without_training
 from asyncrl_cli.runs.checkpoints import Checkpoint, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
@@ -52,6 +52,14 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
         run.update(phase="finished")
         assert served(run, 12).what.startswith("step 12"), "a step that is asked for goes before the final model"
         newest.assert_called_with(run, 12)
+
+
+def test_engines_of_a_saved_model_have_nothing_of_its_training(run: RunDirectory) -> None:
+    trained = ["model.lora={serve: adapter}", "algorithm.router_replay=true"]
+    spec = load_spec(run.path / "spec.yaml", trained).spec
+    engines = without_training(spec)
+    assert (engines.model.lora, engines.algorithm.router_replay) == (None, False)
+    assert engines.rollout == spec.rollout
 
 
 @pytest.mark.slow

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.model import check_served
+from asyncrl_cli.orchestrator.checks.model import check_model, check_served
 from asyncrl_cli.orchestrator.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.orchestrator.launch import _encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.adapter import adapted_names
+from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.spec.load import load_spec
+from tests.small_models import ARCHITECTURES, SMALL
 
+QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
 LONG, BROKEN, FINE = "x" * 50, "broken", "fine"
 AT_ONCE_S, LIMIT_S = 0.0, 60.0
 """With the first, no more than one prompt is tried."""
@@ -99,3 +107,41 @@ def test_other_models_are_not() -> None:
 
     for config in (Gemma3Config(), Qwen3MoeConfig()):
         check_served(config, "model.path")
+
+
+ON_GPUS = ["rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1", "rollout.dtype=bfloat16", "trainer.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "lora", "overrides", "refused"),
+    [
+        ("deepseek_v3", {"serve": "adapter"}, ON_GPUS, r"the adapter of model\.layers\.0\.self_attn\.kv_b_proj"),
+        (
+            "deepseek_v3",
+            {"serve": "adapter", "target_modules": ["self_attn.kv_b_proj", "o_proj"]},
+            ON_GPUS,
+            "kv_b_proj",
+        ),
+        ("deepseek_v3", {"serve": "adapter", "target_modules": ["q_a_proj", "o_proj"]}, ON_GPUS, ""),
+        ("deepseek_v3", {"serve": "merged"}, [], ""),
+        ("qwen3_moe", {"serve": "adapter"}, [], "a mixture of experts on GPUs only"),
+        ("qwen3_moe", {"serve": "adapter"}, ON_GPUS, ""),
+        ("qwen3_moe", {"serve": "merged"}, [], ""),
+        ("qwen3", {"serve": "adapter"}, [], ""),
+    ],
+)
+def test_adapters_that_engines_would_not_apply_are_refused(
+    architecture: str, lora: dict[str, Any], overrides: list[str], refused: str
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(architecture, **SMALL | ARCHITECTURES[architecture])
+    spec = load_spec(QUICKSTART, [f"model.lora={lora}", *overrides]).spec
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext() as error:
+        check_model(spec, config, range(SMALL["vocab_size"]))
+    assert not refused or (error.value.location, error.value.hint[:16]) == ("model.lora.serve", "set it to merged")
+
+
+def test_vllm_has_slots_for_layers_that_are_named_with_their_parents() -> None:
+    lora = LoraSpec(target_modules=["self_attn.q_proj", "0.mlp.up_proj", "k_proj"])
+    assert adapted_names(lora, "not read") == ["k_proj", "q_proj", "up_proj"]

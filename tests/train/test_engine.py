@@ -16,6 +16,7 @@ BASE = [
     "model.init.config.num_attention_heads=4",  # which two ranks can share
 ]
 PACKED = ["trainer.packing=true", "trainer.zero_stage=3", "trainer.tokens_per_microbatch=256"]
+SHARDED = ["trainer.ranks=2", "trainer.gradient_checkpointing=true", *PACKED]
 SHARED = ["trainer.ranks=2", "trainer.sequence_parallel=2"]
 
 
@@ -99,6 +100,26 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
     one = trained(tmp_path / "one", *overrides)
     ranks = ("trainer.ranks=4", "trainer.sequence_parallel=2", "trainer.zero_stage=3")
     two = trained(tmp_path / "two groups", *overrides, *ranks)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+
+
+def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Path) -> None:
+    """Recomputed layers route as they did, packed rows keep their own experts, and so does the reference."""
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    routed = ["model.init.architecture=qwen3_moe", "algorithm.router_replay=true", "algorithm.kl_coef=0.1"]
+    routed += [f"model.init.config.{name}={value}" for name, value in config.items()]
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    one = trained(tmp_path / "one", *routed)
+    settings = (
+        "trainer.ranks=2",
+        "trainer.zero_stage=3",
+        "trainer.gradient_checkpointing=true",
+        "trainer.packing=true",
+    )
+    two = trained(tmp_path / "two", *routed, *settings)
     for name, weight in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)

@@ -1,6 +1,7 @@
 """A model from a config: what the spec says takes effect, and what cannot work is refused."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,15 @@ def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, in
         write_model_stub(init, 64, tmp_path / "model")
     assert caught.value.hint
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(("architecture", "known"), [("qwen3_moe", True), ("gpt2", False)])
+def test_a_head_size_that_the_model_code_reads_is_taken(tmp_path: Path, architecture: str, known: bool) -> None:
+    """Config classes of mixtures of experts do not declare it, and vLLM's class for GLM-4-MoE needs it."""
+    init = ModelInit(architecture=architecture, config={"head_dim": 32, "num_hidden_layers": 2})
+    with nullcontext() if known else pytest.raises(ModelInitError, match="has no 'head_dim'"):
+        write_model_stub(init, 64, tmp_path / "model")
+        assert json.loads((tmp_path / "model/config.json").read_text())["head_dim"] == 32
 
 
 def test_what_only_the_model_code_knows_is_refused_too(tmp_path: Path) -> None:

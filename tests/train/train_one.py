@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from asyncrl_cli.records.experts import UNKNOWN, Experts
 from asyncrl_cli.records.generation import CONTEXT, Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
@@ -53,6 +54,22 @@ def batch(step: int, groups: int) -> TrainingBatch:
     return TrainingBatch(step, step, tuple(made))
 
 
+def routed(batch: TrainingBatch, layers: int, experts: int) -> TrainingBatch:
+    """The same with recorded experts: of every token two different ones in each layer, of some they are not known."""
+    rng = np.random.default_rng(batch.step)
+
+    def rows(tokens: int) -> Experts:
+        chosen = rng.random((tokens, layers, experts)).argsort(-1)[..., :2].reshape(tokens, 2 * layers)
+        return np.where(rng.random((tokens, 1)) < 0.2, UNKNOWN, chosen).astype(np.uint8)
+
+    def of(rollout: Rollout) -> Rollout:
+        given, branches = rows(len(rollout.prompt_ids)), tuple(map(of, rollout.branches))
+        return replace(rollout, experts=rows(len(rollout.ids)), prompt_experts=given, branches=branches)
+
+    groups = (replace(group, rollouts=tuple(map(of, group.rollouts))) for group in batch.groups)
+    return replace(batch, groups=tuple(groups))
+
+
 def no_numactl() -> None:
     raise AssertionError("DeepSpeed runs numactl, for every micro-batch")
 
@@ -89,7 +106,11 @@ def main() -> None:
     )
     updates = 0
     for step in range(spec.stop.steps):
-        report, updates = train_batch(learner, batch(step, spec.pipeline.groups_per_step), updates)
+        rollouts = batch(step, spec.pipeline.groups_per_step)
+        if spec.algorithm.router_replay:
+            config = engine.module.model.config
+            rollouts = routed(rollouts, config.num_hidden_layers, config.num_experts)
+        report, updates = train_batch(learner, rollouts, updates)
     named = list(engine.module.model.named_parameters())
     with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
         state = {name: parameter.detach().clone() for name, parameter in named}

@@ -25,6 +25,7 @@ os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first, as in vLLM's own worker: it adapts torch to CPUs
 from torch import nn
+from transformers import AutoConfig
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -85,6 +86,7 @@ def _fields(slot: TensorSlot) -> dict[str, Any]:
 
 def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]:
     """vLLM's model for the folder ``model``, as its CPU worker makes it."""
+    latent = hasattr(AutoConfig.from_pretrained(folder / "model").get_text_config(), "kv_lora_rank")
     config = AsyncEngineArgs(
         model=str(folder / "model"),
         dtype="float32",
@@ -99,6 +101,7 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         enable_chunked_prefill=False,
         enable_prefix_caching=False,  # of models with linear attention it needs chunked prefill
         use_tqdm_on_load=False,
+        attention_backend="CPU_MLA" if latent else None,  # the other one, for CPUs with AMX, takes no float32
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_worker_distributed_environment(config, 0, f"file://{folder / 'world'}", 0, "gloo")

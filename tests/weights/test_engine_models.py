@@ -21,10 +21,8 @@ REFUSED = {"gpt_oss"}
 """Before a run starts (`architecture_is_served`)."""
 NEED_PROCESSOR = {"gemma3"}
 """vLLM makes them only with the files of an image processor."""
-UNKNOWN = {"deepseek_v3"}
-"""vLLM's CPU kernels refuse its weights in float32; test_checkpoint_names.py has their names and bytes."""
 NEED_TORCHVISION = {"qwen3_5_text"}
-RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED, *NEED_PROCESSOR, *UNKNOWN})
+RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED, *NEED_PROCESSOR})
 
 
 def compare(*architectures: str) -> list[dict[str, Any]]:

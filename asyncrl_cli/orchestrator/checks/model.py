@@ -112,9 +112,12 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
 
         replayed_routers(model)
     if spec.model.lora is not None:
-        from asyncrl_cli.train.model.lora import add_adapters
+        from asyncrl_cli.rollout.adapter import check_adapters
+        from asyncrl_cli.train.model.lora import adapted_layers, add_adapters
 
         add_adapters(model, spec.model.lora, seed=0)
+        if spec.model.published_adapter is not None:
+            check_adapters(model, adapted_layers(model), spec.rollout.gpus_per_engine > 0)
     found = sized(spec, config, model)
     text = f"{found.name}, {_many(found.parameters)} parameters"
     if spec.model.lora is not None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,8 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
 def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
     """Refuse keys that the config class does not know: it would keep them and ignore them."""
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    if _reads_head_dim(config_class):
+        known.add("head_dim")
     for key in init.config:
         if key in FROM_TOKENIZER:
             raise ModelInitError("follows from the tokenizer", location=f"model.init.config.{key}", hint="remove it")
@@ -244,6 +247,13 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
                 location="model.init.config",
                 hint=did_you_mean(key, known, "remove it or correct its name"),
             )
+
+
+def _reads_head_dim(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether the model's code asks for this key; some config classes do not declare it (Qwen3-MoE, GLM-4-MoE)."""
+    source = Path(inspect.getfile(config_class))
+    source = source.with_name(source.name.replace("configuration_", "modeling_"))
+    return source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8")
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:

@@ -101,7 +101,7 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """The model as it was before its adapters were trained, inside the block."""
-    layers = _layers(model).values()
+    layers = adapted_layers(model).values()
     for layer in layers:
         layer.set_scale(ADAPTER, 0.0)
     try:
@@ -117,7 +117,7 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
     Persistent buffers are among them, such as DeepSeek-V3's correction of its router: without it an engine would choose
     other experts than the trainer.
     """
-    layers = _layers(model)
+    layers = adapted_layers(model)
     weights = []
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -167,6 +167,6 @@ def _targets(model: Any, lora: LoraSpec) -> list[str]:
     return sorted({layer for of_name in found.values() for layer in of_name})
 
 
-def _layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, BASE)}
