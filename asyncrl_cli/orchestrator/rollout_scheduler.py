@@ -307,6 +307,7 @@ class RolloutScheduler:
         outcomes: Sequence[Outcome] = (),
     ) -> Settled:
         requests, self._engine_requests = self._engine_requests, []
+        rollouts = [replace(rollout, prompt_ids=()) for rollout in rollouts]  # the journal has that of their group
         return await self._buffer.record(rollouts, segments, outcomes, requests)
 
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:

@@ -336,8 +336,8 @@ class Delivery:
     """The answer to one call of ``collect``: what ended since the last one, and at times new tokens of unfinished
     rollouts, each from where the last delivery ended.
 
-    ``aborted`` are the ids of rollouts that were aborted on command; all their tokens are in segments. ``leaving``: the
-    engine's process got SIGTERM.
+    ``rollouts`` come without their prompts. ``aborted`` are the ids of rollouts that were aborted on command; all their
+    tokens are in segments. ``leaving``: the engine's process got SIGTERM.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)

@@ -426,7 +426,9 @@ class GenerationClient:
             entry = engine.pending.get(result.rollout_id)
             if entry is None:  # cancelled meanwhile
                 continue
-            if isinstance(result, RolloutFailure) and entry.attempt < self._retries:
+            if isinstance(result, Rollout):
+                ended.append((entry, replace(result, prompt_ids=entry.request.prompt_ids)))
+            elif entry.attempt < self._retries:
                 entry.attempt += 1
                 failed.append(entry)
             else:

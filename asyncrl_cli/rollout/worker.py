@@ -20,6 +20,7 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from asyncrl_cli.core.files import require_folder
@@ -233,7 +234,8 @@ class RolloutWorker:
             # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
-            self._ended.append(rollout)
+            # Long prompts cost more to send than responses, and who asked has them.
+            self._ended.append(replace(rollout, prompt_ids=()))
             self._clock.add_ended(len(rollout.ids) - request.generated)
             self._forget(rollout_id)
         self._running.pop(rollout_id, None)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -198,8 +199,8 @@ class StandInEngine(Actor):
         aborted: Iterable[str] = (),
         told_to_leave: bool = False,
     ) -> None:
-        """Have these delivered."""
-        rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
+        """Have these delivered, without their prompts, as a worker does."""
+        rollouts = [replace(entry, prompt_ids=()) for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
         activity = activity or EngineActivity()

@@ -86,6 +86,7 @@ def test_an_abort_with_a_token_then_without_one_then_a_stop() -> None:
         assert answer.logprobs.tolist() == [-0.5] * 4
         assert answer.text == "<5><6><7><8>"
         assert answer.finish_reason == "stop"
+        assert answer.prompt_ids == (1, 2)
 
     scene(check)
 

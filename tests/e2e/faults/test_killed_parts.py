@@ -10,9 +10,19 @@ import pytest
 from tests.e2e.conftest import Runs, litter
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.verdict import differences, judge, replay_violations
+from tests.e2e.test_data import MIXTRAL
 
 pytestmark = pytest.mark.stack
 
+CHANGED: dict[str, dict[str, Any]] = {
+    "weights": {},
+    "adapter": {"model": {"lora": {"rank": 8, "alpha": 16.0, "serve": "adapter"}}},
+    # Without a warm start all rewards are 0: what is trained is the bonus.
+    "experts": {
+        "model": {"init": MIXTRAL, "warm_start": None},
+        "algorithm": {"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
+    },
+}
 PARTS = ("buffer", "trainer", "engine", "scorer", "host-agent")
 
 
@@ -32,12 +42,12 @@ def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("lora", [None, {"rank": 8, "alpha": 16.0, "serve": "adapter"}], ids=["weights", "adapter"])
+@pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
 def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
-    disturb: Disturb, lora: dict[str, Any] | None
+    disturb: Disturb, changed: dict[str, dict[str, Any]]
 ) -> None:
     sections: dict[str, Any] = {
-        "model": {"lora": lora},
+        **changed,
         "pipeline": {"max_staleness": 0},
         "checkpoints": {"every": 5},
         "journal": {"segment_seconds": 600.0},  # what is recorded of a rollout is continued, and not as it would be
