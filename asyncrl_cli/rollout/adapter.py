@@ -40,7 +40,7 @@ def check_adapters(model: Any, layers: Iterable[str], on_gpus: bool) -> None:
     """
     if not on_gpus and any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ConfigError(
-            "with adapters vLLM computes a mixture of experts on GPUs only: its kernel for them is Triton's",
+            "with adapters vLLM computes a mixture of experts on GPUs only",
             location="model.lora.serve",
             hint="set it to merged, or use engines on GPUs (rollout.gpus_per_engine)",
         )

@@ -174,6 +174,16 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "rollout.engine_args.quantization",
             "adapters beside quantized weights",
         ),
+        (
+            ["model={path: null, init: {architecture: mixtral, tokenizer: characters}}", "model.lora={serve: adapter}"],
+            "model.lora.serve",
+            "a mixture of experts on GPUs only",
+        ),
+        (
+            ["model.lora={serve: adapter}", "algorithm.router_replay=true"],
+            "model.lora.serve",
+            "a mixture of experts on GPUs only",
+        ),
         (["rollout.engine_args={enable_lora: true}"], "rollout.engine_args.enable_lora", "model.lora.serve"),
         (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),

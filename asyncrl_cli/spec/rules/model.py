@@ -72,6 +72,8 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("model.init.architecture", f"transformers has no causal language model of type `{name}`", hint)
 
 
+MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+"""Mixtures of experts that were tested; of others, checks before a run look at the model."""
 UNSERVED = {
     "gpt_oss": "vLLM's loader writes its experts and attention sinks past the reload that a published version needs",
 }
@@ -162,9 +164,13 @@ def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Pro
 
 @rule
 def adapter_for_engines(spec: ExperimentSpec) -> Iterator[Problem]:
-    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank` and kernels for `rollout.dtype`, and
-    its weights are not quantized."""
-    lora = spec.model.published_adapter
+    """With `model.lora.serve: adapter`, vLLM has slots for `model.lora.rank` and kernels for `rollout.dtype`, its
+    weights are not quantized, and a mixture of experts has engines on GPUs."""
+    lora, init = spec.model.published_adapter, spec.model.init
+    routed = spec.algorithm.router_replay or (init is not None and init.architecture in MIXTURES)
+    if lora is not None and routed and not spec.rollout.gpus_per_engine:
+        message = "with adapters vLLM computes a mixture of experts on GPUs only"
+        yield Problem("model.lora.serve", message, "set it to merged, or use engines on GPUs (rollout.gpus_per_engine)")
     if lora is not None and lora.rank > SLOT_RANKS[-1]:
         message = f"vLLM applies adapters of rank {SLOT_RANKS[-1]} at most"
         yield Problem("model.lora.rank", message, "lower it, or set model.lora.serve to merged")

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
+from asyncrl_cli.spec.rules.model import MIXTURES
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
 """Advantages that compare a rollout with the others of its group."""
 
-REPLAYED = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
+REPLAYED = MIXTURES
 """Architectures that `router_replay` is for: those of ``train.model.router_replay.ROUTERS``."""
 
 
