@@ -1,4 +1,4 @@
-"""`asyncrl plan`: the step time of a spec, before it is paid for. Needs neither Ray nor torch."""
+"""`asyncrl plan`: the step time of a spec, before it is paid for. Needs no GPU; only `--calibrate` starts anything."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from asyncrl_cli.cli.arguments import AsJson, Overrides, RunsDir, run_names
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
+    from asyncrl_cli.cli.plan_sources import Source
     from asyncrl_cli.inspect.pages import Page
-    from asyncrl_cli.plan.comparison import Line
-    from asyncrl_cli.plan.from_journal import Calibration
-    from asyncrl_cli.plan.simulator import Outcome, Scenario
-    from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
+
+SPREAD = 0.6
+"""Standard deviation of the logarithm of lengths, where they are assumed."""
 
 
 def plan(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
     overrides: Overrides = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate", help="Measure here: train a few steps with one engine and as few ranks as work."),
+    ] = False,
     calibrate_from: Annotated[
         str | None,
         typer.Option(
@@ -29,6 +33,38 @@ def plan(
             metavar="RUN",
             help="Measure engines, trainer and lengths in this run.",
             autocompletion=run_names,
+        ),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Compare splits of --gpus, staleness bounds and concurrency.")
+    ] = False,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", min=2, help="With --search: GPUs to split.")
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="KIND", help="Where nothing is measured: the GPU whose data sheet to use.")
+    ] = "h100",
+    mean_tokens: Annotated[
+        float | None,
+        typer.Option(
+            "--mean-tokens",
+            metavar="N",
+            min=1,
+            help="Where nothing is measured: mean length of a response. Default: half of rollout.max_response_tokens.",
+            show_default=False,
+        ),
+    ] = None,
+    spread: Annotated[
+        float,
+        typer.Option("--spread", metavar="SIGMA", min=0, max=3, help="With it: standard deviation of its logarithm."),
+    ] = SPREAD,
+    model_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--model-config",
+            metavar="FOLDER",
+            help="The folder of the model's config.json. Default: found by its name.",
+            show_default=False,
         ),
     ] = None,
     compare: Annotated[
@@ -45,82 +81,80 @@ def plan(
 ) -> None:
     """Predict a spec's step time, what each side waits for, and how stale groups will be.
 
-    A run is simulated with the ledger that decides in a real one (docs/planning.md). Exit code: 0 with a prediction, 2
-    when there is nothing to predict from, or when the run that was measured is itself not reproduced within 10 %.
+    A run is simulated with the ledger that decides in a real one (docs/planning.md). Speeds and lengths are those of a
+    run (--calibrate, --calibrate-from), or guesses from data sheets. Exit code: 0 with a prediction; 2 when there is
+    nothing to predict from, and when the run that was measured is itself not reproduced within 10 %.
     """
-    from asyncrl_cli.inspect.plan_page import calibration_page, plan_page
-    from asyncrl_cli.orchestrator.actors import buffer_settings
-    from asyncrl_cli.plan.prediction import predict
-    from asyncrl_cli.plan.scenario import planned_scenario, shares_host
+    from asyncrl_cli.cli.plan_sources import Assumed, calibration_run, data_sheet_source, measured_source
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.spec.load import load_recorded, load_spec
+    from asyncrl_cli.spec.load import load_spec
 
-    if calibrate_from is None:
-        raise typer.BadParameter("name a run to measure", param_hint="--calibrate-from")
-    loaded = load_spec(spec, overrides or ())
-    run = find_run(runs_dir, calibrate_from)
-    before = load_recorded(run.path).spec
-    measured = measure(run, before)
-    lines = reproduced(run, measured)
-    planned = planned_scenario(loaded.spec, buffer_settings(loaded.spec), measured, before)
-    predicted = predict(planned.scenario, loaded.spec.rollout.max_response_tokens, not shares_host(loaded.spec))
-    pages = {
-        "calibration": calibration_page(run.run_id, measured, lines),
-        "plan": plan_page(f"{loaded.spec.name}, predicted", predicted, planned.scenario, planned.guesses),
-    }
-    if compare is not None:
-        pages["comparison"] = compared(find_run(runs_dir, compare), planned.scenario, predicted.outcome)
-    show(pages, as_json)
-
-
-def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
-    """What a run's journal says of lengths and costs. Raises ``ConfigError`` when it says too little."""
-    from asyncrl_cli.core.errors import ConfigError
-    from asyncrl_cli.journal.queries import snapshot
-    from asyncrl_cli.journal.schema import FILE
-    from asyncrl_cli.plan.from_journal import calibrate
-    from asyncrl_cli.plan.scenario import shares_host
-
-    with snapshot(run.path / FILE) as connection:
-        try:
-            return calibrate(connection, shares_host(spec))
-        except ValueError as error:
-            hint = "measure a run with more trained steps, and fewer evaluations and checkpoints"
-            raise ConfigError(str(error), location=run.run_id, hint=hint) from None
-
-
-def reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
-    """The run's own steps, simulated. Raises ``ConfigError`` when they are not what was measured."""
-    from asyncrl_cli.core.errors import ConfigError
-    from asyncrl_cli.inspect.plan_page import comparison_table
-    from asyncrl_cli.inspect.resolved import resolved_spec
-    from asyncrl_cli.inspect.what_if import what_if
-
-    found = what_if(resolved_spec(run), measured, ())
-    if found.misfit is None:
-        return found.lines
-    echo("\n".join(comparison_table("its own steps", found.lines)), err=True)
-    raise ConfigError(
-        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; what fits least: {found.misfit}",
-        location=run.run_id,
-        hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
-    )
-
-
-def compared(run: RunDirectory, scenario: Scenario, outcome: Outcome) -> Page:
-    """The prediction beside what a run measured."""
-    from asyncrl_cli.inspect.plan_page import comparison_page
-    from asyncrl_cli.plan.comparison import compare, error_parts
-    from asyncrl_cli.spec.load import load_recorded
-
-    happened = measure(run, load_recorded(run.path).spec)
-    parts = error_parts(scenario, happened)
-    return comparison_page(run.run_id, compare(outcome, happened.observed), parts, outcome.step_s + parts["together"])
-
-
-def show(pages: dict[str, Page], as_json: bool) -> None:
-    """Print pages, one below the other, or as one document."""
+    if calibrate and calibrate_from is not None:
+        raise typer.BadParameter("cannot be combined with --calibrate-from", param_hint="--calibrate")
+    if search is (gpus is None):
+        raise typer.BadParameter("--search and --gpus belong together", param_hint="--search")
+    loaded = load_spec(spec, overrides or ()).spec
+    run = find_run(runs_dir, calibrate_from) if calibrate_from is not None else None
+    if calibrate:
+        run = calibration_run(spec, overrides or ())
+    assumed = Assumed(gpu, mean_tokens, spread, model_config)
+    source = measured_source(loaded, run, assumed) if run is not None else data_sheet_source(loaded, assumed)
+    pages = {} if source.page is None else {"calibration": source.page}
+    if gpus is not None:
+        pages["search"] = _searched(loaded, source, gpus)
+    else:
+        pages |= _predicted(loaded, source, compare, runs_dir)
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
     else:
         echo("\n\n".join("\n".join(page.lines) for page in pages.values()))
+
+
+def _predicted(spec: ExperimentSpec, source: Source, compare: str | None, runs_dir: Path) -> dict[str, Page]:
+    from asyncrl_cli.cli.plan_sources import measure
+    from asyncrl_cli.inspect.plan_page import comparison_page, plan_page
+    from asyncrl_cli.plan.comparison import compare as compared
+    from asyncrl_cli.plan.comparison import error_parts
+    from asyncrl_cli.plan.prediction import predict
+    from asyncrl_cli.plan.scenario import shares_host
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.spec.load import load_recorded
+
+    planned = source.planned(spec, source.cache(spec))
+    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, not shares_host(spec))
+    pages = {"plan": plan_page(f"{spec.name}, predicted", predicted, planned.scenario, planned.guesses)}
+    if compare is not None:
+        run = find_run(runs_dir, compare)
+        happened = measure(run, load_recorded(run.path).spec)
+        parts = error_parts(planned.scenario, happened)
+        lines = compared(predicted.outcome, happened.observed)
+        pages["comparison"] = comparison_page(run.run_id, lines, parts, predicted.outcome.step_s + parts["together"])
+    return pages
+
+
+def _searched(spec: ExperimentSpec, source: Source, gpus: int) -> Page:
+    from asyncrl_cli.core.errors import ConfigError
+    from asyncrl_cli.inspect.search_page import search_page
+    from asyncrl_cli.plan.search import allocations, search
+
+    if not spec.rollout.gpus_per_engine or not spec.trainer.gpus_per_rank:
+        raise ConfigError(
+            "the spec uses no GPUs, so there is nothing to split",
+            location="rollout.gpus_per_engine",
+            hint="set rollout.gpus_per_engine and trainer.gpus_per_rank to 1",
+        )
+    rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size
+    found = search(
+        spec,
+        list(allocations(gpus, rollouts, source.engine_gpus)),
+        source.model,
+        source.gpu_bytes,
+        lambda own, kv_tokens: source.planned(own, kv_tokens).scenario,
+    )
+    if not found.best:
+        raise ConfigError(
+            f"none of {found.too_large} allocations fits into the memory of {gpus} GPUs",
+            location="--gpus",
+            hint="`asyncrl validate-spec --memory` shows what takes how much",
+        )
+    return search_page(gpus, found, source.planned(spec, None).guesses)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.plan.data_sheets import Gpu, Shape
+from asyncrl_cli.plan.data_sheets import costs as costs_of
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.lengths import resized, scaled
+from asyncrl_cli.plan.lengths import Groups, resized, scaled
 from asyncrl_cli.plan.simulator import Scenario
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -81,3 +83,37 @@ def _architecture(spec: ExperimentSpec) -> object:
     """What the model's speed depends on."""
     model = spec.model
     return (model.path, model.init, model.lora, tensor_parallel(spec))
+
+
+def guessed_scenario(
+    spec: ExperimentSpec,
+    settings: BufferSettings,
+    machine: tuple[Shape, Gpu],
+    groups: Groups,
+    kv_tokens: int | None,
+) -> Scenario:
+    """A spec with the speeds that follow from data sheets: a guess.
+
+    Args:
+        machine: the model and the GPU.
+        kv_tokens: room of an engine's cache; None where that is not known.
+    """
+    shape, gpu = machine
+    trainer = spec.trainer
+    return Scenario(
+        settings=settings,
+        groups=groups,
+        costs=costs_of(
+            shape,
+            gpu,
+            (tensor_parallel(spec), trainer.ranks),
+            groups,
+            kv_tokens,
+            trainer.gradient_checkpointing,
+            trainer.sequence_parallel,
+        ),
+        engines=spec.rollout.min_engines,
+        slots=spec.rollout.max_running_rollouts,
+        weight_update=spec.pipeline.weight_update,
+        partial_rollouts=spec.pipeline.partial_rollouts,
+    )

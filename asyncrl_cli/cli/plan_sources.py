@@ -1,0 +1,227 @@
+"""What `asyncrl plan` predicts from: a run that was measured, or data sheets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from asyncrl_cli.inspect.pages import Page
+    from asyncrl_cli.plan.comparison import Line
+    from asyncrl_cli.plan.data_sheets import Gpu
+    from asyncrl_cli.plan.from_journal import Calibration
+    from asyncrl_cli.plan.scenario import Planned
+    from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.sizing.model import SizedModel
+    from asyncrl_cli.spec.sections import ExperimentSpec
+
+CALIBRATION_STEPS = 10
+"""Steps that `--calibrate` trains once the buffer is full three times."""
+ASSUMED_GROUPS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What is given where nothing is measured: a kind of GPU, mean and spread of lengths, the model's config."""
+
+    gpu: str
+    mean_tokens: float | None
+    spread: float
+    config_folder: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What to predict from.
+
+    Attributes:
+        planned: the scenario of a spec, whose engines' caches have room for so many tokens.
+        engine_gpus: sizes of an engine of which something is known.
+        model: sizes of the model, for the memory estimate; None where its config is not to be had.
+    """
+
+    planned: Callable[[ExperimentSpec, int | None], Planned]
+    engine_gpus: tuple[int, ...]
+    model: SizedModel | None
+    gpu_bytes: int | None
+    page: Page | None = None
+
+    def cache(self, spec: ExperimentSpec) -> int | None:
+        """Tokens for which an engine's cache has room; None where that is not known."""
+        from asyncrl_cli.sizing.engine import gpu_cache
+
+        if self.model is None or self.gpu_bytes is None or not spec.rollout.gpus_per_engine:
+            return None
+        found = gpu_cache(spec, self.model, self.gpu_bytes)
+        return None if found is None else found.tokens
+
+
+def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:
+    """A run. Raises ``ConfigError`` where it cannot be reproduced."""
+    from asyncrl_cli.inspect.plan_page import calibration_page
+    from asyncrl_cli.orchestrator.actors import buffer_settings
+    from asyncrl_cli.plan.scenario import planned_scenario
+    from asyncrl_cli.spec.load import load_recorded
+    from asyncrl_cli.spec.sharing import tensor_parallel
+
+    before = load_recorded(run.path).spec
+    measured = measure(run, before)
+    lines = _reproduced(run, measured)
+    model, gpu_bytes = None, None
+    if spec.rollout.gpus_per_engine:
+        kind = _gpu(assumed.gpu)
+        model, gpu_bytes = _sized(spec, assumed)[0], _memory(spec, kind)
+    return Source(
+        lambda own, _: planned_scenario(own, buffer_settings(own), measured, before),
+        (tensor_parallel(before),),
+        model,
+        gpu_bytes,
+        calibration_page(run.run_id, measured, lines),
+    )
+
+
+def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
+    """Data sheets and assumed lengths. Raises ``ConfigError`` for a spec without GPUs."""
+    from asyncrl_cli.orchestrator.actors import buffer_settings
+    from asyncrl_cli.plan.data_sheets import guesses
+    from asyncrl_cli.plan.lengths import LengthModel
+    from asyncrl_cli.plan.scenario import Planned, guessed_scenario
+    from asyncrl_cli.plan.search import ENGINE_GPUS
+    from asyncrl_cli.plan.shapes import shape_of
+
+    if not spec.rollout.gpus_per_engine or not spec.trainer.gpus_per_rank:
+        raise ConfigError(
+            "nothing is measured, and no data sheet says how fast a CPU is",
+            location="rollout.gpus_per_engine",
+            hint="measure: --calibrate here, or --calibrate-from RUN",
+        )
+    kind = _gpu(assumed.gpu)
+    model, config = _sized(spec, assumed)
+    shape = shape_of(model, config)
+    rollout = spec.rollout
+    mean = assumed.mean_tokens if assumed.mean_tokens is not None else rollout.max_response_tokens / 2
+    lengths = LengthModel(
+        min(mean, rollout.max_response_tokens), assumed.spread, rollout.max_response_tokens, rollout.max_prompt_tokens
+    )
+    groups = lengths.groups(ASSUMED_GROUPS, rollout.group_size)
+    notes = (
+        *guesses(assumed.gpu, shape),
+        f"responses are taken to have {mean:,.0f} tokens in the mean, with a spread of {assumed.spread}; prompts the "
+        f"longest that rollout.max_prompt_tokens allows",
+    )
+
+    def planned(own: ExperimentSpec, kv_tokens: int | None) -> Planned:
+        return Planned(guessed_scenario(own, buffer_settings(own), (shape, kind), groups, kv_tokens), notes)
+
+    return Source(planned, ENGINE_GPUS, model, _memory(spec, kind))
+
+
+def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
+    """What a run's journal says of lengths and costs. Raises ``ConfigError`` when it says too little."""
+    from asyncrl_cli.journal.queries import snapshot
+    from asyncrl_cli.journal.schema import FILE
+    from asyncrl_cli.plan.from_journal import calibrate
+    from asyncrl_cli.plan.scenario import shares_host
+
+    with snapshot(run.path / FILE) as connection:
+        try:
+            return calibrate(connection, shares_host(spec))
+        except ValueError as error:
+            hint = "measure a run with more trained steps, and fewer evaluations and checkpoints"
+            raise ConfigError(str(error), location=run.run_id, hint=hint) from None
+
+
+def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
+    """Train a few steps of a spec with one engine, as few trainer ranks as work, and groups for these alone."""
+    from asyncrl_cli.cli.running import drive, start_checks
+    from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.runs.manifest import describe_start
+    from asyncrl_cli.spec.load import dump_spec, load_spec
+
+    spec = load_spec(path, overrides).spec
+    pipeline, trainer = spec.pipeline, spec.trainer
+    ranks = trainer.sequence_parallel
+    steps = 3 * (pipeline.max_staleness + 2) * pipeline.publish_every + CALIBRATION_STEPS
+    loaded = load_spec(
+        path,
+        [
+            *overrides,
+            "rollout.engines=1",
+            f"trainer.ranks={ranks}",
+            f"pipeline.groups_per_step={max(2, pipeline.groups_per_step * ranks // trainer.ranks)}",
+            f"stop.steps={steps}",
+            "evaluation.every=0",
+            "checkpoints.every=0",
+        ],
+    )
+    with start_checks(loaded.spec, path.absolute().parent) as checks:
+        experiment = checks.experiment()
+    run = RunDirectory.create(loaded.spec.runs_dir, f"{loaded.spec.name}-calibration")
+    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path))
+    drive(experiment, run, Start(), quiet=True)
+    return run
+
+
+def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
+    """The run's own steps, simulated. Raises ``ConfigError`` when they are not what was measured."""
+    from asyncrl_cli.inspect.plan_page import comparison_table
+    from asyncrl_cli.inspect.resolved import resolved_spec
+    from asyncrl_cli.inspect.what_if import what_if
+
+    found = what_if(resolved_spec(run), measured, ())
+    if found.misfit is None:
+        return found.lines
+    echo("\n".join(comparison_table("its own steps", found.lines)), err=True)
+    raise ConfigError(
+        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; what fits least: {found.misfit}",
+        location=run.run_id,
+        hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
+    )
+
+
+def _gpu(name: str) -> Gpu:
+    from asyncrl_cli.plan.data_sheets import GPUS
+
+    if name.lower() not in GPUS:
+        raise typer.BadParameter(f"no data sheet of {name!r}; known: {', '.join(GPUS)}", param_hint="--gpu")
+    return GPUS[name.lower()]
+
+
+def _memory(spec: ExperimentSpec, gpu: Gpu) -> int:
+    from asyncrl_cli.sizing.parts import GB
+
+    known = spec.cluster.gpu_memory_gb
+    return int(gpu.memory if known is None else known * GB)
+
+
+def _sized(spec: ExperimentSpec, assumed: Assumed) -> tuple[SizedModel, Any]:
+    """The sizes of a spec's model, and its config."""
+    from asyncrl_cli.core.imports import large_imports
+
+    with large_imports():
+        import transformers.models.auto.modeling_auto  # noqa: F401
+
+    from asyncrl_cli.sizing.config import find_config, read_config
+    from asyncrl_cli.sizing.model import size_model
+
+    folder = assumed.config_folder
+    with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as empty:
+        config = read_config(folder, "--model-config") if folder else find_config(spec, Path(empty))
+    try:
+        return size_model(spec, config), config
+    except UserError:
+        raise
+    except Exception as error:  # of transformers, for a config that it cannot build
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"the model cannot be sized: {text}", location="model", hint="calibrate with a run of this spec"
+        ) from error

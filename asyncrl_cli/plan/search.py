@@ -1,0 +1,147 @@
+"""Allocations of N GPUs: GPUs of an engine, engines, trainer ranks, staleness bound, concurrency; the fastest first.
+
+What a model needs in memory is estimated by ``sizing``, and what does not fit is not simulated. All allocations are
+simulated at a quarter of their size where they are large enough, and the best of them in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
+from asyncrl_cli.sizing.estimate import estimate, excesses
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.spec.sections import ExperimentSpec
+
+ENGINE_GPUS = (1, 2, 4, 8)
+TRAINER_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
+BOUNDS = (1, 2, 4)
+CONCURRENCY = (1, 2)
+"""Multiples of the rollouts that a step takes, which engines run at once."""
+COARSE_STEPS, STEPS = 8, 30
+LEAST_ENGINES = 8
+"""Fewer are simulated in full: a quarter of them would be another allocation."""
+REFINED = 5
+"""Allocations that are simulated in full."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A split of GPUs and the two numbers that go with it."""
+
+    engine_gpus: int
+    engines: int
+    ranks: int
+    max_staleness: int
+    slots: int
+
+    def settings(self) -> tuple[str, ...]:
+        """As ``--set`` takes them."""
+        return (
+            f"rollout.gpus_per_engine={self.engine_gpus}",
+            f"rollout.engines={self.engines}",
+            f"trainer.ranks={self.ranks}",
+            f"rollout.max_running_rollouts={self.slots}",
+            f"pipeline.max_staleness={self.max_staleness}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An allocation, what is simulated of it, and the share of each GPU's memory that it takes; ``kv_tokens``: room of
+    an engine's cache."""
+
+    allocation: Allocation
+    outcome: Outcome
+    trainer_memory: float | None
+    kv_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The best allocations, with how many were simulated and how many did not fit into memory."""
+
+    best: tuple[Candidate, ...]
+    simulated: int
+    too_large: int
+
+
+ScenarioOf = Callable[[ExperimentSpec, int | None], Scenario]
+"""The scenario of a spec, of whose engines the cache has room for so many tokens."""
+
+
+def allocations(gpus: int, rollouts: int, engine_gpus: Sequence[int] = ENGINE_GPUS) -> Iterator[Allocation]:
+    """Splits of ``gpus``; a step takes so many ``rollouts``."""
+    seen = set()
+    for size in engine_gpus:
+        for share in TRAINER_SHARES:
+            ranks = max(1, round(share * gpus))
+            engines = (gpus - ranks) // size
+            if engines < 1:
+                continue
+            ranks = gpus - engines * size  # no GPU is left over
+            for concurrency in CONCURRENCY:
+                slots = max(8, -(-concurrency * rollouts // engines))
+                for bound in BOUNDS:
+                    allocation = Allocation(size, engines, ranks, bound, min(1024, slots))
+                    if allocation not in seen:
+                        seen.add(allocation)
+                        yield allocation
+
+
+def applied(spec: ExperimentSpec, allocation: Allocation) -> ExperimentSpec:
+    """The spec with an allocation."""
+    rollout = {
+        "engines": allocation.engines,
+        "gpus_per_engine": allocation.engine_gpus,
+        "max_running_rollouts": allocation.slots,
+    }
+    return spec.model_copy(
+        update={
+            "rollout": spec.rollout.model_copy(update=rollout),
+            "trainer": spec.trainer.model_copy(update={"ranks": allocation.ranks}),
+            "pipeline": spec.pipeline.model_copy(update={"max_staleness": allocation.max_staleness}),
+        }
+    )
+
+
+def search(
+    spec: ExperimentSpec,
+    candidates: Sequence[Allocation],
+    model: SizedModel | None,
+    gpu_bytes: int | None,
+    scenario_of: ScenarioOf,
+) -> Found:
+    """Simulate those that fit, and the best of them once more in full.
+
+    ``model`` is None where its sizes are not known: then nothing is known of memory.
+    """
+    coarse: list[tuple[float, Allocation, Scenario, float | None, int | None]] = []
+    too_large = 0
+    for allocation in candidates:
+        own = applied(spec, allocation)
+        memory: float | None = None
+        kv_tokens: int | None = None
+        if model is not None and gpu_bytes is not None:
+            found = estimate(own, model, gpu_bytes, None)
+            if any(problem.cannot for problem in excesses(own, found)):
+                too_large += 1
+                continue
+            kv_tokens = None if found.cache is None else found.cache.tokens
+            memory = next((one.total / gpu_bytes for one in found.devices if one.role == "trainer"), None)
+        scenario = scenario_of(own, kv_tokens)
+        coarse.append((_rate(scenario), allocation, scenario, memory, kv_tokens))
+    coarse.sort(key=lambda one: one[0])
+    best = [
+        Candidate(allocation, simulate(scenario, STEPS), memory, kv_tokens)
+        for _, allocation, scenario, memory, kv_tokens in coarse[:REFINED]
+    ]
+    return Found(tuple(sorted(best, key=lambda one: one.outcome.step_s)), len(coarse), too_large)
+
+
+def _rate(scenario: Scenario) -> float:
+    """Seconds of a step, from few steps of a smaller run."""
+    small = scenario.scaled(0.25) if scenario.engines >= LEAST_ENGINES and not scenario.engines % 4 else scenario
+    warm_up = scenario.settings.max_staleness + 2
+    return simulate(small, COARSE_STEPS, warm_up).step_s
