@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import re
 import sys
 import tempfile
 import time
@@ -37,17 +36,11 @@ LONG_WORDS: dict[str, Any] = {
 """Longer responses, recorded often: at any moment many rollouts are half done, and some of that is in the journal."""
 TWINNED = "no staleness"
 """Runs of this kind must equal an undisturbed one, bit for bit: without staleness it is not up to chance what is in a
-batch. So no engine core is killed in them. What a core had generated of a rollout is kept, and the rest is sampled by
-another one with other random numbers (docs/decisions/0010-segments.md): as good a rollout, but not the same one. For
-the same reason nothing unfinished is recorded in them; what is not recorded is generated again, and comes out equal."""
+batch, and a rollout that was cut goes on with the random numbers that it would have had (decision 0064)."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "async": {"checkpoints": {"every": 10}, "evaluation": {"every": 30, "prompts": 16}},
-    TWINNED: {
-        "pipeline": {"max_staleness": 0},
-        "checkpoints": {"every": 7},
-        "journal": {"segment_seconds": 600.0},
-    },
+    TWINNED: {**LONG_WORDS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
     "two engines": {
         **LONG_WORDS,
         "rollout": {"engines": 2, "max_running_rollouts": 32},
@@ -172,8 +165,7 @@ def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
             while len(faults) < FAULTS_A_RUN:
                 if not left:
                     left = order.sample(FAULTS, len(FAULTS))
-                fault = left.pop()
-                faults.append(re.sub(r"\bcore\b", "engine", fault) if kind == TWINNED else fault)
+                faults.append(left.pop())
             # What comes last can only happen last.
             yield kind, sorted(faults, key=lambda fault: fault.endswith("last"))
 

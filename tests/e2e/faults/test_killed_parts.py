@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import Runs, litter
+from tests.e2e.faults.campaign import LONG_WORDS
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.verdict import differences, judge, replay_violations
 from tests.e2e.test_data import MIXTRAL
@@ -47,18 +48,20 @@ def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
     disturb: Disturb, changed: dict[str, dict[str, Any]]
 ) -> None:
     sections: dict[str, Any] = {
+        **LONG_WORDS,  # at any moment many rollouts are half done, and recorded so
         **changed,
+        "model": {**LONG_WORDS["model"], **changed.get("model", {})},
         "pipeline": {"max_staleness": 0},
         "checkpoints": {"every": 5},
-        "journal": {"segment_seconds": 600.0},  # what is recorded of a rollout is continued, and not as it would be
     }
     undisturbed = disturb(40, **sections)
     undisturbed.finish()
     before = litter()
     run = disturb(40, **sections)
-    for fault in ("engine publish", "driver publish", "trainer resume"):
+    for fault in ("core commit", "driver commit", "engine commit", "driver publish", "trainer resume"):
         assert run.inject(*fault.split())
     run.finish()
-    assert run.resumes == 1
+    assert run.resumes == 2
+    assert run.evidence.prefixes_seen > 0, "no rollout was cut"
     assert judge(run, before).violations == ()
     assert differences(run.folder, undisturbed.folder) == []
