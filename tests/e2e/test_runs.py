@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.monitors.mlflow_runs import tracking_at
 
-from .conftest import ROOT, Runs, rows
+from .conftest import ROOT, SPELL, Runs, rows
+from .faults.disturbed import DisturbedRun
+from .faults.moments import AIM_S
 from .journal import probe_gaps, steps_of
 
 pytestmark = pytest.mark.stack
+
+UNFINISHED = """SELECT count(*) FROM segments AS part WHERE NOT EXISTS (
+    SELECT 1 FROM rollouts AS whole WHERE whole.group_id = part.group_id
+    AND whole.rollout_index = part.rollout_index AND whole.finish_reason IS NOT NULL)"""
+"""Segments of unfinished rollouts in a journal."""
 
 
 def weights(run: Path) -> bytes:
@@ -24,13 +35,32 @@ def sync_run(shared_runs: Runs) -> Path:
     return shared_runs.train(pipeline={"mode": "sync", "max_staleness": 0})
 
 
-# Two engines race for the same groups, which one does not; the runs with one are the same but for that.
+def with_a_killed_engine(runs: Runs, **sections: Any) -> Path:
+    """A run in which an engine's core is killed when tokens of unfinished rollouts are recorded."""
+    run = DisturbedRun(
+        runs, runs.write_spec(journal={"segment_seconds": 0.02}, **sections), SPELL["stop"]["steps"], random.Random(0)
+    )
+    try:
+        run.start()
+        core, *_ = run.until(lambda: run.pids("core"), "an engine's core")
+        run.until(lambda: run.ask(UNFINISHED), "an unfinished rollout", AIM_S)
+        os.kill(core, signal.SIGKILL)
+        run.finish(resumes=1)
+    finally:
+        run.end()
+    assert run.ask("SELECT count(*) FROM failures WHERE kind = 'engine'") == 1, run.said()
+    return run.folder
+
+
+# Two engines race for the same groups, and the rollouts of one that dies continue in the other: with the same tokens,
+# as random numbers follow from seed and position (decision 0064). The run with one engine is undisturbed.
 @pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
-    run = shared_runs.train(
-        pipeline={"mode": "async", "max_staleness": 0, "weight_update": "keep"},
-        rollout={"engines": engines, "max_running_rollouts": 64 // engines},
-    )
+    sections: dict[str, Any] = {
+        "pipeline": {"mode": "async", "max_staleness": 0, "weight_update": "keep"},
+        "rollout": {"engines": engines, "max_running_rollouts": 64 // engines},
+    }
+    run = shared_runs.train(**sections) if engines == 1 else with_a_killed_engine(shared_runs, **sections)
     assert steps_of(run) == steps_of(sync_run), "the same prompts, and the same tokens"
     assert weights(run) == weights(sync_run)
     assert all(step.digest for step in steps_of(run))
