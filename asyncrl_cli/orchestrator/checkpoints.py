@@ -53,7 +53,7 @@ class Checkpoints:
         trainer = spec.trainer
         self._folder = run.path / "checkpoints"
         self._trainers = trainers
-        self._layout = TrainerLayout(trainer.ranks, trainer.zero_stage, trainer.dtype)
+        self._layout = TrainerLayout(trainer.ranks, trainer.zero_stage, trainer.dtype, trainer.expert_parallel)
         self._retention = spec.checkpoints
 
     async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:

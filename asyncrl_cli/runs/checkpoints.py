@@ -55,6 +55,7 @@ class TrainerLayout:
     ranks: int
     zero_stage: int
     dtype: str
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,9 @@ class TrainerSpec(Section):
     sequence_parallel: Count = 1
     """Ranks that share each sequence (DeepSpeed's Ulysses), for sequences that are too long for one. Each rank has a
     slice of the positions, and in attention a share of the heads."""
+    expert_parallel: Count = 1
+    """Ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens travel to the ranks that have
+    their experts, and a rank gathers the weights of its own experts alone. Needs ZeRO-3."""
     gradient_checkpointing: bool = False
     """Recompute activations to save memory."""
     offload: Literal["none", "optimizer", "all"] = "none"

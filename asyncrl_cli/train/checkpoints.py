@@ -61,9 +61,12 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
     saved = checkpoint.trainer()
     # ZeRO 1 and 2 shard the same things; the others save what the rest cannot read.
     same_shards = saved.zero_stage == trainer.zero_stage or {saved.zero_stage, trainer.zero_stage} == {1, 2}
+    were, are = saved.expert_parallel, trainer.expert_parallel
     for key, was, is_now, fits in (
         ("zero_stage", saved.zero_stage, trainer.zero_stage, same_shards),
         ("dtype", saved.dtype, trainer.dtype, saved.dtype == trainer.dtype),
+        # AutoEP's weights have other names and shapes than the model's (decision 0063).
+        ("expert_parallel", were, are, (were > 1) == (are > 1)),
     ):
         if not fits:
             raise RunError(
@@ -92,7 +95,8 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
         raise RunError(
             f"the checkpoint is damaged: {STATE}/{COUNTERS_FILE} cannot be read: {error}", location=str(root)
         ) from error
-    if saved.zero_stage == 0 or (saved.ranks, saved.zero_stage) == (trainer.ranks, trainer.zero_stage):
+    were, are = ((of.ranks, of.zero_stage, of.expert_parallel) for of in (saved, trainer))
+    if saved.zero_stage == 0 or were == are:
         return Source(checkpoint, root, counters, root, is_universal=False)
     folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", part, checkpoint.folder.name))))
     return Source(checkpoint, root, counters, folder, is_universal=True)

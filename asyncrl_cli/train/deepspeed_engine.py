@@ -15,6 +15,7 @@ import torch
 
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
+from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
 from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
@@ -115,7 +116,7 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
     if trainer.offload == "all":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     bfloat16 = trainer.dtype == "bfloat16"
-    return {
+    return expert_settings(trainer) | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": trainer.optimizer.max_grad_norm,
@@ -207,6 +208,9 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
     # Before DeepSpeed puts its hooks on the modules (decision 0019).
     if trainer.zero_stage == 3:
         _gather_by_layer(module)
+    if trainer.expert_parallel > 1:  # by which DeepSpeed knows how the model routes
+        module.config = config = next(part.config for part in module.modules() if hasattr(part, "config"))
+        check_experts(config, trainer)
     engine, *_ = deepspeed.initialize(
         model=module, optimizer=optimizer, config=deepspeed_settings(trainer, load_universal)
     )
@@ -220,6 +224,7 @@ def without_optimizer(module: torch.nn.Module, trainer: TrainerSpec) -> Any:
 
     settings = deepspeed_settings(trainer)
     settings["zero_optimization"].pop("offload_optimizer", None)
+    settings.pop("expert_parallel", None)
     _gather_by_layer(module)
     engine, *_ = deepspeed.initialize(model=module, config=settings)
     _restore_rotary_frequencies(module)
@@ -230,11 +235,6 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
     """Set the rate of every parameter group."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The full parameter's shape, also while ZeRO-3 has only a shard of it here."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
@@ -265,7 +265,8 @@ def full_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeigh
     """The weights of a model, each complete until the next is taken. Collective: all ranks take all of them."""
     for layer in by_layer(plain_weights(model)):
         with gathered([part for weight in layer for part in weight.parts], zero_stage), torch.no_grad():
-            yield from layer
+            for weight in layer:
+                yield weight if weight.experts is None else PlainWeight(weight.name, weight.experts.gathered(), None)
 
 
 def by_layer(weights: Iterable[PlainWeight]) -> Iterator[list[PlainWeight]]:

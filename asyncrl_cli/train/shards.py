@@ -14,9 +14,9 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.train.deepspeed_engine import by_layer, full_shape, gathered
+from asyncrl_cli.train.deepspeed_engine import by_layer, gathered
 from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
-from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, plain_weights
+from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, full_shape, plain_weights
 from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 
@@ -26,13 +26,14 @@ PEFT = "base_model.model."
 
 def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
     """The layout of the weights that engines get; the same on every rank. Raises ``PolicyError``."""
-    weights = [(weight.name, weight.parameter) for weight in plain_weights(model)]
+    weights = plain_weights(model)
     slots = plan_slots(
         # Buffers keep their dtype, in engines as in the trainer.
-        (name, dtype if isinstance(tensor, nn.Parameter) else tensor.dtype, full_shape(tensor))
-        for name, tensor in weights
+        (weight.name, dtype if isinstance(weight.parameter, nn.Parameter) else weight.parameter.dtype, weight.shape)
+        for weight in weights
     )
-    return with_checkpoint_parts(model, slots)
+    groups = (1 if weight.experts is None else weight.experts.groups for weight in weights)
+    return with_checkpoint_parts(model, [replace(slot, groups=n) for slot, n in zip(slots, groups, strict=True)])
 
 
 def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
@@ -44,7 +45,11 @@ def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator
         adapters = [part for weight in layer for part in weight.adapter_parts]
         with gathered(adapters, zero_stage), torch.no_grad():
             for weight in layer:
-                begin, end = shard_of(prod(full_shape(weight.parameter)), rank, ranks)
+                if weight.experts is not None:
+                    begin, _ = shard_of(prod(weight.shape), rank, ranks, weight.experts.groups)
+                    yield weight.name, begin, weight.experts.own()
+                    continue
+                begin, end = shard_of(prod(weight.shape), rank, ranks)
                 own = _own(weight.parameter, begin, end, zero_stage)
                 if weight.adapter is not None:
                     # The whole product on every rank: rows of it alone may differ in the last bits.

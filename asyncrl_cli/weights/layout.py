@@ -28,7 +28,7 @@ class TensorSlot:
     """The position of one named tensor; ``offset`` and ``itemsize`` in bytes, ``dtype`` as torch names it.
 
     ``parts``: the tensors by whose names engines load its bytes, where that is not the tensor itself: together they are
-    all of it, and have no parts.
+    all of it, and have no parts. ``groups``: see ``share_of``.
     """
 
     name: str
@@ -37,6 +37,7 @@ class TensorSlot:
     offset: int
     itemsize: int
     parts: tuple[TensorSlot, ...] = ()
+    groups: int = 1
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -90,14 +91,20 @@ def size_of(slots: tuple[TensorSlot, ...]) -> int:
     return _aligned(slots[-1].offset + slots[-1].nbytes) if slots else 0
 
 
-def shard_of(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+def share_of(rank: int, ranks: int, groups: int) -> int:
+    """Which of ``ranks`` equal parts of a tensor ``rank`` has, when the tensor is divided into ``groups`` parts over
+    neighbouring ranks first, and each of those over the ranks that have it: as DeepSpeed divides experts."""
+    return rank % groups * (ranks // groups) + rank // groups
+
+
+def shard_of(numel: int, rank: int, ranks: int, groups: int = 1) -> tuple[int, int]:
     """The elements ``start`` to ``stop`` (exclusive) of a flat tensor that ``rank`` of ``ranks`` writes.
 
     DeepSpeed's ZeRO-3 partition, used for every ZeRO stage. Of a tensor with fewer elements than ranks, some ranks have
-    none.
+    none. ``groups``: see ``share_of``.
     """
-    share = -(-numel // ranks)
-    return min(rank * share, numel), min((rank + 1) * share, numel)
+    share, index = -(-numel // ranks), share_of(rank, ranks, groups)
+    return min(index * share, numel), min((index + 1) * share, numel)
 
 
 @lru_cache(maxsize=4)
@@ -108,7 +115,7 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
         ranges: list[ByteRange] = []
         room = CHUNK_BYTES
         for slot in slots:
-            first, last = shard_of(slot.numel, rank, ranks)
+            first, last = shard_of(slot.numel, rank, ranks, slot.groups)
             start, stop = slot.offset + first * slot.itemsize, slot.offset + last * slot.itemsize
             while start < stop:
                 end = min(stop, start + room)

@@ -26,7 +26,8 @@ TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
 
 def saved_by(trainer: dict[str, Any], folder: Path) -> Checkpoint:
     """Complete a checkpoint as the driver does."""
-    layout = TrainerLayout(trainer["ranks"], trainer["zero_stage"], trainer.get("dtype", "float32"))
+    dtype, experts = trainer.get("dtype", "float32"), trainer.get("expert_parallel", 1)
+    layout = TrainerLayout(trainer["ranks"], trainer["zero_stage"], dtype, experts)
     (folder / "run.json").write_text(json.dumps({"step": 2, "trainer": asdict(layout)}))
     seal(folder)
     return Checkpoint.at(folder)

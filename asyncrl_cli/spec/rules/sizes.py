@@ -98,6 +98,29 @@ def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def expert_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`trainer.expert_parallel` divides `trainer.ranks`, and needs ZeRO-3. It excludes adapters,
+    `algorithm.router_replay`, `trainer.sequence_parallel` and `trainer.offload`."""
+    trainer = spec.trainer
+    size, key = trainer.expert_parallel, "trainer.expert_parallel"
+    if trainer.ranks % size:
+        yield Problem(
+            key, f"{size} does not divide trainer.ranks {trainer.ranks}", f"use one of {divisors(trainer.ranks)}"
+        )
+    if size == 1:
+        return
+    for other, excluded, hint in (
+        (f"trainer.zero_stage {trainer.zero_stage}", trainer.zero_stage != 3, "set trainer.zero_stage to 3"),
+        ("model.lora", spec.model.lora is not None, "train all weights"),
+        ("algorithm.router_replay", spec.algorithm.router_replay, "set algorithm.router_replay to false"),
+        ("trainer.sequence_parallel", trainer.sequence_parallel > 1, "set trainer.sequence_parallel to 1"),
+        ("trainer.offload", trainer.offload != "none", "set trainer.offload to none"),
+    ):
+        if excluded:
+            yield Problem(key, f"does not work with {other}", f"{hint}, or set {key} to 1")
+
+
+@rule
 def offload(spec: ExperimentSpec) -> Iterator[Problem]:
     """`trainer.offload` needs GPU ranks; `optimizer` needs ZeRO 1 or higher, and `all` ZeRO 3."""
     trainer = spec.trainer

@@ -12,6 +12,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.train.model.expert_shards import undivided
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        state = _unsharded(checkpoint) if checkpoint.trainer().zero_stage == 0 else _from_shards(checkpoint)
+        state = _saved(checkpoint)
         # A tied weight is there under both names, and is read once.
         whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -90,6 +91,13 @@ def check_target(folder: Path) -> None:
         raise RunError("a file with this name exists", location=str(folder), hint="name a folder with --to")
     if folder.exists() and any(folder.iterdir()):
         raise RunError("the folder is not empty", location=str(folder), hint="name another folder with --to")
+
+
+def _saved(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    saved = checkpoint.trainer()
+    if saved.expert_parallel > 1:
+        return undivided(checkpoint.folder / STATE, saved)
+    return _unsharded(checkpoint) if saved.zero_stage == 0 else _from_shards(checkpoint)
 
 
 def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:

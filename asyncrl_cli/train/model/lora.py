@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.train.model.expert_parallel import RoutedExperts, divided_layers, own_names
 
 ADAPTER = "default"
 """The one adapter's name."""
@@ -42,6 +43,12 @@ class PlainWeight:
     name: str  # in that model
     parameter: Tensor  # the trainer's own, without what an adapter adds to it
     adapter: Any | None  # the adapted layer; None without an adapter
+    experts: RoutedExperts | None = None  # where ranks divide them; ``parameter`` is then a part of a part
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full weight's shape, also while this rank has only a part of it."""
+        return full_shape(self.parameter) if self.experts is None else self.experts.shape
 
     @property
     def adapter_parts(self) -> list[Tensor]:
@@ -54,7 +61,7 @@ class PlainWeight:
     @property
     def parts(self) -> list[Tensor]:
         """What must be gathered for ``merged``."""
-        return [self.parameter, *self.adapter_parts]
+        return [] if self.experts is not None else [self.parameter, *self.adapter_parts]
 
     def delta(self) -> Tensor:
         """What the adapter adds to the weight, in float32, of the weight's shape."""
@@ -67,6 +74,11 @@ class PlainWeight:
         if self.adapter is None:
             return self.parameter.detach()
         return self.parameter.detach().float() + self.delta()
+
+
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The full parameter's shape, also while ZeRO-3 has only a shard of it here."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
@@ -117,7 +129,7 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
     Persistent buffers are among them, such as DeepSeek-V3's correction of its router: without it an engine would choose
     other experts than the trainer.
     """
-    layers = adapted_layers(model)
+    layers, divided = adapted_layers(model), divided_layers(model)
     weights = []
     persistent = model.state_dict().keys()
     buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -127,7 +139,7 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
             owner = owner.removesuffix(f".{BASE}")
             weights.append(PlainWeight(f"{owner}.{leaf}", parameter, layers[owner] if leaf == "weight" else None))
         elif not any(owner.startswith(f"{adapted}.") for adapted in layers):
-            weights.append(PlainWeight(name, parameter, None))
+            weights += [PlainWeight(own, parameter, None, experts) for own, experts in own_names(divided, name)]
     return weights
 
 

@@ -94,7 +94,7 @@ def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iter
 
     Raises ``ValueError`` for a weight whose shape is not the model's.
     """
-    from asyncrl_cli.train.deepspeed_engine import full_shape
+    from asyncrl_cli.train.model.lora import full_shape
 
     for target in list(plan):
         made = plan.pop(target).convert(target, model=model, config=model.config)

@@ -1,0 +1,137 @@
+"""Mixtures of experts whose experts are divided over ranks by DeepSpeed's AutoEP (decision 0063).
+
+AutoEP replaces a layer's mixture while the engine is made. It has the gate's and the up projection of its own experts
+as two weights (``w1`` and ``w3``), and other names. Everything outside the engine has the names and shapes of the
+transformers model: ``routed_weights`` translates them, and no other module knows of AutoEP's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.spec.sections import TrainerSpec
+from asyncrl_cli.weights.layout import share_of
+
+ARCHITECTURES = {
+    "deepseek_v3": "n_routed_experts",
+    "mixtral": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_5_moe_text": "num_experts",
+    "qwen3_moe": "num_experts",
+}
+"""The model types that are tested against the model that is not divided, and where their configs have the number of
+experts."""
+MIXTURES = r".*layers\.\d+\.mlp"
+"""AutoEP's pattern for the modules that it may replace, below any prefix."""
+
+NAMES = {
+    "experts.w1": "experts.gate_up_proj",
+    "experts.w3": "experts.gate_up_proj",
+    "experts.w2": "experts.down_proj",
+    "router.gate.": "gate.",
+    "router.": "gate.",
+}
+"""AutoEP's names in a mixture, and those of transformers. ``w1`` has an expert's first rows, ``w3`` the others."""
+
+
+class ExpertError(ConfigError):
+    """A model whose experts cannot be divided over ranks."""
+
+    def __init__(self, reason: str, hint: str = "set it to 1, or use another model") -> None:
+        super().__init__(reason, location="trainer.expert_parallel", hint=hint)
+
+
+def expert_settings(trainer: TrainerSpec) -> dict[str, Any]:
+    """DeepSpeed's configuration of AutoEP; nothing where experts are not divided."""
+    if trainer.expert_parallel == 1:
+        return {}
+    # torch's grouped matrix product is for bfloat16 on GPUs; elsewhere experts are computed one after another.
+    grouped = bool(trainer.gpus_per_rank) and trainer.dtype == "bfloat16"
+    settings = {"autoep_size": trainer.expert_parallel, "moe_layer_pattern": MIXTURES, "use_grouped_mm": grouped}
+    return {"expert_parallel": {"enabled": True, **settings}}
+
+
+def check_experts(config: Any, trainer: TrainerSpec) -> None:
+    """Raise ``ExpertError`` when ``trainer`` cannot divide the experts of a model with this config."""
+    if trainer.expert_parallel == 1:
+        return
+    kind = config.model_type
+    if kind not in ARCHITECTURES:
+        raise ExpertError(f"a {kind} cannot be divided by experts: it is for {', '.join(ARCHITECTURES)}")
+    if config.hidden_act != "silu":
+        raise ExpertError(f"the experts of this {kind} are activated by {config.hidden_act}, and not by silu")
+    # Whole experts on every rank: what a rank has is then one piece of the model's own weight.
+    if (number := getattr(config, ARCHITECTURES[kind])) % trainer.ranks:
+        raise ExpertError(
+            f"{number} experts cannot be shared out evenly over {trainer.ranks} ranks",
+            "lower trainer.ranks to a divisor, or set it to 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RoutedExperts:
+    """One weight of all experts of a layer: in the transformers model one tensor, of which this rank has a piece."""
+
+    layer: Any  # AutoEP's
+    halves: tuple[nn.Parameter, ...]
+    """AutoEP's own weights of it: gate and up, or down alone. Each [experts of this group member, rows, columns], and
+    sharded over the ranks that have the same experts."""
+
+    @property
+    def groups(self) -> int:
+        """Into how many parts the experts are divided before they are sharded (``share_of``)."""
+        return int(self.layer.ep_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """All experts, their rows and columns."""
+        shapes = [tuple(half.ds_shape) for half in self.halves]  # type: ignore[attr-defined]
+        return int(self.layer.num_experts), sum(rows for _, rows, _ in shapes), shapes[0][2]
+
+    def own(self) -> Tensor:
+        """This rank's piece [elements], which is that of ``share_of``: whole experts."""
+        halves = [
+            half.ds_tensor.detach().view(-1, *half.ds_shape[1:])  # type: ignore[attr-defined]
+            for half in self.halves
+        ]
+        return (halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)).reshape(-1)
+
+    def gathered(self) -> Tensor:
+        """The full weight, a new tensor; collective over all ranks."""
+        own, ranks = self.own(), torch.distributed.get_world_size()
+        full = own.new_empty(self.shape)
+        pieces = full.view(ranks, -1)
+        torch.distributed.all_gather([pieces[share_of(rank, ranks, self.groups)] for rank in range(ranks)], own)
+        return full
+
+
+def divided_layers(model: nn.Module) -> dict[str, Any]:
+    """AutoEP's layers of a model, by name."""
+    return {name: module for name, module in model.named_modules() if getattr(module, "_is_autoep_layer", False)}
+
+
+def model_name(name: str) -> str:
+    """What a weight of an AutoEP layer is in, in the transformers model; other names are unchanged."""
+    for own, name_in_model in NAMES.items():
+        name = name.replace(f".mlp.{own}", f".mlp.{name_in_model}")
+    return name
+
+
+def own_names(layers: dict[str, Any], name: str) -> Iterator[tuple[str, RoutedExperts | None]]:
+    """What the weight ``name`` of a model with AutoEP's layers is in the transformers model: its name there, and the
+    weight of all experts that it is the first part of. Nothing for a further part of one."""
+    owner, _, part = name.rpartition(".experts.")
+    if owner not in layers:
+        yield model_name(name) if layers else name, None
+    elif part != "w3":
+        experts = layers[owner].experts
+        yield (
+            model_name(name),
+            RoutedExperts(layers[owner], (experts.w1, experts.w3) if part == "w1" else (experts.w2,)),
+        )

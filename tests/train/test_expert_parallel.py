@@ -1,0 +1,71 @@
+"""Four real gloo ranks that divide experts with DeepSpeed's AutoEP: the numbers and the weights of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from experts_one import SETTINGS
+from ranks import run_ranks
+from train_one import SPEC
+
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.train.model.expert_parallel import ExpertError, check_experts
+from asyncrl_cli.weights.layout import shard_of
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each rank has saved."""
+    folder = tmp_path_factory.mktemp("experts")
+    run_ranks("experts_one.py", folder, (f"trainer.ranks={RANKS}", "trainer.optimizer.learning_rate=0.001"))
+    return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_divided_experts_train_to_the_weights_of_one_process(results: Any, setting: tuple[str, str]) -> None:
+    one = results[0][setting[0]]
+    for rank in results:
+        assert rank[setting]["norms"] == pytest.approx(one["norms"], rel=1e-5)
+        full = rank[setting]["full"]
+        assert full.keys() == one["full"].keys(), "the names of the transformers model"
+        for name, weight in one["full"].items():
+            # Where a gradient is all rounding, Adam makes a full step of it: single weights may differ by more.
+            assert (full[name] - weight).norm() <= 1e-5 * weight.norm(), name
+
+
+@pytest.mark.stack
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_all_pieces_together_are_the_gathered_weights(results: Any, setting: tuple[str, str]) -> None:
+    """And each rank writes what the replicas take to be its own (``chunks_of``)."""
+    assert any(slot.groups > 1 for slot in results[0][setting]["layout"])
+    for slot in results[0][setting]["layout"]:
+        joined = torch.full((slot.numel,), torch.nan)
+        for rank, saved in enumerate(results):
+            begin, end = shard_of(slot.numel, rank, RANKS, slot.groups)
+            own = saved[setting]["memory"][slot.name].flatten()
+            assert own[:begin].isnan().all()
+            assert own[end:].isnan().all()
+            joined[begin:end] = own[begin:end]
+        assert torch.equal(joined.view(slot.shape), results[0][setting]["full"][slot.name]), slot.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("qwen3", {}, "a qwen3 cannot be divided by experts"),
+        ("qwen3_moe", {"num_experts": 6}, "6 experts cannot be shared out evenly over 4 ranks"),
+        ("mixtral", {"hidden_act": "gelu"}, "activated by gelu"),
+    ],
+)
+def test_models_whose_experts_cannot_be_divided_are_refused(kind: str, changes: dict[str, Any], message: str) -> None:
+    from transformers import AutoConfig
+
+    trainer = load_spec(SPEC, ["trainer.ranks=4", "trainer.expert_parallel=2"]).spec.trainer
+    with pytest.raises(ExpertError, match=message):
+        check_experts(AutoConfig.for_model(kind, **changes), trainer)
+    check_experts(AutoConfig.for_model(kind, **changes), trainer.model_copy(update={"expert_parallel": 1}))
