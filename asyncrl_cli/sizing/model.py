@@ -26,6 +26,7 @@ class SizedModel:
         trained: those that are trained: all, or the adapters.
         embeddings: of the input embeddings.
         layers: of each transformer layer, in order.
+        experts: of the experts among them, which ranks of `trainer.expert_parallel` divide.
         head: of the output head; 0 where it is tied to the embeddings.
         cache_numbers: of a token's keys and values in all layers; None where the config does not say.
         kv_heads: key-value heads, which tensor parallelism shares out.
@@ -39,6 +40,7 @@ class SizedModel:
     trained: int
     embeddings: int
     layers: tuple[int, ...]
+    experts: tuple[int, ...]
     head: int
     cache_numbers: int | None
     kv_heads: int
@@ -74,10 +76,12 @@ def without_weights(config: Any) -> Any:
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     """The sizes of a model on torch's meta device, which has the spec's adapters.
 
-    Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences.
+    Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences, or
+    ``trainer.expert_parallel`` ranks its experts.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    from asyncrl_cli.train.model.expert_parallel import check_experts
     from asyncrl_cli.train.model.sequence_parallel import check_config
 
     weights = list(model.parameters())  # a tied one is there once
@@ -101,12 +105,16 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     heads: Any = getattr(text, "num_attention_heads", 1)
     kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
     check_config(config, spec.trainer.sequence_parallel)
+    check_experts(config, spec.trainer)
     return SizedModel(
         name=type(model).__name__,
         parameters=sum(weight.numel() for weight in weights),
         trained=sum(weight.numel() for weight in weights if weight.requires_grad),
         embeddings=embedded.numel(),
         layers=tuple(sum(weight.numel() for weight in layer.parameters()) for layer in layers),
+        experts=tuple(
+            sum(weight.numel() for name, weight in layer.named_parameters() if ".experts." in name) for layer in layers
+        ),
         head=0 if head is embedded else head.numel(),
         cache_numbers=cache,
         kv_heads=int(kv_heads),

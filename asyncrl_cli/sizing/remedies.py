@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from asyncrl_cli.sizing.estimate import Estimate, Excess, excesses
@@ -92,9 +93,10 @@ def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
         yield Change({"trainer.tokens_per_microbatch": tokens})
         if tokens > length:
             yield Change({"trainer.tokens_per_microbatch": length})
-    if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage:
+    experts_divided = trainer.expert_parallel > 1
+    if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage and not experts_divided:
         yield Change({"trainer.offload": "optimizer"})
-    if trainer.attention != "eager":
+    if trainer.attention != "eager" and not experts_divided:
         for size in (2 * trainer.sequence_parallel, 4 * trainer.sequence_parallel):
             if trainer.ranks % size == 0 and kv_heads % size == 0:
                 yield Change({"trainer.sequence_parallel": size})
@@ -128,7 +130,7 @@ def _host_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
             yield Change({"rollout.max_running_rollouts": running})
     if not trainer.gpus_per_rank:
         yield from (c for c in _trainer_changes(spec, kv_heads) if "trainer.ranks" not in c)
-        if trainer.ranks > 1 and trainer.ranks // 2 % trainer.sequence_parallel == 0:
+        if trainer.ranks > 1 and trainer.ranks // 2 % lcm(trainer.sequence_parallel, trainer.expert_parallel) == 0:
             yield Change({"trainer.ranks": trainer.ranks // 2})
     elif trainer.offload == "all":
         yield Change({"trainer.offload": "optimizer"})

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 
 FLOAT = 4
 ADAM_BYTES = 8
@@ -35,7 +35,7 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     trainer = spec.trainer
     weights, *states = _states(spec, model.parameters, model.trained)
     critic = _critic(spec, model)
-    gathered = gathered_numbers(model, trainer.ranks, trainer.zero_stage) * NUMBER_BYTES[trainer.dtype]
+    gathered = gathered_numbers(model, trainer) * NUMBER_BYTES[trainer.dtype]
     rows, length, positions = largest_microbatch(spec)
     # A rank computes its slice of the positions. Attention is over all of them with a share of the heads, which has as
     # many numbers.
@@ -66,15 +66,21 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     return Rank(some([*kept, *critic, reference, *largest, *own]), some(offloaded))
 
 
-def gathered_numbers(model: SizedModel, ranks: int, zero_stage: int) -> int:
+def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
     """Numbers of gathered weights that a rank has at most under ZeRO-3.
 
     The last modules stay from the forward to the backward pass, where less than ``REUSE_NUMBERS`` lie between; of the
-    others the one that computes is there, and what is gathered ahead. One rank gathers nothing.
+    others the one that computes is there, and what is gathered ahead. One rank gathers nothing. Of experts that ranks
+    divide it gathers its own share, and nothing where no other rank has the same experts.
     """
-    if zero_stage < 3 or ranks == 1:
+    if trainer.zero_stage < 3 or trainer.ranks == 1:
         return 0
-    modules = (model.embeddings, *model.layers, model.head) if model.head else (*model.layers, model.embeddings)
+    size = trainer.expert_parallel
+    of_experts = [number // size if size < trainer.ranks else 0 for number in model.experts]
+    layers = [
+        every - experts + own for every, experts, own in zip(model.layers, model.experts, of_experts, strict=True)
+    ]
+    modules = (model.embeddings, *layers, model.head) if model.head else (*layers, model.embeddings)
     kept = 0
     for number in reversed(modules):
         if 2 * kept >= REUSE_NUMBERS:

@@ -173,6 +173,36 @@ def test_zero3_gives_parameters_their_shape_and_partition(installed: Package) ->
     assert {"ds_tensor", "ds_shape"} <= given
 
 
+def test_autoep_has_the_settings_names_and_presets_that_are_used(installed: Package) -> None:
+    """train/model/expert_parallel.py and expert_shards.py, which it translates for the rest."""
+    from asyncrl_cli.train.model.expert_parallel import DIVIDED, NAMES, expert_settings
+
+    def texts(module: str) -> set[object]:
+        tree = installed.tree(f"deepspeed.{module}")
+        assert tree is not None, module
+        return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+    def given(module: str) -> set[str]:
+        tree = installed.tree(f"deepspeed.{module}")
+        assert tree is not None, module
+        stored = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
+        return {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in stored}
+
+    trainer = TrainerSpec.model_construct(**(_defaults() | {"ranks": 2, "expert_parallel": 2}))
+    assert set(expert_settings(trainer)["expert_parallel"]) <= texts("module_inject.auto_ep_config")
+    assert {"_is_autoep_layer", "ep_size", "num_experts", "experts", "router"} <= given("module_inject.auto_ep_layer")
+    weights = {name.removeprefix("experts.") for name in NAMES if name.startswith("experts.")}
+    assert weights <= given("moe.ep_experts")
+    for architecture in DIVIDED:
+        preset = texts(f"module_inject.auto_ep_presets.{architecture}")
+        assert {architecture, "gate", "experts", "gate_up_proj", "down_proj", DIVIDED[architecture]} <= preset
+    assert {"ds_zero_partition_groups", "partition_count"} <= texts("runtime.zero.stage3")
+    engine = installed.tree("deepspeed.runtime.engine")
+    assert engine is not None
+    # Without it the experts would not be in the optimizer that DeepSpeed is given.
+    assert "_remap_client_optimizer_after_module_replacement" in {getattr(node, "name", "") for node in engine.body}
+
+
 def test_deepspeed_looks_up_its_shared_memory_collectives_by_name(installed: Package) -> None:
     """train/deepspeed_engine.py says that they are not there."""
     for module, name in (

@@ -39,6 +39,7 @@ def model(width: int = 1024, layers: int = 8, tied: bool = False, share: float =
         trained=int(share * parameters),
         embeddings=vocabulary * width,
         layers=(of_layer,) * layers,
+        experts=(of_layer // 3 * 2,) * layers,
         head=head,
         cache_numbers=2 * layers * width,
         kv_heads=4,
@@ -130,9 +131,21 @@ def test_a_sequence_that_does_not_fit_is_divided() -> None:
 
 @given(MODELS, st.integers(1, 64), st.integers(0, 3))
 def test_gathered_layers_are_never_more_than_the_model(found: SizedModel, ranks: int, stage: int) -> None:
-    gathered = gathered_numbers(found, ranks, stage)
+    trainer = sized(trainer__ranks=ranks, trainer__zero_stage=stage).trainer
+    gathered = gathered_numbers(found, trainer)
     assert 0 <= gathered <= found.parameters
     assert bool(gathered) == (ranks > 1 and stage == 3)
+
+
+@given(MODELS, st.integers(1, 4), st.integers(1, 4))
+def test_a_rank_gathers_its_own_share_of_divided_experts(found: SizedModel, size: int, sharing: int) -> None:
+    trainer = sized(trainer__ranks=size * sharing).trainer
+    divided = gathered_numbers(found, trainer.model_copy(update={"expert_parallel": size}))
+    own = [experts // size * (sharing > 1) for experts in found.experts]
+    layers = tuple(
+        every - experts + mine for every, experts, mine in zip(found.layers, found.experts, own, strict=True)
+    )
+    assert divided == gathered_numbers(replace(found, layers=layers), trainer)
 
 
 @given(MODELS, st.integers(1, 3), st.sampled_from(["optimizer", "all"]))

@@ -51,6 +51,28 @@ def test_sequences_are_divided_among_ranks_that_can(overrides: list[str], path: 
         assert problem.path == path and problem.message.startswith(message) and problem.hint
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.ranks=3"], "2 does not divide trainer.ranks 3"),
+        (["trainer.zero_stage=2"], "does not work with trainer.zero_stage 2"),
+        (["model.lora={rank: 2}"], "does not work with model.lora"),
+        (["algorithm.router_replay=true"], "does not work with algorithm.router_replay"),
+        (["trainer.offload=optimizer", "trainer.gpus_per_rank=1"], "does not work with trainer.offload"),
+        (["trainer.sequence_parallel=2"], "does not work with trainer.sequence_parallel"),
+        (["model.init.architecture=llama"], "the experts of llama cannot be divided"),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_experts_are_divided_where_that_is_supported(overrides: list[str], message: str) -> None:
+    base = ["trainer.ranks=2", "trainer.expert_parallel=2", "model.init.architecture=mixtral", "model.warm_start=null"]
+    found = findings(ROOT / "specs/zero3-two-ranks.yaml", *base, *overrides)
+    about = [problem for problem in found if problem.path == "trainer.expert_parallel"]
+    assert [problem.message[: len(message)] for problem in about] == [message] * bool(message)
+    assert all(problem.hint for problem in about)
+
+
 def test_harmless_engine_arguments_are_accepted() -> None:
     args = "{pipeline_parallel_size: 1, distributed_executor_backend: mp, quantization: null}"
     assert not findings(ROOT / "specs/quickstart.yaml", f"rollout.engine_args={args}")

@@ -14,10 +14,10 @@ from asyncrl_cli.train.checkpoints import find_source, to_universal
 from asyncrl_cli.train.model.export import export_model
 
 
-def empty_checkpoint(folder: Path, ranks: int, zero_stage: int) -> Checkpoint:
+def empty_checkpoint(folder: Path, ranks: int, zero_stage: int, **further: int) -> Checkpoint:
     """A checkpoint with the layout of its trainer, and nothing else."""
     (folder / "step-000007/state").mkdir(parents=True)
-    layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"}
+    layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"} | further
     (folder / "step-000007/run.json").write_text(json.dumps({"trainer": layout}))
     (folder / "step-000007/state/trainer.json").write_text('{"updates": 7, "optimizer_steps": 5}')
     return Checkpoint.at(folder / "step-000007")
@@ -72,3 +72,16 @@ def test_missing_counters_are_damage(tmp_path: Path) -> None:
     (checkpoint.folder / "state/trainer.json").write_text('{"updates": 7}')
     with pytest.raises(RunError, match=r"the checkpoint is damaged: state/trainer\.json cannot be read"):
         find_source(checkpoint, TrainerSpec())
+
+
+@pytest.mark.parametrize(("wanted", "universal"), [((4, 2), False), ((4, 4), True), ((2, 2), True), ((4, 1), None)])
+def test_divided_experts_load_into_divided_ones(
+    tmp_path: Path, wanted: tuple[int, int], universal: bool | None
+) -> None:
+    checkpoint = empty_checkpoint(tmp_path, 4, 3, expert_parallel=2)
+    trainer = TrainerSpec(ranks=wanted[0], expert_parallel=wanted[1])
+    if universal is None:
+        with pytest.raises(RunError, match=r"saved with trainer.expert_parallel 2 and cannot be loaded with 1"):
+            find_source(checkpoint, trainer)
+        return
+    assert find_source(checkpoint, trainer).is_universal == universal

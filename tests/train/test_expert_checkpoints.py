@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_trainer_checkpoints import differs, go
+from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.train.model.export import consolidate, export_model
-from asyncrl_cli.weights.layout import TensorSlot
 
 pytestmark = pytest.mark.stack
 
@@ -28,4 +28,55 @@ def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two ranks that divide the experts, trained two steps, saved, and trained one more."""
     folder = tmp_path_factory.mktemp("divided")
     results, checkpoint = go(folder / "first", TRAINER, None, True, 0, 2)
+    assert checkpoint is not None
     return folder, results, checkpoint
+
+
+def test_the_same_ranks_resume_to_the_bit(divided: Any) -> None:
+    folder, reference, checkpoint = divided
+    results, _ = go(folder / "same", TRAINER, checkpoint, False, 2, 2)
+    for before, now in zip(reference, results, strict=True):
+        assert differs(now["weights_after"], before["weights_after"]) == 0
+        assert now["draws"] == before["draws"], "random numbers of every rank continue"
+    assert differs(reference[0]["weights_after"], reference[0]["weights"]) > 1e-4, "the last update did something"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("experts", [2, 4])
+def test_other_ranks_resume_as_the_same_ones_would(divided: Any, experts: int) -> None:
+    folder, reference, checkpoint = divided
+    change = {"ranks": 4, "expert_parallel": experts}
+    results, saved = go(folder / f"four-{experts}", TRAINER | change, checkpoint, True, 2, 2)
+    assert differs(results[0]["published"], reference[0]["published"]) == 0
+    again, _ = go(folder / f"two-{experts}", TRAINER, saved, False, 2, 2)
+    for before, now in zip(reference, again, strict=True):
+        assert differs(now["weights_after"], before["weights_after"]) <= 1e-6
+    assert [path.name for path in checkpoint.folder.parent.iterdir()] == [checkpoint.folder.name], "nothing is left"
+
+
+def test_saved_exported_and_published_weights_are_the_same(divided: Any, tmp_path: Path) -> None:
+    folder, reference, checkpoint = divided
+    published = reference[0]["published"]
+    whole = consolidate(checkpoint)
+    assert torch.equal(whole.pop("lm_head.weight"), whole["model.embed_tokens.weight"]), "they are tied"
+    assert differs(whole, published) == 0
+    stub = folder / "first/rank-0.pt.model"
+    export_model(checkpoint, str(stub), tmp_path / "model", None)
+    exported, saved, initial = map(load_folder, (tmp_path / "model", folder / "first/rank-0.pt.saved", stub))
+    assert exported.keys() == saved.keys() == initial.keys(), "the names of the model's checkpoints"
+    assert any(".experts.3.w2." in name for name in exported)
+    assert differs(exported, saved) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert differs(dict(model.named_parameters()), published) == 0
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.nightly
+def test_a_trainer_that_divides_nothing_trains_to_the_same_weights(divided: Any) -> None:
+    folder, reference, _ = divided
+    results, _ = go(folder / "undivided", TRAINER | {"expert_parallel": 1}, None, False, 0, 2)
+    assert results[0]["published"].keys() == reference[0]["published"].keys()
+    assert differs(results[0]["published"], reference[0]["published"]) < 1e-5

@@ -8,9 +8,8 @@ import pytest
 import torch
 from experts_one import SETTINGS
 from ranks import run_ranks
-from train_one import SPEC
 
-from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.model.expert_parallel import ExpertError, check_experts
 from asyncrl_cli.weights.layout import shard_of
 
@@ -57,7 +56,7 @@ def test_all_pieces_together_are_the_gathered_weights(results: Any, setting: tup
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("qwen3", {}, "a qwen3 cannot be divided by experts"),
+        ("qwen3", {}, "the experts of qwen3 cannot be divided among ranks"),
         ("qwen3_moe", {"num_experts": 6}, "6 experts cannot be shared out evenly over 4 ranks"),
         ("mixtral", {"hidden_act": "gelu"}, "activated by gelu"),
     ],
@@ -65,7 +64,7 @@ def test_all_pieces_together_are_the_gathered_weights(results: Any, setting: tup
 def test_models_whose_experts_cannot_be_divided_are_refused(kind: str, changes: dict[str, Any], message: str) -> None:
     from transformers import AutoConfig
 
-    trainer = load_spec(SPEC, ["trainer.ranks=4", "trainer.expert_parallel=2"]).spec.trainer
+    trainer = TrainerSpec(ranks=RANKS, expert_parallel=2)
     with pytest.raises(ExpertError, match=message):
         check_experts(AutoConfig.for_model(kind, **changes), trainer)
     check_experts(AutoConfig.for_model(kind, **changes), trainer.model_copy(update={"expert_parallel": 1}))

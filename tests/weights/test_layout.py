@@ -68,6 +68,17 @@ def test_shards_of_a_tensor_follow_one_another_and_are_those_of_zero_3(numel: in
         )
 
 
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 20))
+def test_experts_are_divided_over_neighbours_before_they_are_sharded(groups: int, sharing: int, share: int) -> None:
+    ranks, numel = groups * sharing, groups * sharing * share
+    shards = [range(*shard_of(numel, rank, ranks, groups)) for rank in range(ranks)]
+    assert sorted(position for shard in shards for position in shard) == list(range(numel))
+    for rank, shard in enumerate(shards):
+        # DeepSpeed's AutoEP: rank r has part r % groups, and of that the ranks r, r + groups, … have a share each.
+        part = range(numel)[rank % groups * sharing * share :][: sharing * share]
+        assert shard == part[rank // groups * share :][:share]
+
+
 @given(tensors_strategy(), st.integers(1, 9), st.integers(1, 300))
 @settings(deadline=None, max_examples=300)
 def test_chunks_have_every_byte_of_every_tensor_once(tensors: Tensors, ranks: int, chunk_bytes: int) -> None:

@@ -88,6 +88,19 @@ def architecture_is_served(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("model.init.architecture", f"`{name}` cannot be trained: {UNSERVED[name]}", "use `qwen3_moe`")
 
 
+DIVIDED = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
+"""Architectures whose experts ranks can divide, and where their configs have the number of experts."""
+
+
+@rule
+def experts_are_divided(spec: ExperimentSpec) -> Iterator[Problem]:
+    """With `trainer.expert_parallel`, `model.init.architecture` is `mixtral` or `qwen3_moe`."""
+    name = spec.model.init.architecture if spec.model.init else ""
+    if name and spec.trainer.expert_parallel > 1 and name not in DIVIDED:
+        hint = f"set it to 1; it is for mixtures of experts: {', '.join(DIVIDED)}"
+        yield Problem("trainer.expert_parallel", f"the experts of {name} cannot be divided among ranks", hint)
+
+
 @cache
 def _architectures() -> frozenset[str]:
     """The types in the source of transformers, whose import takes seconds; none if it is not found.

@@ -2,7 +2,7 @@
 
 AutoEP replaces a layer's mixture while the engine is made. It has the gate's and the up projection of its own experts
 as two weights (``w1`` and ``w3``), and other names. Everything outside the engine has the names and shapes of the
-transformers model: ``routed_weights`` translates them, and no other module knows of AutoEP's layers.
+transformers model: ``own_names`` translates them, and no other module knows of AutoEP's layers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.spec.rules.model import DIVIDED
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.weights.layout import share_of
 
-ARCHITECTURES = {
-    "deepseek_v3": "n_routed_experts",
-    "mixtral": "num_local_experts",
-    "qwen2_moe": "num_experts",
-    "qwen3_5_moe_text": "num_experts",
-    "qwen3_moe": "num_experts",
-}
-"""The model types that are tested against the model that is not divided, and where their configs have the number of
-experts."""
 MIXTURES = r".*layers\.\d+\.mlp"
 """AutoEP's pattern for the modules that it may replace, below any prefix."""
 
@@ -35,7 +27,6 @@ NAMES = {
     "experts.w3": "experts.gate_up_proj",
     "experts.w2": "experts.down_proj",
     "router.gate.": "gate.",
-    "router.": "gate.",
 }
 """AutoEP's names in a mixture, and those of transformers. ``w1`` has an expert's first rows, ``w3`` the others."""
 
@@ -62,16 +53,15 @@ def check_experts(config: Any, trainer: TrainerSpec) -> None:
     if trainer.expert_parallel == 1:
         return
     kind = config.model_type
-    if kind not in ARCHITECTURES:
-        raise ExpertError(f"a {kind} cannot be divided by experts: it is for {', '.join(ARCHITECTURES)}")
+    if kind not in DIVIDED:
+        hint = f"set it to 1; it is for mixtures of experts: {', '.join(DIVIDED)}"
+        raise ExpertError(f"the experts of {kind} cannot be divided among ranks", hint)
     if config.hidden_act != "silu":
         raise ExpertError(f"the experts of this {kind} are activated by {config.hidden_act}, and not by silu")
     # Whole experts on every rank: what a rank has is then one piece of the model's own weight.
-    if (number := getattr(config, ARCHITECTURES[kind])) % trainer.ranks:
-        raise ExpertError(
-            f"{number} experts cannot be shared out evenly over {trainer.ranks} ranks",
-            "lower trainer.ranks to a divisor, or set it to 1",
-        )
+    if (number := getattr(config, DIVIDED[kind])) % trainer.ranks:
+        reason = f"{number} experts cannot be shared out evenly over {trainer.ranks} ranks"
+        raise ExpertError(reason, "lower trainer.ranks to a divisor, or set it to 1")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,8 +70,8 @@ class RoutedExperts:
 
     layer: Any  # AutoEP's
     halves: tuple[nn.Parameter, ...]
-    """AutoEP's own weights of it: gate and up, or down alone. Each [experts of this group member, rows, columns], and
-    sharded over the ranks that have the same experts."""
+    """AutoEP's own weights of it: gate and up, or down alone. Each [this rank's experts, rows, columns], and sharded
+    over the ranks that have the same experts."""
 
     @property
     def groups(self) -> int:
@@ -131,7 +121,5 @@ def own_names(layers: dict[str, Any], name: str) -> Iterator[tuple[str, RoutedEx
         yield model_name(name) if layers else name, None
     elif part != "w3":
         experts = layers[owner].experts
-        yield (
-            model_name(name),
-            RoutedExperts(layers[owner], (experts.w1, experts.w3) if part == "w1" else (experts.w2,)),
-        )
+        halves = (experts.w1, experts.w3) if part == "w1" else (experts.w2,)
+        yield model_name(name), RoutedExperts(layers[owner], halves)
