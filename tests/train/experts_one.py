@@ -27,9 +27,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
-    ("qwen3_moe", "in two parts"): {"expert_parallel": 2},
-    ("qwen3_moe", "in four parts"): {"expert_parallel": 4},
-    ("mixtral", "in two parts, recomputed"): {"expert_parallel": 2, "gradient_checkpointing": True},
+    ("qwen3_moe", "in two parts, recomputed"): {"expert_parallel": 2, "gradient_checkpointing": True},
+    ("mixtral", "in four parts"): {"expert_parallel": 4},
 }
 """Of four ranks. In two parts, two ranks have the same experts."""
 UPDATES = 3
