@@ -168,9 +168,12 @@ def _lengths(
         if name in episodic or not served:
             outside = max(0.0, one.recorded_at - one.admitted_at - served.get(name, 0.0))
         groups[one.group_id].append(RolloutLength(one.prompt_tokens, one.tokens if served else 0, outside))
-    return tuple(
+    found = tuple(
         GroupLengths(tuple(rollouts), group_id in rejected) for group_id, rollouts in groups.items() if group_id <= last
     )
+    if all(group.rejected for group in found):
+        raise ValueError("no group of the measured steps has finished")
+    return found
 
 
 def _seconds_at_engines(requests: Iterable[EngineRequest]) -> dict[str, float]:

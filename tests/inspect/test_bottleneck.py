@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from asyncrl_cli.inspect.report.bottleneck import (
     TRAINER_BOUND,
     Activity,
     Circumstances,
-    Estimate,
     Part,
     bottleneck,
     helpful,
@@ -29,10 +29,12 @@ from asyncrl_cli.inspect.report.summary import summarize
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import step_spans
+from asyncrl_cli.plan.prediction import predict
 from asyncrl_cli.records.groups import BufferSettings
 from tests.buffer.recorded_run import STARTED, RecordedRun, settings
 from tests.inspect.made_runs import SITUATIONS, made_run
 from tests.inspect.quickstart_run import quickstart_run
+from tests.plan.scenarios import scenario
 
 TIMES = st.floats(0, 1000, allow_nan=False).map(lambda value: round(value, 3))
 SHARE = st.none() | st.floats(0, 1)
@@ -163,13 +165,17 @@ def test_the_advice_goes_by_what_engines_and_disk_did_and_fits_the_run() -> None
 def test_the_estimate_of_a_larger_bound_is_quoted() -> None:
     shares = dict.fromkeys(PARTS, 0.0) | {"due": 0.3, "training": 0.7}
 
-    def advice(*estimates: Estimate) -> str:
-        return bottleneck(Activity(shares, None, None, None), circumstance(estimates=estimates)).advice
+    own = predict(scenario(), 300, alone=True, steps=2)
 
-    said = advice(Estimate(3, 0.9), Estimate(4, 0.71), Estimate(6, 0.7))
+    def advice(*others: tuple[int, float]) -> str:
+        at = circumstance().max_staleness
+        prediction = replace(own, bounds={at: 1.0} | dict(others)) if others else None
+        return bottleneck(Activity(shares, None, None, None), circumstance(prediction=prediction)).advice
+
+    said = advice((3, 0.9), (4, 0.71), (6, 0.7))
     assert said.startswith("With pipeline.max_staleness 4, a step would have taken 71% of its time.")
     assert "an estimate" in said and "--what-if 4" in said
-    assert "would not have helped" in advice(Estimate(3, 0.99), Estimate(6, 0.96))
+    assert "would not have helped" in advice((3, 0.99), (6, 0.96))
     assert "max_staleness" not in advice()
     assert helpful(circumstance()) is None
 

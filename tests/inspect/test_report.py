@@ -110,11 +110,12 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     assert NASTY in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
-def test_the_page_answers_the_four_questions(run: RunDirectory) -> None:
+def test_the_page_answers_the_five_questions(run: RunDirectory) -> None:
     found = Elements(render([summarize(run)]))
     questions = found.text["dt"]
     assert questions.split("?")[:-1] == [
-        *("Did it learn", "What limited its speed", "Was it ever too stale", "What failed"),
+        *("Did it learn", "What limited its speed", "How fast would it be with other settings"),
+        *("Was it ever too stale", "What failed"),
     ]
     answers = found.text["dd"]
     assert "held-out accuracy (greedy) rose from 0.250 (0.071 to 0.591, 8 prompts) at step 0" in answers

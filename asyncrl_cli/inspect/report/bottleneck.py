@@ -11,11 +11,12 @@ Invariant: what ``split_wait`` returns adds up to the wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.inspect.resolved import engine_counts, value_at
+from asyncrl_cli.plan.prediction import Prediction
 
 Part = Literal["training", "publishing", "generation", "due", "reward", "saving", "between"]
 """Waits: ``generation``: fewer groups had finished than a batch needs. ``due``: enough had finished, but groups that
@@ -80,7 +81,7 @@ class Circumstances:
         steps: trained steps.
         rejected, requeued: groups that were generated but not trained, per trained group.
         most_rollouts: the most rollouts that ran at once.
-        estimates: for larger bounds, ascending; empty when the run cannot be simulated.
+        prediction: what the simulator says of the run; None when it does not reproduce it.
     """
 
     spec: Mapping[str, Any]
@@ -90,7 +91,16 @@ class Circumstances:
     most_rollouts: int
     rejected: float = 0.0
     requeued: float = 0.0
-    estimates: Sequence[Estimate] = ()
+    prediction: Prediction | None = None
+
+    @property
+    def estimates(self) -> tuple[Estimate, ...]:
+        """For larger bounds, ascending."""
+        if self.prediction is None:
+            return ()
+        bounds = self.prediction.bounds
+        own = bounds[self.max_staleness]
+        return tuple(Estimate(at, step_s / own) for at, step_s in bounds.items() if at > self.max_staleness)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, PARTS, Activity, Circumstances, Estimate, Part, split_wait
-from asyncrl_cli.inspect.what_if import shares_host, what_if
+from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, PARTS, Activity, Circumstances, Part, split_wait
+from asyncrl_cli.inspect.resolved import setting
+from asyncrl_cli.inspect.what_if import recorded_scenario, shares_host, what_if
 from asyncrl_cli.journal.events import Checkpoint, Start
 from asyncrl_cli.journal.progress import dropped_groups
 from asyncrl_cli.journal.step_timeline import StepSpan, finished_groups, first_publish, last_groups
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
+from asyncrl_cli.plan.prediction import Prediction, predict
 from asyncrl_cli.records.groups import BufferSettings
 
 
@@ -102,8 +104,8 @@ def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity
     )
 
 
-FURTHER = (1, 2, 4)
-"""Bounds that are tried, above the run's own."""
+SIMULATED_STEPS = 12
+"""Of each setting that is tried: a report is made within seconds."""
 
 
 def circumstances(
@@ -126,18 +128,14 @@ def circumstances(
         most_rollouts=measured.concurrency if measured else 0,
         rejected=dropped["rejected"] / trained,
         requeued=dropped["requeued"] / trained,
-        estimates=_estimates(spec, measured) if measured else (),
+        prediction=_prediction(spec, measured) if measured else None,
     )
 
 
-def _estimates(spec: Mapping[str, Any], measured: Calibration) -> tuple[Estimate, ...]:
+def _prediction(spec: Mapping[str, Any], measured: Calibration) -> Prediction | None:
     """None where the simulator does not reproduce what was recorded."""
-    own = measured.settings.max_staleness
-    found = what_if(spec, measured, [own + further for further in FURTHER])
-    if found.misfit is not None:
-        return ()
-    return tuple(
-        Estimate(bound, outcome.step_s / found.outcomes[own].step_s)
-        for bound, outcome in found.outcomes.items()
-        if bound > own
-    )
+    if what_if(spec, measured, ()).misfit is not None:
+        return None
+    longest = max(rollout.response for group in measured.groups for rollout in group.rollouts)
+    limit = setting(spec, "rollout.max_response_tokens", longest)
+    return predict(recorded_scenario(spec, measured), limit, not shares_host(spec), SIMULATED_STEPS)

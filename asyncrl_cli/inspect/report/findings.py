@@ -20,6 +20,7 @@ from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, Bottleneck
 from asyncrl_cli.inspect.resolved import value_at
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.staleness import Report, together
+from asyncrl_cli.plan.prediction import Prediction
 
 Tone = Literal["good", "bad", "plain"]
 
@@ -40,6 +41,25 @@ def limited(found: Bottleneck | None) -> Answer:
     if found is None:
         return Answer(question, "No step is trained yet.", "plain")
     return Answer(question, found.sentence, "plain", (found.breakdown, found.advice))
+
+
+def other_settings(found: Prediction | None) -> Answer:
+    """How fast the run would be with other settings, simulated."""
+    question = "How fast would it be with other settings?"
+    if found is None:
+        return Answer(question, "Not known: the simulator does not reproduce the recorded steps within 10 %.", "plain")
+    changes = [
+        f"With {change.setting} a step would take {change.gain:.0%} less ({change.step_s:.3g} s)."
+        for change in found.changes
+    ]
+    spans = ", ".join(f"{factor - 1:+.0%}: {step_s:.3g} s" for factor, step_s in found.spans.items())
+    return Answer(
+        question,
+        f"A simulated step takes {found.outcome.step_s:.3g} s, {found.ratio_to_sync:.2f} times as fast as without "
+        f"staleness; max_staleness {found.free} is the least that costs nothing.",
+        "plain",
+        (*(changes or ["No other setting that was tried saves 3 %."]), f"With other lengths of responses: {spans}."),
+    )
 
 
 def stale(report: Report) -> Answer:

@@ -16,7 +16,7 @@ from asyncrl_cli.inspect.report.charts import SERIES, Chart
 from asyncrl_cli.inspect.report.curves import Curves, curves
 from asyncrl_cli.inspect.report.evidence import StepTime, activity, circumstances, trainer_time
 from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
-from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, stale
+from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, other_settings, stale
 from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
 from asyncrl_cli.inspect.report.run_charts import (
     histogram_chart,
@@ -88,6 +88,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         answers=(
             Answer("Did it learn?", *learned(rewards, past.evaluations, spec)),
             limited(found),
+            other_settings(known.prediction if known else None),
             stale(staleness),
             failed(phase, run.state.reason, past.failures_by_kind, first),
         ),

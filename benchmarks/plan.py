@@ -1,0 +1,117 @@
+"""What `asyncrl plan` predicts from one run of the quickstart, beside what runs with other settings measure.
+
+    python benchmarks/plan.py [--steps N] [--learn] [--json FILE]
+
+One run at staleness 2 is measured; `sync`, `one_step_off`, staleness 4 and half of the concurrency are predicted from
+it, and then run. Each run takes its steps and about a minute; all of it under 20 minutes on two quiet cores. The
+learning rate is next to nothing, so that lengths stay as they are and errors are those of the model of the machine;
+with `--learn` it is the spec's.
+Needs a machine that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+CALIBRATION = "staleness 2"
+RUNS: dict[str, list[str]] = {
+    CALIBRATION: [],
+    "sync": ["pipeline.mode=sync"],
+    "one_step_off": ["pipeline.mode=one_step_off"],
+    "staleness 4": ["pipeline.max_staleness=4"],
+    "half concurrency": ["rollout.max_running_rollouts=128"],
+}
+LIMIT_S = 600
+"""Of one run."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Predicted beside measured, of one run; shares in points."""
+
+    name: str
+    predicted_s: float
+    measured_s: float
+    worst_share: float
+    staleness: tuple[float, float]
+
+
+def main() -> None:
+    """Run, predict, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="steps of each run")
+    parser.add_argument("--learn", action="store_true", help="keep the quickstart's learning rate")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-plan-") as folder:
+        usual = [f"runs_dir={folder}", f"stop.steps={arguments.steps}", "evaluation.every=0", "checkpoints.every=0"]
+        if not arguments.learn:
+            usual.append("trainer.optimizer.learning_rate=1e-8")
+        runs = {}
+        for name, changes in RUNS.items():
+            runs[name] = _train([*usual, *changes])
+            print(f"{name}: ran, {time.monotonic() - began:.0f} s so far", file=sys.stderr)
+        documents = {name: _plan([*usual, *RUNS[name]], runs[CALIBRATION], run) for name, run in runs.items()}
+    rows = [_row(name, document) for name, document in documents.items()]
+    _print(rows, documents[CALIBRATION]["calibration"], time.monotonic() - began)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(documents, indent=1))
+
+
+def _asyncrl(*arguments: str) -> str:
+    command = [sys.executable, "-m", "asyncrl_cli.cli.app", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+    if done.returncode:
+        sys.exit(f"`asyncrl {' '.join(arguments)}` ended with {done.returncode}")
+    return done.stdout
+
+
+def _set(changes: list[str]) -> list[str]:
+    return [part for change in changes for part in ("--set", change)]
+
+
+def _train(changes: list[str]) -> Path:
+    folder = Path(changes[0].partition("=")[2])
+    _asyncrl("train", str(QUICKSTART), "--quiet", *_set(changes))
+    return max(folder.glob("quickstart-*"), key=lambda run: run.stat().st_ctime)
+
+
+def _plan(changes: list[str], calibration: Path, run: Path) -> dict[str, Any]:
+    arguments = ["--calibrate-from", f"{calibration}/", "--compare", f"{run}/", "--json"]
+    document: dict[str, Any] = json.loads(_asyncrl("plan", str(QUICKSTART), *_set(changes), *arguments))
+    return document
+
+
+def _row(name: str, document: dict[str, Any]) -> Row:
+    lines = {line["name"]: line for line in document["comparison"]["lines"]}
+    step, stale = lines.pop("step s"), lines.pop("mean staleness")
+    worst = max(lines.values(), key=lambda line: abs(line["off"]))
+    return Row(name, step["predicted"], step["measured"], 100 * worst["off"], (stale["predicted"], stale["measured"]))
+
+
+def _print(rows: list[Row], calibration: dict[str, Any], seconds: float) -> None:
+    sync = next(row for row in rows if row.name == "sync")
+    print("\n| run | step s: predicted, measured | error | ratio to sync: predicted, measured | error | largest "
+          "difference of a share | mean staleness |\n|-|-|-|-|-|-|-|")  # fmt: skip
+    for row in rows:
+        ratios = sync.predicted_s / row.predicted_s, sync.measured_s / row.measured_s
+        print(
+            f"| {row.name} | {row.predicted_s:.3f}, {row.measured_s:.3f} | {row.predicted_s / row.measured_s - 1:+.1%} "
+            f"| {ratios[0]:.2f}, {ratios[1]:.2f} | {ratios[0] / ratios[1] - 1:+.1%} | {row.worst_share:+.0f} points | "
+            f"{row.staleness[0]:.2f}, {row.staleness[1]:.2f} |"
+        )
+    print(f"\nengine {calibration['engine']}\ntrainer {calibration['trainer']}\n{seconds:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
