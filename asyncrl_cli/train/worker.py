@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
@@ -88,13 +89,15 @@ class TrainerWorker:
         """Join the other ranks and load the model, or a checkpoint's state over it.
 
         Modules of the user's own functions are looked up in ``search_path`` first. Raises ``RunError`` when a trainer
-        of this spec cannot load the checkpoint, and ``UserError`` when a function cannot be imported.
+        of this spec cannot load the checkpoint, or engines would apply its adapters to other weights, and ``UserError``
+        when a function cannot be imported.
         """
         import torch
 
         from asyncrl_cli.train import checkpoints
         from asyncrl_cli.train import deepspeed_engine as ds
         from asyncrl_cli.train.algorithms.objective import Objective
+        from asyncrl_cli.train.model.lora import base_bits
         from asyncrl_cli.train.model.reference import Copy, load_reference
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
@@ -136,11 +139,18 @@ class TrainerWorker:
         self._copies = copies_of(self._engine.device)
         self._replica = MappedReplica(self._layout, self._copies, own)
         self._tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
+        base = base_bits(self._model) if self._spec.model.published_adapter is not None else []
         # Last: it restores the random-number states, from which the models above may have drawn. Policy, then critic.
         for part, source in sources.items():
             engine = critic if critic is not None and part == checkpoints.CRITIC else self._engine
             checkpoints.load_state(engine, source, self._rank)
             self._updates = source.counters.updates
+        if base and base_bits(self._model) != base:  # engines would apply the adapters to other weights (decision 0057)
+            raise RunError(
+                f"the model in {model_dir} is not the one that this checkpoint's adapters were trained on",
+                location=str(checkpoint),
+                hint="restore that model there: with model.lora.serve: adapter engines read its weights themselves",
+            )
         if checkpoint is not None and isinstance(reference, Copy):
             reference.load(Path(checkpoint))
 

@@ -23,11 +23,15 @@ KINDS = {
     "adapters": (3, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
     "adapters-zero1": (1, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5")),
     "reference": (3, ("algorithm.kl_coef=0.5", "algorithm.reference_update_every=2")),
+    "served": (3, ("model.lora={rank: 4, alpha: 8.0, serve: adapter}",)),
+    "served-zero1": (1, ("model.lora={rank: 4, alpha: 8.0, serve: adapter}",)),
     "both": (2, ("model.lora={rank: 4, alpha: 8.0}", "algorithm.kl_coef=0.5", "algorithm.reference_update_every=2")),
 }
 
 
-def go(folder: Path, kind: str, ranks: int, source: Checkpoint | None, first: int) -> tuple[Any, Checkpoint | None]:
+def go(
+    folder: Path, kind: str, ranks: int, source: Checkpoint | None, first: int, *more: str
+) -> tuple[Any, Checkpoint | None]:
     """Rank 0's results of a trainer's steps from ``first`` to 3, and its checkpoint before step 3."""
     zero_stage, overrides = KINDS[kind]
     target = folder / "step-000003"
@@ -43,7 +47,7 @@ def go(folder: Path, kind: str, ranks: int, source: Checkpoint | None, first: in
             f"trainer.zero_stage={zero_stage}",
             "trainer.optimizer.learning_rate=0.003",
             "pipeline.groups_per_step=8",
-            *overrides,
+            *(*overrides, *more),
         ),
         *(source.folder if source else "-", "-" if source else target, first, 3),
     )
@@ -101,3 +105,14 @@ def test_engines_saved_models_and_exports_have_the_same_weights(trained: Any, tm
     if "lora_" in "".join(before["weights"]):
         frozen = [name for name in before["weights"] if "lora_" not in name]
         assert all(torch.equal(before["weights"][name], start[name.replace(".base_layer", "")]) for name in frozen)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["served", "served-zero1"])
+def test_adapters_are_not_resumed_beside_other_weights(tmp_path: Path, kind: str) -> None:
+    """Engines read the initial model themselves, so a checkpoint cannot bring it."""
+    before, checkpoint = go(tmp_path / "first", kind, 2, None, 0)
+    now, _ = go(tmp_path / "same", kind, 2, checkpoint, 3)
+    assert differs(now["weights_after"], before["weights_after"]) == 0
+    with pytest.raises(AssertionError, match="is not the one that this checkpoint's adapters were trained on"):
+        go(tmp_path / "other", kind, 2, checkpoint, 3, "seed=1")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl_cli.spec.inputs import LoraSpec
-from asyncrl_cli.train.model.lora import LoraError, add_adapters, merge, plain_weights, without_adapters
+from asyncrl_cli.train.model.lora import LoraError, add_adapters, base_bits, merge, plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
 from asyncrl_cli.weights.copies import Copies
@@ -182,3 +182,16 @@ def test_the_saved_model_is_a_plain_one(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, state_dict={weight.name: weight.merged() for weight in plain_weights(model)})
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(logprobs(loaded), logprobs(model), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_the_base_change_with_any_weight_that_is_not_trained(dtype: torch.dtype) -> None:
+    model = make(LORA).to(dtype)
+    before = base_bits(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            bits = parameter.detach().view(torch.int32 if dtype == torch.float32 else torch.int16)
+            bits.flatten()[0].bitwise_xor_(1)
+            assert (base_bits(model) != before) == (not parameter.requires_grad)
+            bits.flatten()[0].bitwise_xor_(1)
+    assert base_bits(model) == before

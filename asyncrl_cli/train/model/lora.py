@@ -28,6 +28,9 @@ BASE = "base_layer"
 MATRICES = ("lora_A", "lora_B")
 """What peft calls the two matrices of an adapter."""
 
+INTEGERS = {2: torch.int16, 4: torch.int32}
+"""By bytes."""
+
 
 class LoraError(ConfigError):
     """Adapters that the model cannot have."""
@@ -150,6 +153,12 @@ def adapter_matrices(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
         if weight.adapter is not None:
             for kind in MATRICES:
                 yield weight.name, kind, getattr(weight.adapter, kind)[ADAPTER].weight
+
+
+def base_bits(model: nn.Module) -> list[int]:
+    """The sum of the bits of each weight that is not trained, of the part that this rank has."""
+    parts = [getattr(weight, "ds_tensor", weight).detach() for weight in model.parameters() if not weight.requires_grad]
+    return [int(part.contiguous().view(INTEGERS[part.element_size()]).sum(dtype=torch.int64)) for part in parts]
 
 
 def merge(model: Any, lora: LoraSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

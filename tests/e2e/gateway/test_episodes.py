@@ -17,9 +17,11 @@ import psutil
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.records.experts import from_bytes
 from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
+from tests.e2e.test_data import MIXTRAL
 
 pytestmark = pytest.mark.stack
 
@@ -99,12 +101,19 @@ SMALL: dict[str, Any] = {
 
 
 class Piece(NamedTuple):
-    """A recorded segment."""
+    """A recorded segment; ``experts`` has a row for each token, where they are recorded."""
 
     start: int
     version: int
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    experts: tuple[bytes, ...]
+
+    @property
+    def by_token(self) -> list[tuple[Any, ...]]:
+        """What must stay as it is. The experts of context become known when the call after it ends."""
+        context = self.version == CONTEXT or not self.experts
+        return list(zip(self.tokens, self.logprobs, [b""] * len(self.tokens) if context else self.experts, strict=True))
 
 
 class Played(NamedTuple):
@@ -122,14 +131,16 @@ def played(run: Path) -> dict[tuple[int, int], Played]:
     with closing(open_for_reading(run / FILE)) as journal:
         pieces: dict[tuple[int, int], dict[int, list[Piece]]] = {}
         segments = journal.execute(
-            "SELECT group_id, rollout_index, branch, start, version, tokens, logprobs FROM segments ORDER BY 1, 2, 3, 4"
+            "SELECT group_id, rollout_index, branch, start, version, tokens, logprobs, ids FROM segments "
+            "LEFT JOIN experts USING (group_id, rollout_index, branch, start) ORDER BY 1, 2, 3, 4"
         )
-        for group_id, index, branch, start, version, tokens, logprobs in segments:
+        for group_id, index, branch, start, version, tokens, logprobs, experts in segments:
             piece = Piece(
                 start,
                 version,
                 tuple(np.frombuffer(tokens, "<i4").tolist()),
                 tuple(np.frombuffer(logprobs, "<f4").tolist()),
+                () if experts is None else tuple(map(bytes, from_bytes(experts, len(tokens) // 4))),
             )
             pieces.setdefault((group_id, index), {}).setdefault(branch, []).append(piece)
         found = journal.execute(
@@ -228,8 +239,9 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
 
 
 def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
+    """Nor are the experts lost that the engine chose for them."""
     spec = runs.write_spec(
-        **SMALL,
+        **SMALL | {"model": SMALL["model"] | {"init": MIXTRAL}, "algorithm": {"router_replay": True}},
         task={"use": "players:slow"},
         data={"train": {"path": write(runs, "slow", 60)}, "eval": {"path": write(runs, "slow", 60), "size": 2}},
         stop={"steps": 100},
@@ -272,8 +284,16 @@ def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
         now = after[key]
         assert now.failure == ""
         for branch, pieces in rollout.pieces.items():
-            old = [token for piece in pieces for token in zip(piece.tokens, piece.logprobs, strict=True)]
-            new = [token for piece in now.pieces[branch] for token in zip(piece.tokens, piece.logprobs, strict=True)]
+            old = [token for piece in pieces for token in piece.by_token]
+            new = [token for piece in now.pieces[branch] for token in piece.by_token]
             assert new[: len(old)] == old
             kept += rollout.state == "running"
     assert kept, "some were unfinished"
+    sampled = [
+        piece
+        for rollout in after.values()
+        for pieces in rollout.pieces.values()
+        for piece in pieces
+        if piece.version != CONTEXT
+    ]
+    assert all(len(piece.experts) == len(piece.tokens) and all(map(any, piece.experts)) for piece in sampled)
