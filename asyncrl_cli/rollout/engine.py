@@ -233,20 +233,20 @@ class Engine:
         else:
             await core.pause_scheduler_async(mode="keep", clear_cache=policy == "recompute")
         started = time.monotonic()
-        try:
-            # The last tokens left vLLM's process before its answer to the pause; when it has answered this call too,
-            # they are here, and ``on_pause`` sees all of them (decision 0010).
-            await self._vllm.start_weight_update()
-            on_pause()
-            await self._vllm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
-            await self._vllm.finish_weight_update(str(version))
-            if self._adapter is not None:
-                await self._vllm.collective_rpc("install_adapter")
-            self._version = version
-        finally:
-            await core.resume_scheduler_async()
-            self._loading = False  # last: waiting requests start under the new version
-            await self._wake()
+        # The last tokens left vLLM's process before its answer to the pause; when it has answered this call too, they
+        # are here, and ``on_pause`` sees all of them (decision 0010).
+        await self._vllm.start_weight_update()
+        on_pause()
+        await self._vllm.update_weights(WeightTransferUpdateRequest({"version": version, "path": path}))
+        await self._vllm.finish_weight_update(str(version))
+        if self._adapter is not None:
+            await self._vllm.collective_rpc("install_adapter")
+        self._version = version
+        # Not where one of these fails: with weights of two versions nothing may be generated. The driver takes the
+        # requests back, and ends this process.
+        await core.resume_scheduler_async()
+        self._loading = False  # last: waiting requests start under the new version
+        await self._wake()
         return time.monotonic() - started
 
     async def sleep(self, level: int = 1) -> None:

@@ -275,6 +275,37 @@ def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Be
     runner.run(check())
 
 
+def test_nothing_is_generated_with_weights_that_did_not_load(
+    bench: Bench, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: str) -> None:
+        raise RuntimeError("out of memory")
+
+    async def check() -> None:
+        await bench.publish(44, "keep", endless=True)
+        names = ["44-0", "44-1"]
+        running = [asyncio.create_task(bench.engine.generate(greedy(name))) for name in names]
+        await until(lambda: begun(bench, names))
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.engine._vllm, "finish_weight_update", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                await bench.publish(45, "keep", endless=True)
+        made = bench.engine.sampled_tokens()
+        for _ in range(50):  # vLLM's core answers these between two steps
+            await bench.engine._vllm.collective_rpc("weights_prepared")
+        assert bench.engine.sampled_tokens() == made
+        await bench.engine.abort()
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            assert isinstance(ended, Aborted), ended
+            assert {segment.version for segment in ended.segments} == {44}
+        assert bench.engine.sampled_tokens() == made
+        await bench.engine._vllm.finish_weight_update("45")
+        await bench.publish(46, "keep", endless=True)
+        assert len((await bench.engine.generate(greedy("46-0", tokens=TOKENS))).ids) == TOKENS
+
+    runner.run(check())
+
+
 class LocalEngine(Actor):
     """A worker in this process, called as an actor is."""
 
