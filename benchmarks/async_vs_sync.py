@@ -93,11 +93,16 @@ def bound(figures: dict[str, float]) -> str:
 
 def train(runs_dir: Path, mode: str, steps: int, repeat: int) -> Path:
     """One run; returns its folder."""
-    path = runs_dir / f"{mode}.yaml"
-    shutil.copy(Path(__file__).with_name("long_tail.py"), runs_dir)
-    path.write_text(yaml.safe_dump(spec(runs_dir, mode, steps)))
-    known = set(runs_dir.glob("*/manifest.json"))
     print(f"running {mode}, {repeat}", file=sys.stderr, flush=True)
+    return run_of(runs_dir, spec(runs_dir, mode, steps))
+
+
+def run_of(runs_dir: Path, settings: dict[str, Any]) -> Path:
+    """A run of a spec on the tasks of long_tail.py; returns its folder."""
+    path = runs_dir / "spec.yaml"
+    shutil.copy(Path(__file__).with_name("long_tail.py"), runs_dir)
+    path.write_text(yaml.safe_dump(settings))
+    known = set(runs_dir.glob("*/manifest.json"))
     command = [sys.executable, "-m", "asyncrl_cli.cli.app", "train", str(path)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     (made,) = set(runs_dir.glob("*/manifest.json")) - known
