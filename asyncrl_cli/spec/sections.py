@@ -179,8 +179,6 @@ class TrainerSpec(Section):
     weights a second, and little else."""
     gpus_per_rank: OneGpu = 0
     """1 trains on GPU with NCCL, 0 on CPU with gloo. A share such as 0.5 has each rank on one GPU with an engine."""
-    zero_stage: Literal[0, 1, 2, 3] = 3
-    """DeepSpeed ZeRO stage."""
     dtype: DType = "float32"
     """Dtype of the trained weights."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
@@ -210,6 +208,11 @@ class TrainerSpec(Section):
     offload: Literal["none", "optimizer", "all"] = "none"
     """What a GPU rank keeps in CPU memory. `optimizer`: Adam's state and the float32 weights. `all` (with ZeRO-3): the
     trained weights, too."""
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default_factory=lambda data: 3 if data.get("ranks", 1) > 1 or data.get("offload") == "all" else 2
+    )
+    """DeepSpeed ZeRO stage. Default: 3, which shards the weights, or 2 for a single rank, which has all of them anyway
+    and would gather them layer by layer for nothing (3 with `offload: all`)."""
     max_skipped_updates: Count = 10
     """The run stops after this many consecutive updates that were skipped because the loss or gradient was not finite.
     """

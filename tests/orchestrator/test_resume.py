@@ -63,7 +63,7 @@ def save(run: RunDirectory, step: int) -> Checkpoint:
     checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
     (checkpoint.folder / "state").mkdir(parents=True)
     (checkpoint.folder / "state/shard").write_text(f"weights {step}")
-    layout = {"ranks": 1, "zero_stage": 3, "dtype": "float32"}
+    layout = {"ranks": 1, "zero_stage": 2, "dtype": "float32"}
     state = {"step": step, "next_group": step, "prompts": [], "trainer": layout}
     (checkpoint.folder / "run.json").write_text(json.dumps(state))
     seal(checkpoint.folder)

@@ -61,7 +61,7 @@ def test_shards_that_cannot_be_read_are_refused(tmp_path: Path, saved: int, want
 
 @pytest.mark.slow
 def test_a_conversion_that_fails_says_why_and_leaves_nothing(tmp_path: Path) -> None:
-    source = find_source(empty_checkpoint(tmp_path, 2, 3), TrainerSpec(ranks=1))
+    source = find_source(empty_checkpoint(tmp_path, 2, 3), TrainerSpec(ranks=1, zero_stage=3))
     with pytest.raises(RunError, match=r"FileNotFoundError: can't find \*_optim_states.pt.*.set trainer.ranks to 2"):
         to_universal(source)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000007"]
@@ -71,7 +71,7 @@ def test_missing_counters_are_damage(tmp_path: Path) -> None:
     checkpoint = empty_checkpoint(tmp_path, 1, 3)
     (checkpoint.folder / "state/trainer.json").write_text('{"updates": 7}')
     with pytest.raises(RunError, match=r"the checkpoint is damaged: state/trainer\.json cannot be read"):
-        find_source(checkpoint, TrainerSpec())
+        find_source(checkpoint, TrainerSpec(zero_stage=3))
 
 
 @pytest.mark.parametrize(("wanted", "universal"), [((4, 2), False), ((4, 4), True), ((2, 2), True), ((4, 1), None)])
