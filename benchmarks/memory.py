@@ -79,11 +79,13 @@ class Case:
     recompute: bool = False
     lora: bool = False
     sequence_parallel: int = 1
+    expert_parallel: int = 1
 
     @property
     def name(self) -> str:
         extra = [self.dtype, *(["recompute"] if self.recompute else []), *(["lora"] if self.lora else [])]
         extra += [f"sequence_parallel {self.sequence_parallel}"] if self.sequence_parallel > 1 else []
+        extra += [f"expert_parallel {self.expert_parallel}"] if self.expert_parallel > 1 else []
         return f"{self.model}, ZeRO {self.stage}, {self.ranks} rank{'s' if self.ranks > 1 else ''}, {', '.join(extra)}"
 
     def spec(self, folder: Path) -> ExperimentSpec:
@@ -95,6 +97,7 @@ class Case:
             f"trainer.zero_stage={self.stage}",
             f"trainer.ranks={self.ranks}",
             f"trainer.sequence_parallel={self.sequence_parallel}",
+            f"trainer.expert_parallel={self.expert_parallel}",
             f"trainer.dtype={self.dtype}",
             f"rollout.dtype={self.dtype}",
             f"trainer.tokens_per_microbatch={self.tokens}",
@@ -113,6 +116,8 @@ CASES = [
     *(Case("dense", stage, dtype="bfloat16") for stage in range(4)),
     Case("dense", 3, ranks=2, dtype="bfloat16"),
     Case("dense", 3, ranks=2, tokens=2048, sequence_parallel=2),
+    Case("experts", 3, ranks=2, expert_parallel=2),
+    Case("experts", 3, ranks=2, expert_parallel=2, recompute=True),
     Case("dense", 3, recompute=True),
     Case("experts", 3, recompute=True),
 ]

@@ -86,7 +86,8 @@ def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
         if 2 * kept >= REUSE_NUMBERS:
             break
         kept += number
-    return min(model.parameters, kept + max(modules) + PREFETCH_NUMBERS)
+    elsewhere = sum(model.experts) - sum(of_experts)
+    return min(model.parameters - elsewhere, kept + max(modules) + PREFETCH_NUMBERS)
 
 
 def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:

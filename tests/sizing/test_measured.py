@@ -25,7 +25,7 @@ from asyncrl_cli.train.model.initial import write_model_stub
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((Path(__file__).parent / "measured.json").read_text())
 GOAL = 0.15
-SETTINGS = ("model", "stage", "ranks", "dtype", "tokens", "recompute", "lora")
+SETTINGS = ("model", "stage", "ranks", "dtype", "tokens", "recompute", "lora", "expert_parallel")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def model_of(benchmark: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
         return size_model(benchmark.Case(name, 0, lora=lora).spec(folder / name), read)
 
     def found(recorded: dict[str, Any]) -> Any:
-        case = benchmark.Case(**{name: recorded[name] for name in SETTINGS})
+        case = benchmark.Case(**{name: recorded[name] for name in SETTINGS if name in recorded})
         model = sized(case.model, case.lora)
         return case.spec(folder / case.model), replace(model, activations=lambda *_: recorded["activations"]), model
 
