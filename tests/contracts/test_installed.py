@@ -130,7 +130,10 @@ def _settings() -> list[dict[str, Any]]:
 
 
 def _defaults() -> dict[str, Any]:
-    return {name: field.get_default(call_default_factory=True, validated_data={}) for name, field in TrainerSpec.model_fields.items()}
+    return {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in TrainerSpec.model_fields.items()
+    }
 
 
 def test_deepspeed_knows_every_key_of_its_configuration(installed: Package) -> None:
