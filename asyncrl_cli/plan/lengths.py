@@ -99,12 +99,6 @@ def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
     )
 
 
-def mean_response(groups: Groups) -> float:
-    """Mean sampled tokens of a rollout."""
-    lengths = [rollout.response for group in groups for rollout in group.rollouts]
-    return sum(lengths) / len(lengths)
-
-
 def describe(groups: Groups, longest: int) -> dict[str, float]:
     """Mean, spread of the logarithm, the longest, and the share at the limit."""
     lengths = sorted(rollout.response for group in groups for rollout in group.rollouts)

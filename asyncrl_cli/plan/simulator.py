@@ -83,8 +83,6 @@ class Outcome:
     staleness: Counter[int]
     generated_tokens: float
     trained_tokens: float
-    longest_step_s: float = 0.0
-    rejected_share: float = 0.0
 
     @property
     def mean_staleness(self) -> float:
@@ -97,12 +95,11 @@ class Outcome:
         return sum(self.trainer.get(part, 0.0) for part in parts) / total if total else 0.0
 
 
-WAITS = ("groups", "missing", "publish")
-"""What a simulated trainer waits for."""
-
-
 def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:
-    """``steps`` steps, after ``warm_up`` that do not count (default: until the buffer is as full as it gets)."""
+    """``steps`` steps, after ``warm_up`` that do not count (default: until the buffer is as full as it gets).
+
+    Raises ``ValueError`` when the engines have no places for one group.
+    """
     return Simulation(scenario, steps, warm_up).run()
 
 
@@ -111,6 +108,8 @@ class Simulation:
 
     def __init__(self, scenario: Scenario, steps: int, warm_up: int | None = None) -> None:
         settings = scenario.settings
+        if scenario.engines * scenario.slots < settings.group_size:
+            raise ValueError("the engines have no places for one group")
         if warm_up is None:
             warm_up = (settings.max_staleness + 2) * settings.publish_every + 2
         self._scenario = scenario
@@ -155,12 +154,6 @@ class Simulation:
         for engine in self._engines:
             engine.advance(self._now)
         wall = seconds * len(self._engines) or 1.0
-        laps = [
-            b - a
-            for a, b in zip([begun, *self._ended_at[self._warm_up :]], self._ended_at[self._warm_up :], strict=False)
-        ]
-        counts = self.ledger.counts()
-        ended = counts.taken + counts.finished + counts.rejected
         return Outcome(
             steps=self._steps,
             step_s=seconds / self._steps,
@@ -171,8 +164,6 @@ class Simulation:
             staleness=self._staleness,
             generated_tokens=sum(engine.tokens for engine in self._engines) / (seconds or 1.0),
             trained_tokens=self._tokens / (seconds or 1.0),
-            longest_step_s=max(laps, default=0.0),
-            rejected_share=counts.rejected / ended if ended else 0.0,
         )
 
     # -- the trainer: a coroutine that gives the seconds it works for, or None while it waits

@@ -19,7 +19,7 @@ from asyncrl_cli.plan.costs import (
     iterations_in,
     seconds_of,
 )
-from asyncrl_cli.plan.lengths import GroupLengths, LengthModel, RolloutLength, mean_response, scaled
+from asyncrl_cli.plan.lengths import GroupLengths, LengthModel, RolloutLength, describe, scaled
 from asyncrl_cli.plan.prediction import with_bound
 from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate
 from tests.plan.scenarios import COSTS, lengths, scenario, settings
@@ -138,6 +138,11 @@ def test_a_full_cache_makes_sequences_wait() -> None:
     assert simulate(small).running < 12
 
 
+def test_engines_without_places_for_a_group_are_refused() -> None:
+    with pytest.raises(ValueError, match="no places"):
+        simulate(scenario(settings(group_size=4), slots=3))
+
+
 # -- whatever the costs
 
 
@@ -187,6 +192,15 @@ def test_more_never_slows_a_run(of: Scenario, what: str) -> None:
     assert simulate(more, 40).step_s <= NOISE * simulate(of, 40).step_s
 
 
+def test_mean_staleness_is_that_of_littles_law() -> None:
+    # Groups that are admitted and not taken, divided by those that a step takes: no group is rejected here.
+    for bound in (1, 3, 6):
+        simulation = Simulation(scenario(settings(8, bound), lengths(120, 0.9, 600), slots=256), 60)
+        outcome = simulation.run()
+        counts = simulation.ledger.counts()
+        assert outcome.mean_staleness == pytest.approx((counts.running + counts.finished) / 8 - 0.5, abs=0.6)
+
+
 def test_a_quarter_of_the_cluster_takes_as_long() -> None:
     groups = lengths(400, 0.7, 2000, number=1024)
     for bound in (1, 4):
@@ -207,7 +221,7 @@ def test_iterations_are_the_inverse_of_seconds(base_s: float, growth_s: float, i
 @examples(max_examples=30, deadline=None)
 def test_drawn_lengths_have_the_mean_that_was_asked_for(mean: float, sigma: float, correlation: float) -> None:
     groups = LengthModel(mean, sigma, 500, correlation=correlation).groups(100, 4)
-    assert mean_response(groups) == pytest.approx(mean, rel=0.02)
+    assert describe(groups, 500)["mean"] == pytest.approx(mean, rel=0.02)
     assert max(rollout.response for group in groups for rollout in group.rollouts) <= 500
 
 
