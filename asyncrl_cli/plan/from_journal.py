@@ -95,14 +95,15 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
     )
     observed = _observed(connection, spans, chosen, engine is not None)
     beside = engine.beside_trainer if engine is not None else 0.0
+    alone = _Alone(beside, observed.engines_idle or 0.0, training)
     return Calibration(
         settings,
         groups,
         Costs(
             _engine_cost(engine),
-            _trainer_cost(trainer, chosen, groups, settings, beside, observed.engines_idle or 0.0),
-            _publish(chosen),
-            _overheads(connection, spans, chosen, requests, lives, training, beside),
+            _trainer_cost(trainer, chosen, groups, settings, beside, _busy_beside(chosen, requests)),
+            _publish(chosen, alone, settings.max_staleness > 0),
+            _overheads(connection, spans, chosen, requests, lives, alone),
         ),
         engine,
         trainer,
@@ -227,6 +228,24 @@ def _engine(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """How long work took that is neither the trainer's nor the engines', had these left it the processors: the inverse
+    of what the simulator does to it. ``beside`` is 0 where they have their own."""
+
+    beside: float
+    idle: float  # of the engines
+    training: Spans
+
+    def __call__(self, begin: float, end: float) -> float:
+        """Seconds of the work from ``begin`` to ``end``."""
+        if end <= begin:
+            return 0.0
+        trained = sum(max(0.0, min(end, until) - max(begin, since)) for since, until in self.training if since < end)
+        engines = 1 + self.beside * (1 - self.idle)
+        return (end - begin - trained) / engines + trained / (engines + self.beside)
+
+
 def _engine_cost(engine: EngineFit | None) -> EngineCost:
     if engine is None:
         return EngineCost(LinearIteration(0.0, 0.0))
@@ -240,14 +259,15 @@ def _trainer_cost(
     groups: Sequence[GroupLengths],
     settings: BufferSettings,
     beside: float,
-    idle: float,
+    busy: float,
 ) -> TrainerCost:
+    """``busy``: share of its time beside engines that had requests."""
     tokens = fmean(span.metrics.get("tokens/trained", 0.0) for span in chosen)
     kept = [group for group in groups if not group.rejected]
     in_batch = sum(group.tokens for group in kept) / len(kept) * settings.groups_per_step
     # What is measured is mostly beside busy engines. Alone it would be shorter, by as much as engines are alone: an
     # assumption, as a run shows the trainer in both situations too rarely.
-    alone = idle + (1 - idle) / (1 + beside)
+    alone = 1 - busy + busy / (1 + beside)
     return TrainerCost(
         trainer.per_step_s * alone,
         trainer.per_token_s * alone,
@@ -256,18 +276,32 @@ def _trainer_cost(
     )
 
 
-def _publish(chosen: Sequence[StepSpan]) -> PublishCost:
-    """Means over the measured steps that published. Earlier releases waited for all of a publish (decision 0062)."""
-    seconds, stalls, held = [], [], []
+def _busy_beside(chosen: Sequence[StepSpan], requests: Sequence[EngineRequest]) -> float:
+    """The share of the steps' training in which an engine had a request."""
+    busy = joined((request.begun_at, request.ended_at) for request in requests)
+    trained = sum(span.trained_until - span.taken_at for span in chosen)
+    both = sum(
+        max(0.0, min(span.trained_until, end) - max(span.taken_at, begin)) for span in chosen for begin, end in busy
+    )
+    return both / trained if trained else 0.0
+
+
+def _publish(chosen: Sequence[StepSpan], alone: _Alone, overlaps: bool) -> PublishCost:
+    """Means over the measured steps that published. ``overlaps``: the trainer continues while engines load, so that what
+    kept it is its own part. Earlier releases waited for all of a publish (decision 0062)."""
+    held, delivered, stalls = [], [], []
     for span in chosen:
         if span.publish is not None:
-            whole = span.publish.ended_at - span.publish.begun_at
-            seconds.append(whole)
+            begun, ended = span.publish.begun_at, span.publish.ended_at
+            kept_s = span.metrics.get(HELD, ended - begun)
+            own_s = kept_s if overlaps else span.metrics.get("publish/write_s", kept_s)
+            free = min(begun + own_s, ended)
+            held.append(alone(begun, free))
+            delivered.append(alone(free, ended))
             stalls.append(span.publish.stall_s)
-            held.append(min(whole, span.metrics.get("publish/write_s") or span.metrics.get(HELD, whole)))
-    if not seconds:
+    if not held:
         return PublishCost()
-    return PublishCost(fmean(held), max(0.0, fmean(seconds) - fmean(held)), fmean(stalls))
+    return PublishCost(fmean(held), fmean(delivered), min(fmean(stalls), fmean(delivered) or fmean(stalls)))
 
 
 def _overheads(
@@ -276,16 +310,13 @@ def _overheads(
     chosen: Sequence[StepSpan],
     requests: Sequence[EngineRequest],
     lives: Sequence[GroupSpan],
-    training: Spans,
-    beside: float,
+    alone: _Alone,
 ) -> Overheads:
-    """Means over the groups of the measured steps. What was beside training on the same processors is taken as long as
-    it would have been without it."""
+    """Means over the groups of the measured steps."""
     ended = last_groups(connection)
     before = {span.step: earlier.ended_at for earlier, span in pairwise(spans)}
     free = [
-        max(0.0, span.taken_at - max(before[span.step], ended.get(span.step, (None, None))[0] or 0.0))
-        for span in chosen
+        alone(max(before[span.step], ended.get(span.step, (None, None))[0] or 0.0), span.taken_at) for span in chosen
     ]
     first: dict[int, float] = {}
     last: dict[int, float] = {}
@@ -296,12 +327,6 @@ def _overheads(
             last[group] = max(last.get(group, one.ended_at), one.ended_at)
     steps = {span.step for span in chosen}
     of_steps = [group for group in lives if group.step in steps and group.group_id in first and group.ended_at]
-    lost = beside / (1 + beside)
-
-    def alone(begin: float, end: float) -> float:
-        trained = sum(max(0.0, min(end, until) - max(begin, since)) for since, until in training if since < end)
-        return max(0.0, end - begin - lost * trained)
-
     starts = [alone(group.admitted_at, first[group.group_id]) for group in of_steps]
     settles = [alone(last[group.group_id], group.ended_at or 0.0) for group in of_steps]
     return Overheads(fmean(starts) if starts else 0.0, fmean(settles) if settles else 0.0, fmean(free))

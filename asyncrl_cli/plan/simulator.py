@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
@@ -22,6 +23,9 @@ from asyncrl_cli.plan.costs import Costs
 from asyncrl_cli.plan.engine_model import Engine, Sequence
 from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.records.groups import BufferSettings
+
+SLICES = 4
+"""Of work beside trainer and engines, where these slow it down."""
 
 WeightUpdate = Literal["keep", "recompute", "drain"]
 
@@ -206,7 +210,7 @@ class Simulation:
             yield from self._wait("publish")
         yield from self._work("publishing", costs.held_s)
         self._publishing = True
-        self._at(self._now + max(0.0, costs.deliver_s - costs.stall_s), self._load)
+        self._in_background(max(0.0, costs.deliver_s - costs.stall_s), self._load)
         # Without staleness there is no batch before engines serve the weights: the loop waits here.
         while self._publishing and (self._scenario.partial_rollouts or self.ledger.settings.max_staleness == 0):
             yield from self._wait("publish")
@@ -247,6 +251,7 @@ class Simulation:
     def _work(self, part: str, seconds: float) -> Iterator[float | None]:
         if seconds <= 0:
             return
+        seconds *= self._contention()
         self._spent[part] += seconds
         yield seconds
 
@@ -290,13 +295,10 @@ class Simulation:
         rollouts = groups[self._lengths[group_id]].rollouts
         self._left[group_id] = len(rollouts)
         self._open += len(rollouts)
-        if (start_s := self._beside_training(self._costs.overheads.start_s)) > 0:
-            self._at(self._now + start_s, self._request, group_id)
+        if (start_s := self._costs.overheads.start_s) > 0:
+            self._in_background(start_s, self._request, group_id)
         else:
             self._request(group_id)
-
-    def _beside_training(self, seconds: float) -> float:
-        return seconds * (1 + self._costs.engine.beside_trainer) if self._training else seconds
 
     def _request(self, group_id: int) -> None:
         if group_id not in self._left:  # it was requeued
@@ -329,7 +331,7 @@ class Simulation:
                 self._admit()
             return
         del self._left[group_id]
-        self._at(self._now + self._beside_training(self._costs.overheads.settle_s), self._finish, group_id)
+        self._in_background(self._costs.overheads.settle_s, self._finish, group_id)
         self._admit()
 
     def _finish(self, group_id: int) -> None:
@@ -432,6 +434,22 @@ class Simulation:
                 self._schedule(engine)
         self._admit()
         self._changed()
+
+    def _contention(self) -> float:
+        """How much longer other work takes now: on one CPU host, trainer and engines each compete with it."""
+        beside = self._costs.engine.beside_trainer
+        return 1 + beside * (self._training + any(engine.running for engine in self._engines)) if beside else 1.0
+
+    def _in_background(
+        self, seconds: float, action: Callable[..., None], *arguments: object, slices: int = SLICES
+    ) -> None:
+        """Do something after work of ``seconds``, in slices, as what competes with it changes meanwhile."""
+        if not self._costs.engine.beside_trainer or slices == 1 or not seconds:
+            self._at(self._now + seconds * self._contention(), action, *arguments)
+            return
+        rest = seconds * (slices - 1) / slices
+        follow = partial(self._in_background, rest, action, *arguments, slices=slices - 1)
+        self._at(self._now + seconds / slices * self._contention(), follow)
 
     def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
         heappush(self._events, (time, next(self._order), action, arguments))
