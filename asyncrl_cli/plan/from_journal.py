@@ -287,8 +287,8 @@ def _busy_beside(chosen: Sequence[StepSpan], requests: Sequence[EngineRequest]) 
 
 
 def _publish(chosen: Sequence[StepSpan], alone: _Alone, overlaps: bool) -> PublishCost:
-    """Means over the measured steps that published. ``overlaps``: the trainer continues while engines load, so that what
-    kept it is its own part. Earlier releases waited for all of a publish (decision 0062)."""
+    """Means over the measured steps that published. ``overlaps``: the trainer continues while engines load, so that
+    what kept it is its own part. Earlier releases waited for all of a publish (decision 0062)."""
     held, delivered, stalls = [], [], []
     for span in chosen:
         if span.publish is not None:

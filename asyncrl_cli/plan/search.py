@@ -113,13 +113,15 @@ def search(
     gpu_bytes: int | None,
     scenario_of: ScenarioOf,
 ) -> Found:
-    """Simulate those that fit, and the best of them once more in full.
+    """Simulate those that fit and whose ranks can be divided as the spec says, and the best of them once more in full.
 
     ``model`` is None where its sizes are not known: then nothing is known of memory.
     """
     coarse: list[tuple[float, Allocation, Scenario, float | None, int | None]] = []
     too_large = 0
     for allocation in candidates:
+        if allocation.ranks % spec.trainer.sequence_parallel or allocation.ranks % spec.trainer.expert_parallel:
+            continue
         own = applied(spec, allocation)
         memory: float | None = None
         kv_tokens: int | None = None

@@ -9,8 +9,10 @@ from asyncrl_cli.sizing.model import SizedModel
 
 
 def shape_of(model: SizedModel, config: Any) -> Shape:
-    """The shape of a causal language model from its transformers config. Experts are those of the names that
-    transformers' configs use; shared ones count as dense."""
+    """The shape of a causal language model from its sizes and its transformers config.
+
+    Shared experts count as dense.
+    """
     text = config.get_text_config()
     layers = len(model.layers)
     heads = int(getattr(text, "num_attention_heads", 1))
@@ -18,11 +20,7 @@ def shape_of(model: SizedModel, config: Any) -> Shape:
     experts = int(_first(text, "num_experts", "n_routed_experts", "num_local_experts") or 0)
     used = int(_first(text, "num_experts_per_tok", "num_experts_per_token") or 0)
     chosen = used / experts if experts and used else 1.0
-    routed = 0.0
-    if chosen < 1:
-        inner = int(_first(text, "moe_intermediate_size", "intermediate_size") or 0)
-        dense = int(getattr(text, "first_k_dense_replace", 0) or 0)
-        routed = 3.0 * model.hidden * inner * experts * (layers - dense)
+    routed = float(sum(model.experts)) if chosen < 1 else 0.0
     # A tied head is a matrix that every token uses; untied input embeddings are looked up.
     looked_up = model.embeddings if model.head else 0
     return Shape(

@@ -131,6 +131,19 @@ def test_both_sides_slow_each_other_down_on_one_host() -> None:
     )
 
 
+def test_other_work_takes_longer_beside_trainer_and_engines_on_one_host() -> None:
+    def deliver(bound: int) -> float:
+        # The trainer waits for nothing but publishes, which take 10 s where nothing runs beside them.
+        these = exact([0.0], 2, bound, 8)
+        engine = replace(these.costs.engine, beside_trainer=1.0)
+        costs = replace(these.costs, engine=engine, publish=PublishCost(deliver_s=10.0))
+        return simulate(replace(these, costs=costs), 10).step_s
+
+    assert deliver(0) == pytest.approx(4 + 10)
+    # In 4 s of training beside it 2 s of the work are done, more or less by the slices in which it is counted.
+    assert deliver(8) == pytest.approx(4 + 8, abs=2.5 / 4 * 2)
+
+
 def test_a_full_cache_makes_sequences_wait() -> None:
     of = scenario(settings(8, 4), slots=64)
     small = replace(of, costs=replace(of.costs, engine=replace(of.costs.engine, kv_tokens=600)))
