@@ -122,7 +122,7 @@ def _predicted(spec: ExperimentSpec, source: Source, compare: str | None, runs_d
 
     planned = source.planned(spec, source.cache(spec))
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, not shares_host(spec))
-    pages = {"plan": plan_page(f"{spec.name}, predicted", predicted, planned.scenario, planned.guesses)}
+    pages = {"plan": plan_page(spec.name, predicted, planned, source.memory(spec))}
     if compare is not None:
         run = find_run(runs_dir, compare)
         happened = measure(run, load_recorded(run.path).spec)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.plan.scenario import Planned
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.sizing.model import SizedModel
+    from asyncrl_cli.sizing.parts import Device
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 CALIBRATION_STEPS = 10
@@ -62,6 +63,15 @@ class Source:
             return None
         found = gpu_cache(spec, self.model, self.gpu_bytes)
         return None if found is None else found.tokens
+
+    def memory(self, spec: ExperimentSpec) -> tuple[Device, ...]:
+        """What each GPU has to hold; empty where that is not known."""
+        from asyncrl_cli.sizing.estimate import estimate
+
+        if self.model is None or self.gpu_bytes is None:
+            return ()
+        found = estimate(spec, self.model, self.gpu_bytes, None)
+        return tuple(device for device in found.devices if device.role != "host")
 
 
 def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:

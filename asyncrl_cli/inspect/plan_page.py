@@ -11,7 +11,9 @@ from asyncrl_cli.inspect.pages import WIDTH, Page, number, table
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.prediction import Part, Prediction
-from asyncrl_cli.plan.simulator import Outcome, Scenario
+from asyncrl_cli.plan.scenario import Planned
+from asyncrl_cli.plan.simulator import Outcome
+from asyncrl_cli.sizing.parts import Device, shown
 
 BINDS: Mapping[Part, str] = {
     "trainer": "the trainer: it trains nearly all the time, so that more or faster engines change nothing",
@@ -31,8 +33,9 @@ TRAINER = {
 }
 
 
-def plan_page(title: str, predicted: Prediction, scenario: Scenario, guesses: Sequence[str]) -> Page:
-    """A prediction."""
+def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequence[Device]) -> Page:
+    """A prediction for the spec of this name; ``memory``: what its GPUs hold, where that is known."""
+    title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
     outcome = predicted.outcome
     settings = scenario.settings
     lengths = predicted.lengths
@@ -60,6 +63,7 @@ def plan_page(title: str, predicted: Prediction, scenario: Scenario, guesses: Se
         f"binds    {BINDS[predicted.binds]}",
         *_changes(predicted),
     ]
+    lines += [f"memory   {device.name}: {_memory(device)}" for device in memory]
     lines += [f"guess    {guess}" for guess in guesses]
     document = {
         "title": title,
@@ -73,6 +77,10 @@ def plan_page(title: str, predicted: Prediction, scenario: Scenario, guesses: Se
         "least_free_max_staleness": predicted.free,
         "binds": predicted.binds,
         "changes": [asdict(change) for change in predicted.changes],
+        "memory": [
+            {"device": device.name, "count": device.count, "bytes": device.total, "capacity": device.capacity}
+            for device in memory
+        ],
         "guesses": list(guesses),
     }
     return Page(document, _wrapped(lines))
@@ -159,6 +167,11 @@ def _trainer_rows(outcome: Outcome) -> list[tuple[str, str, str]]:
         for part, seconds in sorted(outcome.trainer.items(), key=lambda item: -item[1])
         if outcome.share(part) >= 0.005
     ]
+
+
+def _memory(device: Device) -> str:
+    capacity = "" if device.capacity is None else f" of {shown(device.capacity)}"
+    return f"{shown(device.total)}{capacity}, estimated ({device.count} alike)"
 
 
 def _staleness(outcome: Outcome) -> str:

@@ -130,6 +130,9 @@ def test_plan_without_a_measurement(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     document = json.loads(capsys.readouterr().out)
     assert document["plan"]["lengths"]["mean"] == pytest.approx(2000, rel=0.02)
     assert "nothing is measured" in document["plan"]["guesses"][0]
+    rank, engine = document["plan"]["memory"]
+    assert "rank" in rank["device"] and "engine" in engine["device"]
+    assert 0 < rank["bytes"] < rank["capacity"] == 80 * 10**9
 
 
 @pytest.mark.parametrize(
