@@ -39,6 +39,7 @@ COMMANDS = [
     "runs",
     "track",
     "inspect",
+    "plan",
     "staleness",
     "doctor",
     "report",
