@@ -55,7 +55,12 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
 
 
 def test_engines_of_a_saved_model_have_nothing_of_its_training(run: RunDirectory) -> None:
-    on_gpus = ["rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"]
+    on_gpus = [
+        "rollout.gpus_per_engine=1",
+        "trainer.gpus_per_rank=1",
+        "rollout.dtype=bfloat16",
+        "trainer.dtype=bfloat16",
+    ]
     trained = ["model.lora={serve: adapter}", "algorithm.router_replay=true", *on_gpus]
     spec = load_spec(run.path / "spec.yaml", trained).spec
     engines = without_training(spec)
