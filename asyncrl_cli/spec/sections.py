@@ -248,9 +248,10 @@ class PipelineSpec(Section):
     on_stale: Literal["wait", "requeue", "train"] = "wait"
     """What happens to a group that would miss its deadline: `wait` for it, `requeue` its prompt, or `train` on it late
     and count it. `requeue` favours short responses: in simulations the mean length fell by 18 to 20 %."""
-    ahead: Count | None = 2
+    ahead: Count | None = None
     """No new group is admitted while this many batches of finished groups wait for the trainer: they would only get
-    staler. More keeps a slow trainer busy when groups take several steps. null: only `max_staleness` limits them."""
+    staler. 2 is for a trainer that is always the slower side; where response lengths vary much it costs speed. null:
+    only `max_staleness` limits them."""
     stall_minutes: float = Field(10.0, ge=0.01, le=YEAR_S // 60)
     """The run stops after this long without progress, and names what it was waiting for."""
     max_restarts: NonNegative = 10
