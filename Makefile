@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python keeps the compiled tests: without them each process of pytest needs five seconds more to rewrite their assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart install test test-fast nightly parity faults cluster lint format bench gpu lock docs clean
+.PHONY: quickstart install agents test test-fast nightly parity faults cluster lint format bench against-trl gpu lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -19,13 +19,21 @@ $(STAMP): requirements/$(DEVICE).lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV) $(DEVICE)
 	touch $@
 
+# Other people's agents, for tests that train them as they are. What cannot be installed is named; its tests are skipped.
+AGENTS ?= .agents
+agents: install
+	bash requirements/agents.sh $(BIN)/python $(AGENTS)
+
 # Tests share the machine; those of a file share a process, because what their fixtures start takes seconds.
 # tests/conftest.py says which files come first. Three processes for two cores: tests of hosts and commands wait a third of
 # their time. Real runs wait for nothing.
 PROCESSES ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
+# Both parts run, so that one failure does not hide another.
 test: install
-	$(BIN)/python -m pytest --ignore tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder
+	status=0; \
+	$(BIN)/python -m pytest --ignore tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder || status=$$?; \
+	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || status=$$?; \
+	exit $$status
 
 # Pure logic and small real parts.
 test-fast: install
@@ -35,6 +43,7 @@ test-fast: install
 nightly: install faults
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500
+	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 200 --agents all
 	$(BIN)/python -m tests.spec.fuzz
 
 # The mathematics against TRL's and verl's own, in an environment that has them beside the packages of this one.
@@ -66,6 +75,11 @@ format: install
 
 bench: install
 	$(BIN)/python benchmarks/async_vs_sync.py
+
+# Samples per second beside TRL's trainer, on the quickstart.
+STEPS ?= 20
+against-trl: install $(VENV)-parity/.installed
+	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS)
 
 # Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
 # DEVICE=cpu runs the same in small, in ten minutes on two cores.

@@ -265,11 +265,14 @@ def test_a_killed_tracker_starts_again_and_sends_the_rest(run: RunDirectory, tmp
         do_steps(run, 1, 2)
         monitor.stepped(2, 2, {})
         until(lambda: sent(run)["step"] == 2, "the first steps")
-        [process] = [
-            process
-            for process in psutil.Process(os.getpid()).children(recursive=True)
-            if "TrackerActor" in " ".join(process.cmdline())
-        ]
+
+        def is_tracker(process: psutil.Process) -> bool:
+            try:
+                return "TrackerActor" in " ".join(process.cmdline())
+            except psutil.Error:  # it has ended, or waits for its parent
+                return False
+
+        [process] = filter(is_tracker, psutil.Process(os.getpid()).children(recursive=True))
         process.kill()
         do_steps(run, 3, 4)
         monitor.stepped(4, 4, {})
