@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
@@ -50,7 +52,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
     Collective over the ranks. Raises ``RunError`` when too many updates in a row were not finite.
     """
-    started = time.monotonic()
+    started, processor = time.monotonic(), time.process_time()
     spec, trainer = learner.spec, learner.spec.trainer
     rewards = shaped_rewards(batch, spec)
     rows = training_rows(batch, rewards, spec)
@@ -63,7 +65,9 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
     models = (learner.engine, learner.reference, learner.critic)
     group = data_group(trainer)
+    prepared = time.monotonic()
     precompute(learner.objective, *models, minibatches, rewards, keep_old, trainer.epochs, group)
+    scored = _time_of(learner.engine.device)
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
@@ -93,11 +97,27 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         is_first = False
         metrics["train/updates"] += 1
         metrics["train/gradient_norm"] = result.norm
+    updated = _time_of(learner.engine.device)
     if sums is not None:  # the same on all ranks: an update is skipped by all of them or by none
         of_step = reduce_over_ranks(sums, learner.engine.device, group)
         metrics |= of_step.summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
-    return StepReport(metrics, time.monotonic() - started, trained), updates
+    report = StepReport(
+        metrics,
+        seconds=time.monotonic() - started,
+        trained_tokens=trained,
+        forward_s=scored - prepared,
+        update_s=updated - scored,
+        cpu_s=time.process_time() - processor,
+    )
+    return report, updates
+
+
+def _time_of(device: torch.device) -> float:
+    """The time (s) when all that was asked of the device is done: a GPU is asked ahead."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.monotonic()
 
 
 def _is_exact(spec: ExperimentSpec) -> bool:

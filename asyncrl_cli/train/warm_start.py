@@ -28,6 +28,7 @@ from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer, templates_texts, without_progress_bars
+from asyncrl_cli.train.muon import Muon
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
@@ -223,9 +224,7 @@ def _optimizers(model: Any, spec: WarmStart) -> list[torch.optim.Optimizer]:
     linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, torch.nn.Linear)} - outer
     matrices = [parameter for parameter in model.parameters() if id(parameter) in linear]
     others = [parameter for parameter in model.parameters() if id(parameter) not in linear]
-    muon = torch.optim.Muon(
-        matrices, lr=spec.matrix_learning_rate, momentum=0.95, weight_decay=spec.weight_decay, adjust_lr_fn="original"
-    )
+    muon = Muon(matrices, lr=spec.matrix_learning_rate, momentum=0.95, weight_decay=spec.weight_decay)
     adamw = torch.optim.AdamW(others, lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers = [muon, adamw]
     for optimizer in optimizers:

@@ -155,6 +155,17 @@ def test_how_the_work_is_split_changes_nothing(models: Any, algorithm: dict[str,
 
 
 @pytest.mark.slow
+def test_the_parts_of_a_step_are_parts_of_it(models: Any) -> None:
+    spec = experiment_of(algorithm={"kl_coef": 0.1, "kl_placement": "reward"})
+    policy, reference, _ = models
+    learner = Learner(
+        spec, 0, Objective.of(spec.algorithm, Path(__file__).parent), Optimized(policy), SkipLimit(0), reference
+    )
+    report, _ = train_batch(learner, batch_of(2), 0)
+    assert min(report.forward_s, report.update_s, report.cpu_s) > 0
+    assert report.forward_s + report.update_s <= report.seconds
+
+
 def test_algorithms_differ(models: Any) -> None:
     """Each preset's two updates of a step end at different weights."""
     ends = {}
