@@ -5,7 +5,8 @@
 One run at staleness 2 is measured; `sync`, `one_step_off`, staleness 4 and half of the concurrency are predicted from
 it, and then run. Each run takes its steps and about a minute; all of it under 20 minutes on two quiet cores. The
 learning rate is next to nothing, so that lengths stay as they are and errors are those of the model of the machine;
-with `--learn` it is the spec's.
+with `--learn` it is the spec's. A second table has what a step of each run took of the processors: where trainer and
+engines share them, it says what a prediction should have known.
 Needs a machine that nothing else uses.
 """
 
@@ -30,6 +31,14 @@ RUNS: dict[str, list[str]] = {
     "staleness 4": ["pipeline.max_staleness=4"],
     "half concurrency": ["rollout.max_running_rollouts=128"],
 }
+PROCESSORS = (
+    "time/step_s",
+    "time/train_s",
+    "time/update_s",
+    "time/publish_wait_s",
+    "engines/requests_mean",
+    *(f"cpu/{part}_s" for part in ("trainer", "engines", "driver", "host", "idle")),
+)
 LIMIT_S = 600
 """Of one run."""
 
@@ -62,10 +71,12 @@ def main() -> None:
             runs[name] = _train([*usual, *changes])
             print(f"{name}: ran, {time.monotonic() - began:.0f} s so far", file=sys.stderr)
         documents = {name: _plan([*usual, *RUNS[name]], runs[CALIBRATION], run) for name, run in runs.items()}
+        processors = {name: _processors(run) for name, run in runs.items()}
     rows = [_row(name, document) for name, document in documents.items()]
     _print(rows, documents[CALIBRATION]["calibration"], time.monotonic() - began)
+    _print_processors(processors)
     if arguments.json:
-        arguments.json.write_text(json.dumps(documents, indent=1))
+        arguments.json.write_text(json.dumps({"plans": documents, "processors": processors}, indent=1))
 
 
 def _asyncrl(*arguments: str) -> str:
@@ -97,6 +108,19 @@ def _row(name: str, document: dict[str, Any]) -> Row:
     step, stale = lines.pop("step s"), lines.pop("mean staleness")
     worst = max(lines.values(), key=lambda line: abs(line["off"]))
     return Row(name, step["predicted"], step["measured"], 100 * worst["off"], (stale["predicted"], stale["measured"]))
+
+
+def _processors(run: Path) -> dict[str, float]:
+    """Means over the last steps of a run, without the first third, in which it fills."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = steps[len(steps) // 3 :]
+    return {name: sum(step[name] for step in steps) / len(steps) for name in PROCESSORS}
+
+
+def _print_processors(of_runs: dict[str, dict[str, float]]) -> None:
+    print("\nMeans of a step:\n| run |", " | ".join(PROCESSORS), "|\n|-" + "|-" * len(PROCESSORS) + "|")
+    for name, means in of_runs.items():
+        print(f"| {name} |", " | ".join(f"{means[metric]:.3f}" for metric in PROCESSORS), "|")
 
 
 def _print(rows: list[Row], calibration: dict[str, Any], seconds: float) -> None:

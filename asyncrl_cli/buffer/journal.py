@@ -206,9 +206,12 @@ class Journal(JournalFile):
         """Requests have left their engines. One that is recorded twice changes nothing."""
         for request in requests:
             self._note(
-                "INSERT OR IGNORE INTO engine_requests (request, begun_at, ended_at, engine, ending) "
-                "VALUES (?, ?, ?, ?, ?)",
+                "INSERT OR IGNORE INTO engine_requests (request, begun_at, ended_at, engine, ending, tokens, "
+                "context_tokens, cached_tokens, running_from, running_until, first_token_s) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 *(request.request_id, request.begun_at, request.ended_at, request.engine, request.ending),
+                *(request.tokens, request.context_tokens, request.cached_tokens),
+                *(request.running_from, request.running_until, request.first_token_s),
             )
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
@@ -237,9 +240,10 @@ class Journal(JournalFile):
     def published(self, record: PublishRecord) -> None:
         """Every engine serves a version."""
         self._note(
-            "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             *(record.version, record.step, time.time(), record.checksum),
             *(record.seconds, record.stall_s, record.gap, record.change),
+            *(record.write_s, record.transfer_s, record.waited_s, json.dumps(dict(record.pauses))),
         )
 
     def checkpointed(self, step: int, folder: str, seconds: float) -> None:

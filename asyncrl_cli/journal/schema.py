@@ -146,7 +146,35 @@ MIGRATIONS = (
         ids BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (group_id, rollout_index, branch, start)
     );
     """,
+    # The work of an engine on a request, and what a publish kept waiting.
+    """
+    ALTER TABLE engine_requests ADD COLUMN tokens INTEGER;
+    ALTER TABLE engine_requests ADD COLUMN context_tokens INTEGER;
+    ALTER TABLE engine_requests ADD COLUMN cached_tokens INTEGER;
+    ALTER TABLE engine_requests ADD COLUMN running_from REAL;
+    ALTER TABLE engine_requests ADD COLUMN running_until REAL;
+    ALTER TABLE engine_requests ADD COLUMN first_token_s REAL;
+    ALTER TABLE publishes ADD COLUMN write_s REAL;
+    ALTER TABLE publishes ADD COLUMN transfer_s REAL;
+    ALTER TABLE publishes ADD COLUMN waited_s REAL;
+    ALTER TABLE publishes ADD COLUMN pauses TEXT;
+    """,
 )
+
+_NO_WORK = (
+    "NULL AS tokens, NULL AS context_tokens, NULL AS cached_tokens, NULL AS running_from, NULL AS running_until, "
+    "NULL AS first_token_s"
+)
+
+_NO_WAITS = """
+    CREATE TEMP VIEW publishes AS
+        SELECT *, NULL AS write_s, NULL AS transfer_s, NULL AS waited_s, NULL AS pauses FROM main.publishes;
+    """
+
+_WITHOUT_WORK = f"""
+    CREATE TEMP VIEW engine_requests AS SELECT *, {_NO_WORK} FROM main.engine_requests;
+    {_NO_WAITS}
+    """
 
 _NO_EXPERTS = """
     CREATE TEMP VIEW experts AS
@@ -160,13 +188,15 @@ _NO_ENGINE_CHANGES = """
 AS_NEWEST = {
     4: _NO_ENGINE_CHANGES
     + _NO_EXPERTS
-    + """
+    + _NO_WAITS
+    + f"""
     CREATE TEMP VIEW rollouts AS SELECT *, place AS rollout_index, judged_at AS scored_at FROM main.rollouts;
     CREATE TEMP VIEW segments AS SELECT *, place AS rollout_index FROM main.segments;
-    CREATE TEMP VIEW engine_requests AS SELECT * FROM main.spells;
+    CREATE TEMP VIEW engine_requests AS SELECT *, {_NO_WORK} FROM main.spells;
     """,
-    5: _NO_ENGINE_CHANGES + _NO_EXPERTS,
-    6: _NO_EXPERTS,
+    5: _NO_ENGINE_CHANGES + _NO_EXPERTS + _WITHOUT_WORK,
+    6: _NO_EXPERTS + _WITHOUT_WORK,
+    7: _WITHOUT_WORK,
 }
 """Views that make a journal of an older schema look like one of the newest, by the older schema's number. Others are
 read as a copy that is migrated."""

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+from asyncrl_cli.journal.step_timeline import REQUESTS
 from asyncrl_cli.records.generation import EngineRequest
 
 EVALUATION = "eval"
@@ -63,10 +65,7 @@ def group_spans(connection: sqlite3.Connection, first: int) -> Iterator[GroupSpa
 
 def requests_since(connection: sqlite3.Connection, since: float) -> list[EngineRequest]:
     """The requests that ended after ``since``, by their begin."""
-    rows = connection.execute(
-        "SELECT request, engine, begun_at, ended_at, ending FROM engine_requests WHERE ended_at > ? ORDER BY begun_at",
-        (since,),
-    )
+    rows = connection.execute(f"{REQUESTS} WHERE ended_at > ? ORDER BY begun_at", (since,))
     return [EngineRequest(*row) for row in rows]
 
 
@@ -77,11 +76,26 @@ def evaluation_spans(connection: sqlite3.Connection) -> list[tuple[float, float]
     ).fetchall()
 
 
-def stalls_since(connection: sqlite3.Connection, since: float) -> list[tuple[float, float]]:
-    """Begin and end of the pauses in which engines loaded weights."""
-    return connection.execute(
-        "SELECT at - stall_s, at FROM publishes WHERE stall_s > 0 AND at > ? ORDER BY at", (since,)
-    ).fetchall()
+def tokens_are_known(connection: sqlite3.Connection) -> bool:
+    """Whether every request of an evaluation has its tokens, which earlier releases did not record."""
+    (unknown,) = connection.execute(
+        f"SELECT EXISTS (SELECT 1 FROM engine_requests WHERE request GLOB '{EVALUATION}*' AND tokens IS NULL)"
+    ).fetchone()
+    return not unknown
+
+
+def pauses_since(connection: sqlite3.Connection, since: float) -> dict[str, list[tuple[float, float]]]:
+    """By engine, begin and end of its pauses for new weights, by time. Of publishes by earlier releases only the
+    longest pause is known, and its end about: they are under the empty name, and count for every engine."""
+    pauses: dict[str, list[tuple[float, float]]] = {}
+    for at, stall_s, text in connection.execute(
+        "SELECT at, stall_s, pauses FROM publishes WHERE at > ? ORDER BY at", (since,)
+    ):
+        of_engines = {"": (at - stall_s, at)} if text is None else json.loads(text)
+        for engine, (begin, end) in of_engines.items():
+            if end > begin:
+                pauses.setdefault(engine, []).append((begin, end))
+    return pauses
 
 
 def staleness_of(connection: sqlite3.Connection, versions: dict[int, int]) -> Counter[int]:

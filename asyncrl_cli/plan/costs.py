@@ -83,12 +83,14 @@ class PublishCost:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds beside these: from a group's admission to its requests' start, from a group's last token to when the
-    ledger counts it as finished (rewards, the journal), and from a step's end to the next question for a batch."""
+    """Seconds beside these: from a group's admission to its requests' start, from a rollout's last token until the
+    driver has it and its place is free (engines deliver in bulk), from the last of a group until the ledger counts the
+    group as finished (rewards, the journal), and from a step's end to the next question for a batch."""
 
     start_s: float = 0.0
     settle_s: float = 0.0
     step_s: float = 0.0
+    deliver_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

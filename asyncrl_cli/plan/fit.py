@@ -17,8 +17,11 @@ MOST_SHARED = 0.5
 """Of an engine's time beside training, what it can lose: two that share processors evenly get half of them each."""
 
 LEAST_REQUESTS = 20
-ROUNDS = 8
-"""From constants to when tokens were sampled and back; more change nothing."""
+ROUNDS = 100
+"""From constants to when tokens were sampled and back, at most: where batches are always about as large, a round halves
+the error of the constants, and no more."""
+SETTLED = 1e-5
+"""Of the time of an iteration, that the last round may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def nonnegative(columns: Floats, target: Floats) -> Floats:
 def fit_engine(
     engines: Sequence[Sequence[Request]],
     wanted: Sequence[Sequence[bool]],
-    stalls: Sequence[tuple[float, float]],
+    stalls: Sequence[Sequence[tuple[float, float]]],
     training: Sequence[tuple[float, float]],
     shared_host: bool,
 ) -> EngineFit:
@@ -80,32 +83,35 @@ def fit_engine(
 
     A request of L tokens lasts for L iterations, each of ``fixed + per_sequence·n + per_context·C``. Over its life that
     is ``fixed·L + per_sequence·N + per_context·K``: N is what its engine sampled meanwhile, K the sum of its contexts.
-    How the iterations are spread over a life depends on the constants, so that they are fitted in a few rounds. While
+    How the iterations are spread over a life depends on the constants, so that they are fitted in rounds. While
     the trainer trains on the same processors, time counts for 1/(1 + beside_trainer) of itself.
 
     Args:
         engines: the requests of each engine.
         wanted: which of them count; the others were there, too.
-        stalls: begin and end of pauses for new weights, in which nothing is sampled.
+        stalls: begin and end of each engine's pauses for new weights, in which nothing is sampled.
         training: begin and end of each step's training.
         shared_host: whether trainer and engines share processors.
 
     Raises ``ValueError`` with too few requests.
     """
     grids = [
-        _Engine(requests, counted, stalls, training if shared_host else (), contexts=not shared_host)
-        for requests, counted in zip(engines, wanted, strict=True)
+        _Engine(requests, counted, paused, training if shared_host else (), contexts=not shared_host)
+        for requests, counted, paused in zip(engines, wanted, stalls, strict=True)
         if any(counted)
     ]
     if sum(len(grid.target) for grid in grids) < LEAST_REQUESTS:
         raise ValueError("too few engine requests are recorded")
     target = np.concatenate([grid.target for grid in grids])
-    found = np.zeros(4)
+    columns, found = np.concatenate([grid.columns() for grid in grids]), np.zeros(4)
     for _ in range(ROUNDS):
-        columns = np.concatenate([grid.columns() for grid in grids])
-        found = _solve(columns, target)
+        before, found = found, _solve(columns, target)
+        # What each constant explains of a request, on average: in units of time, they can be compared.
+        if np.abs((found - before) * columns.mean(axis=0)).max() < SETTLED * target.mean():
+            break
         for grid in grids:
             grid.spread(*found)
+        columns = np.concatenate([grid.columns() for grid in grids])
     fixed, per_sequence, per_context, share = map(float, found)
     error = columns @ found - target
     return EngineFit(

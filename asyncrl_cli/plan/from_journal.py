@@ -1,7 +1,8 @@
 """What a run's journal says of lengths and costs, and what its steps took, to compare a simulation with.
 
-Measured are the last steps without an evaluation, a checkpoint or a start in them, which no simulation has. Steps are
-counted from 0 here, as in the journal; times are in seconds.
+Compared are the last steps without an evaluation, a checkpoint or a start in them, which no simulation has. Costs are
+fitted on the steps with an evaluation among them, too, where the journal has its tokens: its requests then are work of
+the engines like any other. Steps are counted from 0 here, as in the journal; times are in seconds.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from asyncrl_cli.journal.workload import (
     evaluation_spans,
     first_group,
     group_spans,
+    pauses_since,
     requests_since,
     rollout_lengths,
     sampled_tokens,
     staleness_of,
-    stalls_since,
+    tokens_are_known,
 )
 from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
@@ -82,16 +84,20 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
     if not spans:
         raise ValueError("no step is trained yet")
     evaluations = joined(evaluation_spans(connection))
-    chosen = _measured(connection, spans, evaluations, settings)
+    chosen = _undisturbed(connection, spans, evaluations, settings)[-STEPS:]
+    # The steps that costs are fitted on.
+    fitted = chosen
+    if evaluations and tokens_are_known(connection):
+        fitted = [span for span in _undisturbed(connection, spans, (), settings) if span.step >= chosen[0].step]
     first = first_group(connection, chosen[0].step)
     lives = list(group_spans(connection, first))
     requests = requests_since(connection, lives[0].admitted_at if lives else 0.0)
     training = [(span.taken_at, span.trained_until) for span in spans]
     groups = _lengths(connection, chosen, first, requests)
-    engine = _engine(connection, requests, chosen, first, training, evaluations, shared_host)
+    engine = _engine(connection, requests, fitted, first, training, evaluations, shared_host)
     trainer = fit_trainer(
-        [span.trained_until - span.taken_at for span in chosen],
-        [span.metrics.get("tokens/trained", 0.0) for span in chosen],
+        [span.trained_until - span.taken_at for span in fitted],
+        [span.metrics.get("tokens/trained", 0.0) for span in fitted],
     )
     observed = _observed(connection, spans, chosen, engine is not None)
     beside = engine.beside_trainer if engine is not None else 0.0
@@ -101,7 +107,7 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
         groups,
         Costs(
             _engine_cost(engine),
-            _trainer_cost(trainer, chosen, groups, settings, beside, _busy_beside(chosen, requests)),
+            _trainer_cost(trainer, chosen, groups, settings, beside, _busy_beside(fitted, requests)),
             _publish(chosen, alone, settings.max_staleness > 0),
             _overheads(connection, spans, chosen, requests, lives, alone),
         ),
@@ -123,10 +129,10 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     return found
 
 
-def _measured(
+def _undisturbed(
     connection: sqlite3.Connection, spans: Sequence[StepSpan], evaluations: Spans, settings: BufferSettings
 ) -> list[StepSpan]:
-    """The last steps in whose windows nothing was that a simulation does not have."""
+    """The steps in whose windows was nothing of a start, a checkpoint, or these evaluations."""
     starts = [(start.at, start.at) for start in Start.read(connection)]
     saved = [(one.at - one.seconds, one.at) for one in Checkpoint.read(connection)]
     disturbed = joined([*starts, *saved, *evaluations])
@@ -144,7 +150,7 @@ def _measured(
             f"only {len(found)} of {len(spans)} steps can be measured: the others have an evaluation, a checkpoint or "
             "a start in them"
         )
-    return found[-STEPS:]
+    return found
 
 
 def _lengths(
@@ -185,6 +191,13 @@ def _seconds_at_engines(requests: Iterable[EngineRequest]) -> dict[str, float]:
     return seconds
 
 
+def _running(request: EngineRequest) -> tuple[float, float]:
+    """From when to when vLLM had it; of earlier releases, from when it was sent to when its end was heard of."""
+    if request.running_from is None or request.running_until is None:
+        return request.begun_at, request.ended_at
+    return request.running_from, request.running_until
+
+
 def _rollout(request: EngineRequest) -> str:
     return request.request_id.split("/", 1)[0]
 
@@ -201,31 +214,54 @@ def _engine(
     """None where no engine requests are recorded."""
     if not requests:
         return None
-    evaluated = [evaluation.mean_length for evaluation in Evaluation.read(connection)]
-    usual = fmean(evaluated) if evaluated else 0.0
-    lengths = {
-        f"{one.group_id}-{one.rollout_index}": (float(one.tokens), one.prompt_tokens)
-        for one in rollout_lengths(connection, first)
-    }
-    seconds = _seconds_at_engines(requests)
+    estimate = _Estimate(connection, requests, first)
     begun, over = chosen[0].taken_at, chosen[-1].ended_at
     of_engine: dict[str, list[Request]] = defaultdict(list)
     wanted: dict[str, list[bool]] = defaultdict(list)
     for one in requests:
-        name, lasting = _rollout(one), one.ended_at - one.begun_at
-        tokens, prompt = lengths.get(name, (usual, 0))
-        of_engine[one.engine].append(
-            Request(one.begun_at, one.ended_at, tokens * lasting / (seconds[name] or 1.0), prompt)
-        )
-        alone = not any(begin < one.ended_at and one.begun_at < end for begin, end in evaluations)
-        wanted[one.engine].append(begun <= one.begun_at and one.ended_at <= over and alone and name in lengths)
+        begin, end = _running(one)
+        if one.tokens is not None:
+            request = Request(begin, end, float(one.tokens), one.context_tokens or 0)
+            # Its tokens are known, and when vLLM had it.
+            sound = one.running_from is not None and one.ending in ("stop", "length", "aborted") and one.tokens > 0
+            sound = sound and not one.request_id.startswith(EVALUATION)
+        else:
+            request = estimate(one)
+            alone = not any(since < one.ended_at and one.begun_at < until for since, until in evaluations)
+            sound = alone and estimate.knows(one)
+        of_engine[one.engine].append(request)
+        wanted[one.engine].append(begun <= begin and end <= over and sound)
+    pauses = pauses_since(connection, requests[0].begun_at)
     return fit_engine(
         list(of_engine.values()),
         list(wanted.values()),
-        joined(stalls_since(connection, requests[0].begun_at)),
+        [joined([*pauses.get("", ()), *pauses.get(engine, ())]) for engine in of_engine],
         training,
         shared_host,
     )
+
+
+class _Estimate:
+    """The work of requests in journals of earlier releases, which do not have it: a rollout's tokens, divided among
+    its requests by their durations, and for evaluations their mean length."""
+
+    def __init__(self, connection: sqlite3.Connection, requests: Sequence[EngineRequest], first: int) -> None:
+        evaluated = [evaluation.mean_length for evaluation in Evaluation.read(connection)]
+        self._usual = fmean(evaluated) if evaluated else 0.0
+        self._lengths = {
+            f"{one.group_id}-{one.rollout_index}": (float(one.tokens), one.prompt_tokens)
+            for one in rollout_lengths(connection, first)
+        }
+        self._seconds = _seconds_at_engines(requests)
+
+    def knows(self, request: EngineRequest) -> bool:
+        """Whether its rollout is known."""
+        return _rollout(request) in self._lengths
+
+    def __call__(self, request: EngineRequest) -> Request:
+        name, lasting = _rollout(request), request.ended_at - request.begun_at
+        tokens, prompt = self._lengths.get(name, (self._usual, 0))
+        return Request(request.begun_at, request.ended_at, tokens * lasting / (self._seconds[name] or 1.0), prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +314,7 @@ def _trainer_cost(
 
 def _busy_beside(chosen: Sequence[StepSpan], requests: Sequence[EngineRequest]) -> float:
     """The share of the steps' training in which an engine had a request."""
-    busy = joined((request.begun_at, request.ended_at) for request in requests)
+    busy = joined(map(_running, requests))
     trained = sum(span.trained_until - span.taken_at for span in chosen)
     both = sum(
         max(0.0, min(span.trained_until, end) - max(span.taken_at, begin)) for span in chosen for begin, end in busy
@@ -294,7 +330,10 @@ def _publish(chosen: Sequence[StepSpan], alone: _Alone, overlaps: bool) -> Publi
         if span.publish is not None:
             begun, ended = span.publish.begun_at, span.publish.ended_at
             kept_s = span.metrics.get(HELD, ended - begun)
-            own_s = kept_s if overlaps else span.metrics.get("publish/write_s", kept_s)
+            # What it waited for, the publish before, is simulated.
+            own_s = kept_s - span.metrics.get("time/publish_wait_s", 0.0)
+            if not overlaps:
+                own_s = span.metrics.get("publish/write_s", own_s)
             free = min(begun + own_s, ended)
             held.append(alone(begun, free))
             delivered.append(alone(free, ended))
@@ -318,18 +357,26 @@ def _overheads(
     free = [
         alone(max(before[span.step], ended.get(span.step, (None, None))[0] or 0.0), span.taken_at) for span in chosen
     ]
-    first: dict[int, float] = {}
+    first: dict[str, float] = {}  # by rollout
     last: dict[int, float] = {}
+    delivered: list[float] = []
+    steps = {span.step for span in chosen}
+    measured = {group.group_id for group in lives if group.step in steps}
     for one in requests:
         if not one.request_id.startswith(EVALUATION):
             group = int(one.request_id.split("-", 1)[0])
-            first[group] = min(first.get(group, one.begun_at), one.begun_at)
+            begin, end = _running(one)
+            first[_rollout(one)] = min(first.get(_rollout(one), begin), begin)
             last[group] = max(last.get(group, one.ended_at), one.ended_at)
-    steps = {span.step for span in chosen}
-    of_steps = [group for group in lives if group.step in steps and group.group_id in first and group.ended_at]
-    starts = [alone(group.admitted_at, first[group.group_id]) for group in of_steps]
+            if group in measured and "/" not in one.request_id and one.ending in ("stop", "length"):
+                delivered.append(max(0.0, one.ended_at - end))
+    of_steps = [group for group in lives if group.step in steps and group.group_id in last and group.ended_at]
+    admitted = {group.group_id: group.admitted_at for group in of_steps}
+    begins = ((int(name.split("-", 1)[0]), begin) for name, begin in first.items())
+    starts = [alone(admitted[group_id], begin) for group_id, begin in begins if group_id in admitted]
     settles = [alone(last[group.group_id], group.ended_at or 0.0) for group in of_steps]
-    return Overheads(fmean(starts) if starts else 0.0, fmean(settles) if settles else 0.0, fmean(free))
+    means = (fmean(seconds) if seconds else 0.0 for seconds in (starts, settles, free, delivered))
+    return Overheads(*means)
 
 
 def _observed(

@@ -374,8 +374,8 @@ class Simulation:
         else:
             engine.admit_waiting()
         for sequence in ended:
-            if sequence.outside_s:
-                self._at(self._now + sequence.outside_s, self._end_rollout, sequence.group)
+            if later_s := sequence.outside_s + self._costs.overheads.deliver_s:
+                self._at(self._now + later_s, self._end_rollout, sequence.group)
             else:
                 self._end_rollout(sequence.group)
         self._schedule(engine)

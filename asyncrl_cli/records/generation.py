@@ -19,14 +19,31 @@ CONTEXT = -1
 template's. Their log-prob is 0, and they are never trained on."""
 
 
+OutputKind = Literal["json", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """What a reply must look like; its tokens are sampled from those that can still lead there (decision 0074).
+
+    ``source`` is a JSON schema or a list of strings as JSON text, a regular expression, or a grammar (EBNF or
+    Lark). ``key`` is what a request calls it, for errors.
+    """
+
+    kind: OutputKind
+    source: str
+    key: str
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one rollout is sampled. ``temperature`` 0 is greedy."""
+    """How one rollout is sampled. ``temperature`` 0 is greedy. ``output_format``: never in training."""
 
     temperature: float
     max_tokens: int
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    output_format: OutputFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,10 +309,12 @@ def sequence_of(sequence_id: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailure:
-    """A rollout that an engine could not generate, and why."""
+    """A rollout that an engine could not generate, and why. ``refused`` is the part of the request that no engine can
+    generate; None: another try may succeed."""
 
     rollout_id: str
     reason: str
+    refused: str | None = None
 
 
 RequestEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]
@@ -307,7 +326,14 @@ class EngineRequest:
     """A request that an engine had, from being sent to leaving it (unix times, s).
 
     ``request_id`` is the rollout's id; of an episode's call ``ROLLOUT/CALL``. An engine runs a few requests fewer than
-    it has, so part of the time may have been spent on waiting for a slot there.
+    it has, so part of the time may have been spent on waiting for a slot there: vLLM had it from ``running_from`` to
+    ``running_until``. What is not known is None: the work of an engine that was lost, of a request that was cancelled.
+
+    Attributes:
+        tokens: sampled during it. Of one that was cancelled or lost those that the driver got.
+        context_tokens: before the first of them: the prompt, and what was sampled elsewhere.
+        cached_tokens: of the context, those in vLLM's prefix cache, which it did not compute again.
+        first_token_s: from ``running_from`` to the first token, where vLLM measures it.
     """
 
     request_id: str
@@ -315,13 +341,32 @@ class EngineRequest:
     begun_at: float
     ended_at: float
     ending: RequestEnding
+    tokens: int | None = None
+    context_tokens: int | None = None
+    cached_tokens: int | None = None
+    running_from: float | None = None
+    running_until: float | None = None
+    first_token_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Residence:
+    """How long vLLM had a request that it has returned: from ``since_s`` to ``until_s`` seconds before the delivery.
+    The others as in ``EngineRequest``."""
+
+    rollout_id: str
+    since_s: float
+    until_s: float
+    cached_tokens: int
+    first_token_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineActivity:
     """What an engine did since the last report. Times in seconds.
 
-    ``silent_s`` is not a sum, but how long the engine has had rollouts to generate without a new token.
+    ``silent_s`` is not a sum, but how long the engine has had rollouts to generate without a new token. ``sequence_s``
+    is the integral over time of the requests that vLLM has, ``cpu_s`` the processor time of the engine's processes.
     """
 
     generated_tokens: int = 0
@@ -329,6 +374,8 @@ class EngineActivity:
     paused_s: float = 0.0
     wall_s: float = 0.0
     silent_s: float = 0.0
+    sequence_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +384,8 @@ class Delivery:
     rollouts, each from where the last delivery ended.
 
     ``rollouts`` come without their prompts. ``aborted`` are the ids of rollouts that were aborted on command; all their
-    tokens are in segments. ``leaving``: the engine's process got SIGTERM.
+    tokens are in segments. ``leaving``: the engine's process got SIGTERM. ``residences`` are of requests that vLLM has
+    returned since, whatever their end.
     """
 
     rollouts: list[Rollout] = field(default_factory=list)
@@ -346,15 +394,18 @@ class Delivery:
     activity: EngineActivity = field(default_factory=EngineActivity)
     aborted: list[str] = field(default_factory=list)
     leaving: bool = False
+    residences: list[Residence] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attestation:
     """An engine's answer to "which weights do you serve?".
 
-    ``probe_logprobs`` (float32, [probe tokens - 1]) come from the same path that serves rollouts.
+    ``probe_logprobs`` (float32, [probe tokens - 1]) come from the same path that serves rollouts. The pause for the
+    update took ``stall_s`` seconds, and ended ``resumed_s`` before the answer.
     """
 
     version: int
     probe_logprobs: NDArray[np.float32]
     stall_s: float
+    resumed_s: float = 0.0

@@ -195,7 +195,9 @@ class PublishRecord:
 
     ``seconds`` is the time of all, ``write_s`` that of the trainer's own part, ``transfer_s`` the longest that a host
     of engines took to get the version, ``stall_s`` the longest pause of an engine. ``gap`` and ``change`` are nats: the
-    largest difference between engine and trainer, and between this version's probe and the last one's.
+    largest difference between engine and trainer, and between this version's probe and the last one's. ``waited_s``:
+    how long the trainer waited before it could write it, mostly for engines that loaded the version before.
+    ``pauses``: begin and end (unix times, s) of the pause of each engine that loaded it, by the engine's name.
     """
 
     version: int
@@ -207,3 +209,5 @@ class PublishRecord:
     change: float
     write_s: float = 0.0
     transfer_s: float = 0.0
+    waited_s: float = 0.0
+    pauses: Mapping[str, tuple[float, float]] = field(default_factory=dict)

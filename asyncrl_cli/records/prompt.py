@@ -39,15 +39,23 @@ def normalized(message: Message) -> Message:
     """A message in canonical form: what templates are given, and what messages are compared in.
 
     It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` where they are set; other keys
-    go. Content is text: None is "", text parts are joined. The arguments of tool calls are parsed. Raises
+    go. Content is text: None is "", text parts are joined. Of an assistant's message it is "" if it is but white space,
+    which clients drop beside tool calls. The arguments of tool calls are parsed. An assistant's message has
+    ``reasoning_content`` and ``reasoning``, two names of one text, where one of them is set to text. Raises
     ``ChatError`` for what is not a message.
     """
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise ChatError("a message is an object with a role")
     same: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
+    if role == "assistant" and same["content"].isspace():
+        same["content"] = ""
     for name in ("name", "tool_call_id"):
         if message.get(name):
             same[name] = message[name]
+    if role == "assistant":
+        reasons = (message.get(name) for name in ("reasoning_content", "reasoning"))
+        if reasoning := next((reason for reason in reasons if reason and isinstance(reason, str)), None):
+            same |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls := message.get("tool_calls"):
         same["tool_calls"] = [_call(call) for call in _list(calls, "tool_calls")]
     return same

@@ -65,11 +65,18 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did, the same on every rank. ``seconds`` is the wall time of the rank's call."""
+    """What one step did, the same on every rank. ``seconds`` is the wall time of the rank's call.
+
+    ``forward_s`` of it went to passes without a gradient, before the first update, and ``update_s`` to updates; the
+    rest to packing and sums over ranks. ``cpu_s`` is the rank's processor time meanwhile, that of all its threads.
+    """
 
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     trained_tokens: int = 0
+    forward_s: float = 0.0
+    update_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,5 @@
-"""How an engine spends its time: busy, paused for an update, or silent when it should generate."""
+"""How an engine spends its time: busy, paused for an update, or silent when it should generate; and with how many
+requests."""
 
 from __future__ import annotations
 
@@ -6,6 +7,29 @@ import time
 from collections.abc import Callable
 
 from asyncrl_cli.records.generation import EngineActivity
+
+
+class Occupancy:
+    """Adds up how many requests there were, over time."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._since = now()
+        self._requests = 0
+        self._sequence_s = 0.0
+
+    def add(self, requests: int) -> None:
+        """So many more, or fewer."""
+        now = self._now()
+        self._sequence_s += self._requests * (now - self._since)
+        self._since = now
+        self._requests += requests
+
+    def read(self) -> float:
+        """The integral since the last call: requests times seconds."""
+        self.add(0)
+        found, self._sequence_s = self._sequence_s, 0.0
+        return found
 
 
 class ActivityClock:

@@ -150,3 +150,14 @@ def finish(book: DurableLedger, *group_ids: int) -> None:
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)
+
+
+WITHOUT_SCHEMA_8 = "".join(
+    f"ALTER TABLE {table} DROP COLUMN {column};"
+    for table, columns in {
+        "engine_requests": "tokens context_tokens cached_tokens running_from running_until first_token_s",
+        "publishes": "write_s transfer_s waited_s pauses",
+    }.items()
+    for column in columns.split()
+)
+"""Makes tables of the newest schema those of schema 7."""

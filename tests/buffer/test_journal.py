@@ -9,11 +9,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 from buffer_stand_ins import (
     SETTINGS,
+    WITHOUT_SCHEMA_8,
     candidates,
     commit,
     content,
@@ -35,8 +37,10 @@ from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.journal.staleness import staleness_report
-from asyncrl_cli.records.generation import CONTEXT
-from asyncrl_cli.records.groups import Outcome
+from asyncrl_cli.journal.step_timeline import engine_requests
+from asyncrl_cli.journal.workload import pauses_since
+from asyncrl_cli.records.generation import CONTEXT, EngineRequest
+from asyncrl_cli.records.groups import Outcome, PublishRecord
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.records.training import TrainingBatch
 
@@ -409,6 +413,44 @@ def test_a_run_with_an_older_schema_is_resumed(tmp_path: Path, path: Path, numbe
         0: 1,
         1: 2,
     }
+
+
+REQUESTS = [
+    EngineRequest("0-0", "engine-0", 1.0, 5.0, "aborted", 7, 12, 4, 2.0, 4.5, 0.25),
+    EngineRequest("eval:0:greedy:3", "engine-0", 2.0, 6.0, "stop", 9, 12, 0, 2.5, 5.5),
+    EngineRequest("0-0", "engine-1", 6.0, 7.0, "cancelled", 0, 19),
+]
+
+
+def test_the_work_of_engines_and_what_a_publish_kept_waiting(path: Path) -> None:
+    book, pauses = book_with_steps(path, 1), {"engine-0": (1.5, 2.0), "engine-1": (1.25, 1.5)}
+    book.journal.requested([*REQUESTS, *REQUESTS])
+    book.journal.published(
+        PublishRecord(2, 2, "sum", 1.0, 0.5, 0.0, 0.0, write_s=0.25, transfer_s=0.125, waited_s=3.0, pauses=pauses)
+    )
+    commit(book)
+    book.journal.close()
+    with closing(open_for_reading(path)) as connection:
+        assert list(engine_requests(connection)) == REQUESTS
+        row = connection.execute("SELECT write_s, transfer_s, waited_s FROM publishes WHERE version = 2").fetchone()
+        assert row == (0.25, 0.125, 3.0)
+        assert pauses_since(connection, 0.0) == {name: [pause] for name, pause in pauses.items()}
+
+
+def test_a_journal_of_schema_7_knows_less_of_it(path: Path) -> None:
+    book = book_with_steps(path, 1)
+    book.journal.requested(REQUESTS)
+    commit(book)
+    book.journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.executescript(f"{WITHOUT_SCHEMA_8} PRAGMA user_version = 7;")
+    known = [EngineRequest(*astuple(one)[:5]) for one in REQUESTS]
+    with closing(open_for_reading(path)) as connection:
+        assert list(engine_requests(connection)) == known
+        assert [event.name for event in events(connection, ["publish"])] == ["publish"]
+    DurableLedger(path, SETTINGS).journal.close()
+    with closing(open_for_reading(path)) as connection:
+        assert list(engine_requests(connection)) == known
 
 
 def read_all(path: Path) -> None:

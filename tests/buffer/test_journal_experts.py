@@ -9,7 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import PROMPT_IDS, SETTINGS, candidates, commit, content, group_outcomes, pieces, rollout
+from buffer_stand_ins import (
+    PROMPT_IDS,
+    SETTINGS,
+    WITHOUT_SCHEMA_8,
+    candidates,
+    commit,
+    content,
+    group_outcomes,
+    pieces,
+    rollout,
+)
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE, JournalError, open_for_reading
@@ -137,7 +147,7 @@ def test_a_journal_of_schema_6_has_none(path: Path) -> None:
     expected = content(book.journal.batch(0))
     book.journal.close()
     with closing(sqlite3.connect(path)) as connection:
-        connection.executescript("DROP TABLE experts; PRAGMA user_version = 6;")
+        connection.executescript(f"DROP TABLE experts; {WITHOUT_SCHEMA_8} PRAGMA user_version = 6;")
     with closing(open_for_reading(path)) as connection:
         assert connection.execute("SELECT count(*) FROM experts").fetchone() == (0,)
     assert content(DurableLedger(path, SETTINGS).journal.batch(0)) == expected

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.journal.step_timeline import engine_requests
+from asyncrl_cli.records.generation import EVALUATION
 
 
 @dataclass(frozen=True)
@@ -36,3 +43,48 @@ def probe_gaps(run: Path) -> dict[int, float]:
     trainer's; without the version that the run began with."""
     with closing(open_for_reading(run / FILE)) as journal:
         return dict(journal.execute("SELECT step, gap FROM publishes WHERE version > 0 ORDER BY version").fetchall())
+
+
+def assert_work_is_accounted_for(run: Path) -> None:
+    """Of a run in which no engine was lost and no request cancelled: every sampled token is counted once, at the
+    engine that sampled it, and all times are in order."""
+    with closing(open_for_reading(run / FILE)) as journal:
+        sampled: Counter[str] = Counter()
+        evaluated = 0
+        for one in engine_requests(journal):
+            assert one.ending in ("stop", "length", "aborted"), one
+            assert one.tokens is not None and one.context_tokens is not None, one
+            if one.ending == "aborted" and one.running_from is None:  # vLLM never had it
+                assert one.tokens == 0, one
+            else:
+                assert one.running_from is not None and one.running_until is not None, one
+                # A clock may be set by moments while the run goes on.
+                times = one.begun_at, one.running_from, one.running_until, one.ended_at
+                assert all(later >= earlier - 0.01 for earlier, later in pairwise(times)), one
+            assert 0 <= (one.cached_tokens or 0) <= one.context_tokens, one
+            if one.request_id.startswith(EVALUATION):
+                evaluated += one.tokens
+            else:
+                sampled[one.request_id] += one.tokens
+        recorded = journal.execute(
+            "SELECT group_id || '-' || rollout_index, tokens FROM rollouts WHERE finish_reason IS NOT NULL"
+        ).fetchall()
+        assert recorded
+        assert {name: sampled[name] for name, _ in recorded} == dict(recorded)
+        lengths = journal.execute("SELECT mean_length, prompts FROM evaluations").fetchall()
+        # ``prompts`` of an evaluation with one sample of each.
+        assert evaluated == pytest.approx(sum(mean * prompts for mean, prompts in lengths), abs=0.5 + len(lengths))
+        engines = {engine for (engine,) in journal.execute("SELECT DISTINCT engine FROM engine_requests")}
+        for at, stall_s, waited_s, text in journal.execute("SELECT at, stall_s, waited_s, pauses FROM publishes"):
+            pauses = json.loads(text)
+            assert pauses.keys() <= engines
+            lasting = [end - begin for begin, end in pauses.values()]
+            assert max(lasting, default=0.0) == pytest.approx(stall_s, abs=1e-3)
+            assert all(end <= at + 0.01 for _, end in pauses.values())
+            assert waited_s >= 0
+        for (metrics,) in journal.execute("SELECT metrics FROM batches WHERE metrics IS NOT NULL"):
+            of_step = json.loads(metrics)
+            assert 0 <= of_step["time/forward_s"] <= of_step["time/train_s"]
+            assert 0 < of_step["time/update_s"] + of_step["time/forward_s"] <= of_step["time/train_s"]
+            assert of_step["cpu/trainer_s"] > 0 and of_step["cpu/driver_s"] > 0
+            assert 0 <= of_step["time/publish_wait_s"] <= of_step["time/publish_s"]

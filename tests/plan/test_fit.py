@@ -23,7 +23,10 @@ class Recorded(Simulation):
         self.stalls: list[tuple[float, float]] = []
         self._begun: dict[int, tuple[float, Sequence]] = {}
         self.run()
-        return fit_engine([self.requests], [[True] * len(self.requests)], self.stalls, self.training, shared_host)
+        # Beside those that have not ended, the batches are not known.
+        known_to = min((begun for begun, _ in self._begun.values()), default=self._now)
+        self.known = [one.ended_at <= known_to for one in self.requests]
+        return fit_engine([self.requests], [self.known], [self.stalls], self.training, shared_host)
 
     def _request(self, group_id: int) -> None:
         super()._request(group_id)
@@ -67,6 +70,40 @@ def test_an_engines_constants_are_recovered(bound: int) -> None:
     assert found.residual < 0.02
 
 
+class Evaluated(Recorded):
+    """With an evaluation beside every publish: sequences of no group."""
+
+    def _load(self) -> None:
+        super()._load()
+        engine = self._engines[0]
+        engine.advance(self._now)
+        for length in range(100, 300, 10):
+            engine.add(Sequence(-1, 20, float(length)))
+        self._schedule(engine)
+        self._note()
+
+
+def test_evaluations_are_work_like_any_other() -> None:
+    costs: Costs = replace(COSTS, engine=EngineCost(LinearIteration(0.005, 2e-4)))
+    run = Evaluated(scenario(settings(8, 2), lengths(120, 0.6, 600), costs, slots=128), 40)
+    found = run.run_and_fit(shared_host=False)
+    assert found.fixed_s == pytest.approx(0.005, rel=0.02)
+    assert found.per_sequence_s == pytest.approx(2e-4, rel=0.02)
+
+
+def test_a_pause_is_that_of_its_engine() -> None:
+    run = recorded(EngineCost(LinearIteration(0.005, 2e-4)))
+    run.run_and_fit(shared_host=False)
+    # The same requests on an engine that is paused later: each engine's own pauses give its constants.
+    other = [replace(one, begun_at=one.begun_at + 0.5, ended_at=one.ended_at + 0.5) for one in run.requests]
+    later = [(begin + 0.5, end + 0.5) for begin, end in run.stalls]
+    counted = [run.known] * 2
+    found = fit_engine([run.requests, other], counted, [run.stalls, later], [], shared_host=False)
+    swapped = fit_engine([run.requests, other], counted, [later, run.stalls], [], shared_host=False)
+    assert found.fixed_s == pytest.approx(0.005, rel=0.02)
+    assert swapped.residual > 2 * found.residual
+
+
 def test_the_slowdown_beside_the_trainer_is_recovered() -> None:
     found = recorded(EngineCost(LinearIteration(0.005, 2e-4), beside_trainer=0.4)).run_and_fit(shared_host=True)
     assert found.beside_trainer == pytest.approx(0.4, rel=0.1)
@@ -104,4 +141,4 @@ def test_no_constant_is_below_0() -> None:
 
 def test_too_few_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="too few"):
-        fit_engine([[Request(0.0, 1.0, 10)]], [[True]], [], [], False)
+        fit_engine([[Request(0.0, 1.0, 10)]], [[True]], [[]], [], False)

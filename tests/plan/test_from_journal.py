@@ -17,6 +17,7 @@ from asyncrl_cli.plan.comparison import compare, error_parts, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
 from asyncrl_cli.plan.prediction import binding, predict
 from asyncrl_cli.plan.simulator import Scenario, simulate
+from asyncrl_cli.records.generation import EngineRequest
 from tests.buffer.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
 from tests.plan.scenarios import scenario
 from tests.plan.scenarios import settings as small
@@ -108,6 +109,55 @@ def test_too_few_steps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run.step()
     with pytest.raises(ValueError, match="steps can be measured"):
         measured(tmp_path / "journal.db")
+
+
+# -- the work of engines
+
+TOKEN_S, START_S, DELIVER_S, SETTLE_S = 0.02, 0.1, 0.25, 0.05
+
+
+def with_requests(run: RecordedRun, path: Path, known: bool = True) -> Calibration:
+    """The run's groups, as an engine generated them that takes ``TOKEN_S`` for a token, and an evaluation beside."""
+    with snapshot(path) as connection:
+        lives = connection.execute("SELECT id, admitted_at, ended_at FROM groups WHERE ended_at > 0").fetchall()
+        (taken_at,) = connection.execute("SELECT taken_at FROM batches WHERE step = 30").fetchone()
+    spans = [(f"{group}-{index}", begin, end) for group, begin, end in lives for index in range(2)]
+    spans += [(f"eval:30:greedy:{index}", taken_at - 1, taken_at + 5) for index in range(6)]
+    for name, begin, end in spans:
+        request = EngineRequest(name, "engine-0", begin, end - SETTLE_S, "stop")
+        if known:
+            since, until = begin + START_S, request.ended_at - DELIVER_S
+            request = replace(
+                request,
+                tokens=round((until - since) / TOKEN_S),
+                context_tokens=3,
+                running_from=since,
+                running_until=until,
+            )
+        run.book.journal.requested([request])
+    run.commit()
+    return measured(path)
+
+
+def test_what_is_known_of_requests_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.db"
+    found = with_requests(recorded(path, monkeypatch, DURATIONS[2]), path)
+    assert found.engine is not None
+    assert found.engine.fixed_s == pytest.approx(TOKEN_S, rel=0.02)
+    assert found.engine.per_sequence_s == pytest.approx(0.0, abs=TOKEN_S / 100)
+    overheads = found.costs.overheads
+    assert (overheads.start_s, overheads.deliver_s, overheads.settle_s) == pytest.approx((START_S, DELIVER_S, SETTLE_S))
+    # The steps beside the evaluation are not compared with a simulation, which has none; their costs count.
+    assert found.trainer.steps > found.observed.steps
+
+
+def test_without_their_tokens_steps_beside_evaluations_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal.db"
+    found = with_requests(recorded(path, monkeypatch, DURATIONS[2]), path, known=False)
+    assert found.trainer.steps == found.observed.steps
+    assert found.costs.overheads.deliver_s == 0
 
 
 # -- what is predicted

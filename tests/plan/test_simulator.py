@@ -248,3 +248,13 @@ def test_overheads_are_waited_for() -> None:
     these = replace(these, costs=replace(these.costs, overheads=Overheads(0.5, 0.25, 1.0)))
     # What is between two steps is beside the group of the next one.
     assert simulate(these, 5).step_s == pytest.approx(0.5 + 2 + 0.25 + 4)
+
+
+def test_a_place_is_free_when_the_rollout_is_delivered() -> None:
+    usual = scenario(settings(8, 0))
+    late = replace(usual, costs=replace(usual.costs, overheads=replace(usual.costs.overheads, deliver_s=0.5)))
+    assert simulate(late, 10).step_s == pytest.approx(simulate(usual, 10).step_s + 0.5)
+    # 64 places for 4 rollouts a group: a place that is not free is one less for the others.
+    full = scenario(settings(32, 2))
+    late = replace(full, costs=replace(full.costs, overheads=replace(full.costs.overheads, deliver_s=0.5)))
+    assert simulate(late).running < 0.9 * simulate(full).running

@@ -1,0 +1,50 @@
+"""Processor time is that of the work that was done, and of the processes that do it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from asyncrl_cli.system import cpu_time
+from asyncrl_cli.system.cpu_time import ProcessorTime, host_time
+
+WORK = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+"""Uses 0.3 s of a processor, and waits."""
+
+
+def test_the_work_of_children_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_time, "READ_S", 0.0)
+    with subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdin is not None
+        own = time.process_time()
+        processors = ProcessorTime()
+        child.stdout.readline()
+        times = psutil.Process(child.pid).cpu_times()
+        child_s, own_s = times.user + times.system, time.process_time() - own
+        used = processors.read()
+        assert 0.1 < used <= child_s + own_s + 0.1
+        assert processors.read() < 0.1, "what was read is not read again"
+        child.communicate()
+    assert processors.read() >= 0, "a process that has ended keeps what it had used"
+
+
+def test_two_looks_have_some_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    processors = ProcessorTime()
+    monkeypatch.setattr(processors, "total", lambda: 1e6)
+    assert processors.read() == 0.0
+    monkeypatch.setattr(cpu_time, "READ_S", 0.0)
+    assert processors.read() > 0
+    assert processors.read() == 0.0
+
+
+def test_a_host_has_used_what_a_process_has() -> None:
+    before, own = host_time(), time.process_time()
+    while time.process_time() < own + 0.3:
+        pass
+    used, idle = (new - old for new, old in zip(host_time(), before, strict=True))
+    assert used > 0.2
+    assert idle >= 0
