@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Literal, Protocol, runtime_checkable
 
 from asyncrl_cli.records.prompt import Message, Prompt
@@ -153,6 +154,14 @@ class TaskMix(Protocol):
     def member(self, prompt: Prompt) -> tuple[object, Prompt]:
         """Return the task that a prompt of the mix belongs to, and the prompt as that task made it."""
         ...
+
+
+class Use(Enum):
+    """Whether a task takes a sandbox."""
+
+    NO = "no"
+    OPTIONAL = "optional"
+    REQUIRED = "required"
 
 
 def task_of(task: object, prompt: Prompt) -> tuple[object, Prompt]:

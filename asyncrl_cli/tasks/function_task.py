@@ -12,6 +12,9 @@ from typing import Any
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
+from asyncrl_cli.tasks.episode_sandbox import parameter_use
+from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
+from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 FURTHER = ("finished",)
 """Arguments that a reward function is passed if it has parameters of these names."""
@@ -53,28 +56,36 @@ def further_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class AgentFunction:
-    """An agent: one async function ``f(prompt, model) -> float | RewardResult``."""
+    """An agent: one async function ``f(prompt, model) -> float | RewardResult``; with a third parameter ``sandbox`` it
+    gets the episode's."""
 
-    def __init__(self, function: Callable[[dict[str, Any], ModelAccess], Awaitable[Any]], name: str) -> None:
+    def __init__(self, function: Callable[..., Awaitable[Any]], name: str) -> None:
         self.name = name
+        self.sandbox_use = parameter_use(function)
         self._function = function
 
-    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
+    async def run(
+        self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
+    ) -> float | RewardResult | None:
         """Play one episode."""
-        value: float | RewardResult | None = await self._function(row_of(prompt), model)
+        further = {} if sandbox is None else {"sandbox": sandbox}
+        value: float | RewardResult | None = await self._function(row_of(prompt), model, **further)
         return value
 
 
 class EnvironmentClass:
-    """A class of environments, one made for each episode from ``task.options`` and, if it names it, ``prompt``."""
+    """A class of environments, one made for each episode from ``task.options`` and, if it names them, ``prompt`` and
+    ``sandbox``."""
 
     def __init__(self, environment: Callable[..., Environment], options: Mapping[str, Any], name: str) -> None:
         self.name = name
         self._environment = environment
         self._options = dict(options)
         self._sees_prompt = "prompt" in inspect.signature(environment).parameters
+        self.sandbox_use = parameter_use(environment)
 
-    def environment(self, prompt: Prompt) -> Environment:
+    def environment(self, prompt: Prompt, sandbox: BlockingSandbox | None = None) -> Environment:
         """The environment of one episode."""
-        further = {"prompt": row_of(prompt)} if self._sees_prompt else {}
+        further: dict[str, Any] = {"prompt": row_of(prompt)} if self._sees_prompt else {}
+        further |= {} if sandbox is None else {"sandbox": sandbox}
         return self._environment(**self._options, **further)

@@ -22,6 +22,7 @@ from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
+from asyncrl_cli.tasks.episode_sandbox import check_sandbox
 from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
 from asyncrl_cli.tasks.mix import MixTask
 
@@ -40,6 +41,12 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
     ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
     script. ``location``: the key of the section. Raises ``TaskError``.
     """
+    task = _load_task(spec, search_path, location)
+    check_sandbox(task, spec.sandbox, location)
+    return task
+
+
+def _load_task(spec: TaskSpec, search_path: Path, location: str) -> Any:
     if spec.mix:
         members = {
             member.name: load_one(member.use, member.options, search_path, f"{location}.mix.{index}")
@@ -100,7 +107,8 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
             f"{use} has a method run that is not async", location=USE, hint="make it async def run(self, prompt, model)"
         )
     signature = inspect.signature(found)
-    further: dict[str, Any] = {"prompt": {}} if is_environment and "prompt" in signature.parameters else {}
+    given = ("prompt", "sandbox") if is_environment else ()
+    further = {name: None for name in given if name in signature.parameters}
     try:
         signature.bind(**options, **further)
     except TypeError as error:
@@ -137,7 +145,8 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
     except ValueError:  # a builtin without a signature; the first reward will show
         return FunctionTask(function, use)
     is_agent = list(signature.parameters)[1:2] == ["model"]
-    further = {} if is_agent else dict.fromkeys(further_arguments(function))
+    given = ("sandbox",) if is_agent and "sandbox" in signature.parameters else further_arguments(function)
+    further = dict.fromkeys(given)
     try:
         signature.bind({}, "", **further)
     except TypeError as error:

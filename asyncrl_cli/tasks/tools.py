@@ -10,6 +10,9 @@
 A tool is described by its signature and its docstring. What a call of it returns, or raises, goes back to the policy
 as text: a mistake of the policy's is for the policy to fix. The first reply without a call is the answer, which is
 judged.
+
+Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbox``): ``tools(prompt, sandbox)``,
+``judge(prompt, text, sandbox)``.
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_type_hints
+from functools import partial
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from asyncrl_cli.records.prompt import Message, Prompt
-from asyncrl_cli.tasks.base import RewardResult, Step
+from asyncrl_cli.tasks.base import RewardResult, Step, Use
+from asyncrl_cli.tasks.episode_sandbox import parameter_use
+
+if TYPE_CHECKING:
+    from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 
 Judge = Callable[[Prompt, str], float | RewardResult]
 
@@ -36,9 +44,21 @@ class ToolTask:
         """The reward of the final answer."""
         raise NotImplementedError
 
-    def environment(self, prompt: Prompt) -> ToolEnvironment:
+    @property
+    def sandbox_use(self) -> Use:
+        """A sandbox is for ``tools`` and ``judge``, whichever of them has a parameter ``sandbox``."""
+        uses = {parameter_use(self.tools), parameter_use(self.judge)}
+        return next((use for use in (Use.REQUIRED, Use.OPTIONAL) if use in uses), Use.NO)
+
+    def environment(self, prompt: Prompt, sandbox: BlockingSandbox | None = None) -> ToolEnvironment:
         """One conversation."""
-        return ToolEnvironment(prompt, self.tools(prompt), self.judge)
+        tools, judge = _with_sandbox(self.tools, sandbox), _with_sandbox(self.judge, sandbox)
+        return ToolEnvironment(prompt, tools(prompt), judge)
+
+
+def _with_sandbox(method: Callable[..., Any], sandbox: BlockingSandbox | None) -> Callable[..., Any]:
+    """The method with the sandbox as its argument, if it takes one."""
+    return method if sandbox is None or parameter_use(method) is Use.NO else partial(method, sandbox=sandbox)
 
 
 class ToolEnvironment:

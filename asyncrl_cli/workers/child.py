@@ -112,7 +112,7 @@ async def _serve(
     """Do what is asked, in the event loop. ``ready`` is called when everything for it is imported and started."""
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
-    player = EpisodePlayer(task, load.spec.episode.timeout_s) if work is Work.EPISODES else None
+    player = EpisodePlayer(task, load.spec.episode.timeout_s, load.spec.sandbox) if work is Work.EPISODES else None
     blocked_by = player.traces.holder if player is not None else None
     Pulse(pulse, load.blocked_s, blocked_by, Orphans().reap).start()
     ready()  # only now: what fails until here, such as an import without memory, is an error of the start

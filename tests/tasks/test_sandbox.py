@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox import process, run_tests
+from asyncrl_cli.tasks.sandbox import bubblewrap, process, run_tests
 from asyncrl_cli.tasks.sandbox.run_tests import Check, Kind, Limits, SandboxError, choose, run
 from tests.tasks import sandbox_attacks
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(sandbox_attacks.__file__)
-AS_NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
+AS_SHARED_UID = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 """Runs a command as an ordinary user without files."""
 
 
@@ -108,7 +108,7 @@ def test_no_attack_escapes_as_root(kind: Kind, outside: Path) -> None:
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be somebody else")
 def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
     # That user may not enter root's folders, where Python may be: it is mounted where all may.
-    repository, packages = Path(__file__).parents[2], ":".join(process._packages())
+    repository, packages = Path(__file__).parents[2], ":".join(bubblewrap.packages())
     script = (
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
         "from tests.tasks.test_sandbox import *;"
@@ -118,7 +118,7 @@ def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
     python = f"/mnt/bin/{Path(sys.executable).resolve().name}"
     command = f'mount --bind {sys.base_prefix} /mnt && exec "$@"'
     result = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command, "sh", *AS_NOBODY, python, "-c", script],
+        ["unshare", "-m", "sh", "-c", command, "sh", *AS_SHARED_UID, python, "-c", script],
         env={"PYTHONPATH": f"{repository}:{packages}", "PATH": os.environ["PATH"]},
         capture_output=True,
         text=True,
@@ -581,7 +581,7 @@ def programs(folder: Path, **scripts: str) -> str:
 @pytest.fixture
 def fresh_choice() -> Any:
     """Clear what is known about available sandboxes, before and after."""
-    cached = (run_tests.choose, process._bubblewrap)
+    cached = (run_tests.choose, process._bubblewrap, bubblewrap.readable)
     for function in cached:
         function.cache_clear()
     yield
@@ -594,7 +594,7 @@ def test_a_sandbox_that_does_not_start_is_not_wrong_code(tmp_path: Path, monkeyp
     monkeypatch.setenv("PATH", programs(tmp_path, bwrap="echo 'bwrap: no permissions' >&2; exit 1"))
     with pytest.raises(SandboxError, match="bubblewrap sandbox did not start: bwrap: no permissions"):
         passes("def f(): return 1", kind="bubblewrap")
-    monkeypatch.setattr(process, "LIBRARIES", ("/nowhere",))
+    monkeypatch.setattr(bubblewrap, "LIBRARIES", ("/nowhere",))
     with pytest.raises(TaskError, match=r"no sandbox .*bubblewrap: .*no permissions"):
         choose("bubblewrap")
 

@@ -1,10 +1,13 @@
-"""The ready task ``command``: any program that calls an OpenAI-compatible server is an agent.
+"""The ready task ``command``: any program that calls a model over OpenAI's or Anthropic's API is an agent.
 
-It finds in its environment where the policy is (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``OPENAI_MODEL``), its prompt
-(``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same, however long), its rollout's id
-(``ASYNCRL_ROLLOUT``), the folder of the spec file (``ASYNCRL_FOLDER``) and one that is removed after the episode
-(``ASYNCRL_SCRATCH``). Its reward is the last line that it prints, a number or ``{"reward": ..., "metrics": {...}}``, or
-what the option ``reward`` says of the policy's last reply.
+It finds in its environment where the policy is, under the names that agents read (agent_environment.py), a home folder
+of its own (``HOME``), its prompt (``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same,
+however long), its rollout's id (``ASYNCRL_ROLLOUT``), the folder of the spec file (``ASYNCRL_FOLDER``) and one that is
+removed after the episode (``ASYNCRL_SCRATCH``). Its reward is the last line that it prints, a number or
+``{"reward": ..., "metrics": {...}}``, or what the option ``reward`` says of the policy's last reply.
+
+With ``task.sandbox`` it runs inside: the folder of the spec file can be read there, ``ASYNCRL_SCRATCH`` is the work
+folder, and of the environment here it gets none but these variables and ``env``.
 
 Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. A command that kills its
 keeper (``system.keeper``) breaks it; what it leaves ends with the process that plays episodes.
@@ -20,21 +23,27 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.base import YEAR_S
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
-from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult, Use
 from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
+from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 KEPT = 2**16
 """Bytes of what a command prints, on either stream, that are kept: the last ones."""
 LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel takes 128 KiB."""
+ROW_FILE, ERRORS = "prompt.json", "errors.txt"
+"""Files in a command's folder: its prompt's row; what it prints on its error stream in a sandbox."""
 PIPES_S = 1.0
 """Seconds in which what a command has printed must have come through, after its end."""
 
@@ -45,6 +54,9 @@ class CommandFailed(Exception):
 
 class Command:
     """The task ``command``."""
+
+    sandbox_use = Use.OPTIONAL
+    sandbox_reads_spec_folder = True
 
     def __init__(
         self,
@@ -72,31 +84,49 @@ class Command:
         self._env = dict(env or {})
         self._reward = _function(reward) if reward is not None else None
 
-    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
+    async def run(
+        self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
+    ) -> float | RewardResult | None:
         """Play one episode. Raises ``CommandFailed``."""
-        with tempfile.TemporaryDirectory(prefix="asyncrl-episode-", ignore_cleanup_errors=True) as scratch:
-            row = json.dumps(row_of(prompt), default=str)
-            row_file = Path(scratch, "prompt.json")
-            row_file.write_text(row)
-            cwd = Path(scratch, "cwd")
-            cwd.mkdir()
-            if self._cwd is not None:
-                cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
-            environment = os.environ | {
-                "OPENAI_BASE_URL": model.base_url,
-                "OPENAI_API_KEY": model.api_key,
-                "OPENAI_MODEL": model.model,
-                "ASYNCRL_PROMPT_FILE": str(row_file),
-                "ASYNCRL_ROLLOUT": model.rollout_id,
-                "ASYNCRL_SCRATCH": scratch,
-            }
-            if len(row.encode()) <= LONGEST_VARIABLE:
-                environment["ASYNCRL_PROMPT"] = row
-            status, printed, errors = await _run(self._words, cwd, environment | self._env)
+        status, printed, errors = await (
+            self._run_here(prompt, model) if sandbox is None else self._run_inside(prompt, model, sandbox)
+        )
         if status != 0:
             last = _last_line(errors) or _last_line(printed) or "it printed nothing"
             raise CommandFailed(f"it ended with status {status}: {last}")
         return None if self._reward is not None else _reward_in(_last_line(printed))
+
+    async def _run_here(self, prompt: Prompt, model: ModelAccess) -> tuple[int, str, str]:
+        with tempfile.TemporaryDirectory(prefix="asyncrl-episode-", ignore_cleanup_errors=True) as scratch:
+            row = json.dumps(row_of(prompt), default=str)
+            Path(scratch, ROW_FILE).write_text(row)
+            cwd = Path(scratch, "cwd")
+            cwd.mkdir()
+            if self._cwd is not None:
+                cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
+            for name, text in home_files(model).items():
+                Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
+                Path(scratch, name).write_text(text)
+            inherited = inherited_by_agents(os.environ, model)
+            return await _run(self._words, cwd, inherited | _variables(row, scratch, model) | self._env)
+
+    async def _run_inside(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> tuple[int, str, str]:
+        row = json.dumps(row_of(prompt), default=str)
+        await sandbox.write_file(ROW_FILE, row.encode())
+        where = (await sandbox.run("mkdir cwd && pwd")).output.strip()
+        spec_folder = os.environ.get(SPEC_FOLDER, "")
+        cwd = os.path.join(where, "cwd") if self._cwd is None else os.path.join(spec_folder, self._cwd)
+        if sandbox.base_url is not None:
+            model = replace(model, base_url=sandbox.base_url)
+        for name, text in home_files(model).items():
+            await sandbox.write_file(name, text.encode())
+        variables = _variables(row, where, model) | {SPEC_FOLDER: spec_folder} | self._env
+        line = f"cd {shlex.quote(cwd)} && exec {shlex.join(self._words)} 2>{shlex.quote(os.path.join(where, ERRORS))}"
+        result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has a limit of its own
+        if result.stopped:
+            raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
+        errors = (await sandbox.read_file(ERRORS))[-KEPT:] if result.status != 0 else b""
+        return result.status or 0, result.output, errors.decode(errors="replace")
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float | RewardResult:
         """What the function of the option ``reward`` says."""
@@ -104,6 +134,16 @@ class Command:
             raise CommandFailed("the task `command` has no option `reward`")
         value: float | RewardResult = self._reward(row_of(prompt), response)
         return value
+
+
+def _variables(row: str, scratch: str, model: ModelAccess) -> dict[str, str]:
+    """What a command finds in its environment. ``row``: of its prompt; ``scratch``: its folder."""
+    variables = session_variables(model, os.path.join(scratch, HOME)) | {
+        "ASYNCRL_PROMPT_FILE": os.path.join(scratch, ROW_FILE),
+        "ASYNCRL_ROLLOUT": model.rollout_id,
+        "ASYNCRL_SCRATCH": scratch,
+    }
+    return variables | ({"ASYNCRL_PROMPT": row} if len(row.encode()) <= LONGEST_VARIABLE else {})
 
 
 async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:

@@ -19,8 +19,10 @@ from typing import Any
 MEGABYTE = 2**20
 OPEN_FILES = 64
 """Descriptors that the code may have; its pipes hold up to 2 MiB beside its memory."""
-NOBODY = 65534
-PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
+SHARED_UID = 65534
+"""The user whom systems give to processes without one of their own; others may have it, too."""
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+PR_SET_CHILD_SUBREAPER = 36
 SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x20080522
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -71,45 +73,47 @@ def confine(setup: dict[str, Any]) -> list[str]:
         packages = [*map(_held, packages)]
         _hold_modules()
         os.environ["HOME"] = os.environ["TMPDIR"] = folder = _held(folder)
-    for kind, limit in (
+    for kind, most in (
         (resource.RLIMIT_FSIZE, limits["disk_mb"] * MEGABYTE),
         (resource.RLIMIT_CPU, int(limits["time_s"]) + 1),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_CORE, 1),  # 0 would still feed a program that collects core dumps
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
-        _limit(kind, limit)
+        limit(kind, most)
     # The order matters (decision 0021). The user first: without capabilities it cannot be changed any more. Landlock
     # before the filter, which refuses Landlock's system calls and most of what these lines do.
     if uid:
-        _become(uid)
-        if uid != NOBODY:  # the kernel counts a user's threads, and `nobody` may have others
-            _limit(resource.RLIMIT_NPROC, limits["processes"])
-    _drop_capabilities()
+        become(uid)
+        if uid != SHARED_UID:  # the kernel counts a user's threads, and others may have the shared id
+            limit(resource.RLIMIT_NPROC, limits["processes"])
+    drop_capabilities()
     # After the change of user, which clears it.
-    _call("prctl PDEATHSIG", _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+    end_with_parent()
     if setup["filter"] is not None:
-        _call("prctl NO_NEW_PRIVS", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        refuse_privileges()
         if setup["landlock"]:
             _restrict_files([*readable, *packages], folder, REMOVE_FILE if setup["removes"] else 0)
-        _filter(base64.b64decode(setup["filter"]))
+        install_filter(base64.b64decode(setup["filter"]))
     return packages
 
 
 def limit_memory(megabytes: int) -> None:
     """Bound the memory of this process. It has no children, and no memory that it does not map."""
-    _limit(resource.RLIMIT_AS, megabytes * MEGABYTE)
+    limit(resource.RLIMIT_AS, megabytes * MEGABYTE)
 
 
-def _become(uid: int) -> None:
+def become(uid: int) -> None:
+    """Take a user's and group's id, for good."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
-def _drop_capabilities() -> None:
+def drop_capabilities() -> None:
+    """Abandon all capabilities, for good."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
-    _call("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
+    call("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _held(path: str) -> str:
@@ -137,7 +141,7 @@ def _restrict_files(readable: Sequence[str], folder: str, remove: int) -> None:
         handled, CONNECT_AND_BIND if version >= 4 else 0, ABSTRACT_SOCKETS_AND_SIGNALS if version >= 6 else 0
     )
     size = 24 if version >= 6 else 16 if version >= 4 else 8
-    rules = _call("landlock_create_ruleset", _libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(ruleset), size, 0))
+    rules = call("landlock_create_ruleset", _libc.syscall(LANDLOCK_CREATE_RULESET, ctypes.byref(ruleset), size, 0))
     write = (READ_FILE | WRITE_FILE | TRUNCATE) & handled
     for path in readable:
         _allow(rules, path, READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE)
@@ -145,7 +149,7 @@ def _restrict_files(readable: Sequence[str], folder: str, remove: int) -> None:
         _allow(rules, path, write)
     # No folders, so that one listing gives the size of all files.
     _allow(rules, folder, write | READ_DIR | remove | MAKE_REG | MAKE_SYM)
-    _call("landlock_restrict_self", _libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
+    call("landlock_restrict_self", _libc.syscall(LANDLOCK_RESTRICT_SELF, rules, 0))
     os.close(rules)
 
 
@@ -155,29 +159,53 @@ def _allow(rules: int, path: str, rights: int) -> None:
     except FileNotFoundError:
         return
     rule = _PathBeneath(rights, parent)
-    _call(
+    call(
         "landlock_add_rule",
         _libc.syscall(LANDLOCK_ADD_RULE, rules, LANDLOCK_RULE_PATH_BENEATH, ctypes.byref(rule), 0),
     )
     os.close(parent)
 
 
-def _filter(program: bytes) -> None:
+def end_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends; a change of user undoes it."""
+    call("prctl PDEATHSIG", _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0))
+
+
+def refuse_privileges() -> None:
+    """Gain no rights from a program that this process, or a later child, runs; a filter needs it."""
+    call("prctl NO_NEW_PRIVS", _libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+
+
+def hide_memory() -> None:
+    """Let no other process of the same user look into this one, until it runs another program."""
+    call("prctl DUMPABLE", _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent has ended."""
+    call("prctl CHILD_SUBREAPER", _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
+
+
+def install_filter(program: bytes) -> None:
+    """Restrict this process's system calls, and those of its later children."""
+
     class Program(ctypes.Structure):
         """``struct sock_fprog``."""
 
         _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
     loaded = Program(len(program) // 8, program)
-    _call("prctl SECCOMP", _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0))
+    call("prctl SECCOMP", _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(loaded), 0, 0))
 
 
-def _limit(kind: int, limit: int) -> None:
+def limit(kind: int, most: int) -> None:
+    """Set a limit of this process and its later children."""
     with suppress(ValueError):  # the user has less anyhow
-        resource.setrlimit(kind, (limit, limit))
+        resource.setrlimit(kind, (most, most))
 
 
-def _call(name: str, result: int) -> int:
+def call(name: str, result: int) -> int:
+    """The result of a call of the C library. Raises ``OSError`` with the call's name if it has failed."""
     if result < 0:
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")

@@ -14,7 +14,6 @@ import base64
 import functools
 import json
 import os
-import secrets
 import shutil
 import signal
 import subprocess
@@ -26,6 +25,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from asyncrl_cli.tasks.sandbox import calls, confine, program, syscall_filter, values
+from asyncrl_cli.tasks.sandbox.bubblewrap import (
+    SandboxError,
+    bindings,
+    devices,
+    memory_folder,
+    namespaces,
+    packages,
+    readable,
+    unused_uid,
+)
 
 Kind = Literal["bubblewrap", "seccomp", "none"]
 END_S = 10.0
@@ -33,18 +42,9 @@ END_S = 10.0
 CAP_SYS_PTRACE = 19
 MOST_FILES = 10_000
 """Files and folders that the code may have."""
-LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
-DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
-"""Beside Python, what it needs of the system."""
 MODULES = (program, calls, values, confine)
 """What the process imports of this package; they import nothing else of it."""
 PACKAGES = Path(__file__).parents[3]
-OWN_IDS = range(0x70000000, 0x78000000)
-"""User ids that no machine assigns."""
-
-
-class SandboxError(OSError):
-    """A sandbox that did not start; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class SandboxProcess:
     ) -> None:
         """``reading`` and ``writing`` are the descriptors of the pipes to the other process, ``folder`` is the one that
         it may write to ("" with bubblewrap). ``order`` says what to do; its ``report`` is a descriptor, too."""
-        uid = None if kind == "none" else _unused_uid()
+        uid = None if kind == "none" else unused_uid()
         passed = [reading, writing, *([order["report"]] if order["report"] is not None else [])]
         order |= {
             "limits": asdict(limits),
@@ -90,8 +90,8 @@ class SandboxProcess:
             "landlock": kind == "seccomp",
             "removes": uid is None or _sees_other_users(),
             "filter": None if kind == "none" else base64.b64encode(syscall_filter.program()).decode(),
-            "packages": _packages(),
-            "readable": _readable(),
+            "packages": packages(),
+            "readable": readable(),
             "folder": "/tmp" if kind == "bubblewrap" else folder,
         }
         if uid is not None and kind == "seccomp":
@@ -223,20 +223,6 @@ def _sees_other_users() -> bool:
     return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)
 
 
-def _unused_uid() -> int | None:
-    """The user id that a process of root has to take; None for an ordinary user. Raises ``SandboxError`` if there is
-    none."""
-    if os.getuid() != 0:
-        return None
-    ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    for uid in (secrets.choice(OWN_IDS), confine.NOBODY):
-        if any(first <= uid < first + size for first, _, size in ranges):
-            return uid
-    if any(first == 0 == outside for first, outside, _ in ranges):
-        raise SandboxError("root cannot become another user in this user namespace")
-    return None  # in a namespace that an ordinary user has made
-
-
 def _python(root: str) -> list[str]:
     start = f"import sys; sys.path.insert(0, {root!r}); from {program.__name__} import main; main()"
     return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start]
@@ -248,49 +234,16 @@ def _environment(folder: str) -> dict[str, str]:
 
 
 @functools.cache
-def _packages() -> list[str]:
-    """Folders of installed packages; not the project's, nor any other that Python's path has."""
-    named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
-    return [os.path.realpath(path) for path in named if os.path.isdir(path)]
-
-
-@functools.cache
-def _readable() -> list[str]:
-    """Files and folders that Python itself needs."""
-    own = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
-    own.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
-    return [path for path in (*LIBRARIES, *DATA, *own) if os.path.exists(path)]
-
-
-@functools.cache
 def _bubblewrap(disk_mb: int) -> Sequence[str]:
     """bwrap and its arguments, without the command."""
-    namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
-    if _unused_uid() is not None:
-        # Root makes these itself, and the process drops to an unused id: a user namespace would map it to root.
-        # The first process of the namespace is bwrap's then: dying parents may not send signals to other ids.
-        user = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-    else:
-        user = ["--as-pid-1", *(["--unshare-user", "--uid", "1000", "--gid", "1000"] if os.getuid() != 0 else [])]
-    size = str(disk_mb * confine.MEGABYTE)
-    arguments = [
-        *(shutil.which("bwrap") or "bwrap", *namespaces, "--cap-drop", "ALL", *user),
-        *("--die-with-parent", "--hostname", "sandbox"),
-        *("--perms", "0755", "--size", "65536", "--tmpfs", "/dev"),
-        *(word for path in confine.DEVICES for word in ("--dev-bind", path, path)),
-        *("--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"),
-        *("--perms", "1777", "--size", size, "--tmpfs", "/tmp"),
-    ]
-    bound = {path: path for path in (*_readable(), *_packages())}
+    bound = {path: path for path in (*readable(), *packages())}
     files = [str(module.__file__) for module in MODULES]
     bound |= {f"/box/asyncrl_cli/tasks/sandbox/{os.path.basename(path)}": path for path in files}
-    for target in sorted(bound):
-        source = bound[target]
-        if os.path.islink(source) and source == target:
-            arguments += ["--symlink", os.readlink(source), target]
-        elif not any(os.path.commonpath([target, other]) == other for other in bound if other != target):
-            for parent in reversed(Path(target).parents):
-                if str(parent) not in ("/", "/tmp"):
-                    arguments += ["--perms", "0755", "--dir", str(parent)]
-            arguments += ["--ro-bind", source, target]
-    return [*arguments, "--remount-ro", "/", "--chdir", "/tmp"]
+    return [
+        *namespaces(as_first_process=unused_uid() is None),
+        *(["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if unused_uid() is not None else []),
+        *devices(),
+        *memory_folder("/tmp", disk_mb),
+        *bindings(bound),
+        *("--remount-ro", "/", "--chdir", "/tmp"),
+    ]

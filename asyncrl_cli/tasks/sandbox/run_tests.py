@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox.process import Kind, Limits, SandboxError, SandboxProcess, missing
+from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError
+from asyncrl_cli.tasks.sandbox.process import Kind, Limits, SandboxProcess, missing
 from asyncrl_cli.tasks.sandbox.program import BEGAN, PASSED
 
 __all__ = ["Check", "Kind", "Limits", "SandboxError", "Wanted", "choose", "run"]

@@ -1,8 +1,9 @@
 """The system calls that code in a sandbox may make, as a seccomp program that libseccomp compiles.
 
-What is not named here is refused, new system calls of later kernels included: programs and processes (threads are
-allowed), sockets, signals, limits and priorities of other processes, memory that is not mapped, owners, modes and times
-of files, disk space that is taken without writing (fallocate), namespaces, keys, tracing, io_uring.
+What is not named is refused, new system calls of later kernels included. Of one process of code (``program``):
+programs and processes (threads are allowed), sockets, signals, limits and priorities of other processes, memory that is
+not mapped, owners, modes and times of files, disk space that is taken without writing (fallocate), namespaces, keys,
+tracing, io_uring. What a shell and its programs need in addition (``shell_filter``) is in another file.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import functools
 import os
 import tempfile
+from collections.abc import Iterable
 
 ALLOWED = frozenset(
     """
@@ -38,6 +40,10 @@ PRCTL = (15, 16)
 
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO = 0x7FFF0000, 0x00050000
 SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ = 4, 7
+Condition = tuple[int, int, int, int]
+"""Of an argument: its number, the comparison, and its one or two operands."""
+Rule = tuple[str, tuple[Condition, ...]]
+"""A system call that is allowed where all conditions hold."""
 UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
 AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
 CLONE_THREAD = 0x00010000
@@ -49,42 +55,57 @@ class _Argument(ctypes.Structure):
     _fields_ = (("number", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
+def equal(number: int, value: int) -> Condition:
+    """An argument that has this value."""
+    return number, SCMP_CMP_EQ, value, 0
+
+
+def masked(number: int, mask: int, value: int) -> Condition:
+    """An argument whose bits of a mask have this value."""
+    return number, SCMP_CMP_MASKED_EQ, mask, value
+
+
+def rules() -> list[Rule]:
+    """What one process of code may do."""
+    rules: list[Rule] = [(name, ()) for name in ALLOWED]
+    for name, argument, values in (("fcntl", 1, FCNTL), ("ioctl", 1, IOCTL), ("prctl", 0, PRCTL)):
+        rules += [(name, (equal(argument, value),)) for value in values]
+    rules.append(("clone", (masked(0, CLONE_THREAD, CLONE_THREAD),)))
+    for argument, name in ((1, "open"), (2, "openat")):
+        # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC. A file without a
+        # name (O_TMPFILE) would be missing where the files are counted by name.
+        for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+            rules.append((name, (masked(argument, os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC), mode),)))
+    rules += [("prlimit64", (equal(0, 0),)), ("setrlimit", ())]
+    # What event loops wake themselves up with. No other socket, and no address to send to.
+    rules.append(("socketpair", (equal(0, AF_UNIX), masked(1, SOCK_TYPE, SOCK_STREAM))))
+    rules.append(("sendto", (equal(4, 0),)))
+    return rules
+
+
 @functools.cache
 def program() -> bytes:
-    """The program, for this machine's architecture. Raises ``OSError`` where there is no libseccomp."""
+    """The program of ``rules``, for this machine's architecture. Raises ``OSError`` where there is no libseccomp."""
+    return compiled(rules())
+
+
+def compiled(rules: Iterable[Rule]) -> bytes:
+    """A program that allows this and refuses all else, for this machine's architecture. Raises ``OSError`` without
+    libseccomp."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     # Refused calls "do not exist": then the C library falls back to older ones, as from clone3 to clone.
     context = ctypes.c_void_p(library.seccomp_init(SCMP_ACT_ERRNO | errno.ENOSYS))
     if not context:
         raise OSError("seccomp_init failed")
-
-    def allow(name: str, *arguments: tuple[int, int, int, int]) -> None:
-        number = library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this architecture, or this version of the library, does not have it
-            return
-        compared = (_Argument * len(arguments))(*(_Argument(*argument) for argument in arguments))
-        if status := library.seccomp_rule_add_array(context, SCMP_ACT_ALLOW, number, len(arguments), compared):
-            raise OSError(-status, f"seccomp_rule_add_array {name}: {os.strerror(-status)}")
-
     try:
-        for name in ALLOWED:
-            allow(name)
-        for name, argument, values in (("fcntl", 1, FCNTL), ("ioctl", 1, IOCTL), ("prctl", 0, PRCTL)):
-            for value in values:
-                allow(name, (argument, SCMP_CMP_EQ, value, 0))
-        allow("clone", (0, SCMP_CMP_MASKED_EQ, CLONE_THREAD, CLONE_THREAD))
-        for argument, name in ((1, "open"), (2, "openat")):
-            # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC. A file without a
-            # name (O_TMPFILE) would be missing where the files are counted by name.
-            for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
-                masked = os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC)
-                allow(name, (argument, SCMP_CMP_MASKED_EQ, masked, mode))
-        allow("prlimit64", (0, SCMP_CMP_EQ, 0, 0))
-        allow("setrlimit")
-        # What event loops wake themselves up with. No other socket, and no address to send to.
-        allow("socketpair", (0, SCMP_CMP_EQ, AF_UNIX, 0), (1, SCMP_CMP_MASKED_EQ, SOCK_TYPE, SOCK_STREAM))
-        allow("sendto", (4, SCMP_CMP_EQ, 0, 0))
+        for name, conditions in rules:
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            if number < 0:  # this architecture, or this version of the library, does not have it
+                continue
+            compared = (_Argument * len(conditions))(*(_Argument(*condition) for condition in conditions))
+            if status := library.seccomp_rule_add_array(context, SCMP_ACT_ALLOW, number, len(conditions), compared):
+                raise OSError(-status, f"seccomp_rule_add_array {name}: {os.strerror(-status)}")
         with tempfile.TemporaryFile() as file:
             if status := library.seccomp_export_bpf(context, file.fileno()):
                 raise OSError(-status, f"seccomp_export_bpf: {os.strerror(-status)}")

@@ -1,0 +1,100 @@
+"""The sandbox of an episode, for tasks that take one.
+
+A task takes it by a parameter ``sandbox``: an agent of ``run``; an environment's task of ``environment``, its class of
+the constructor; a ``ToolTask`` of ``tools`` or ``judge``. Agents get a ``ShellSandbox``; the others run in threads and
+get a ``BlockingSandbox``. It is opened before the episode, and closed after it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.spec.inputs import SandboxSpec
+from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, TaskMix, Use
+from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings, ShellSandbox
+
+INSTALL = "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2); see `asyncrl doctor`"
+
+
+def parameter_use(function: Callable[..., Any]) -> Use:
+    """Whether a function has a parameter ``sandbox``, and needs a value for it."""
+    try:
+        parameter = inspect.signature(function).parameters.get("sandbox")
+    except ValueError:  # a builtin without a signature
+        return Use.NO
+    if parameter is None:
+        return Use.NO
+    return Use.REQUIRED if parameter.default is parameter.empty else Use.OPTIONAL
+
+
+def sandbox_use(task: object) -> Use:
+    """Whether a task takes a sandbox: what it states itself (``sandbox_use``), or the parameters of its method."""
+    if isinstance(stated := getattr(task, "sandbox_use", None), Use):
+        return stated
+    if isinstance(task, AgentTask):
+        return parameter_use(task.run)
+    return parameter_use(task.environment) if isinstance(task, EnvironmentTask) else Use.NO
+
+
+def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task") -> None:
+    """Raise ``TaskError`` for a sandbox that the task cannot use, that it lacks, or that cannot be had here."""
+    from asyncrl_cli.tasks.sandbox.process import missing
+
+    uses = [sandbox_use(member) for member in (task.members.values() if isinstance(task, TaskMix) else [task])]
+    location = f"{location}.sandbox"
+    if spec is None:
+        if Use.REQUIRED in uses:
+            raise TaskError(
+                "the task needs a sandbox, and the spec has none",
+                location=location,
+                hint="set task.sandbox, such as {kind: bubblewrap}, or give its parameter `sandbox` a default",
+            )
+        return
+    if set(uses) == {Use.NO}:
+        raise TaskError(
+            "the task does not use a sandbox",
+            location=location,
+            hint="remove task.sandbox; or use the task `command`, or give the agent, the environment, or a tool task's "
+            "`tools` or `judge` a parameter `sandbox`",
+        )
+    if reason := missing(spec.kind):
+        raise TaskError(f"no sandbox can be started here: {reason}", location=location, hint=INSTALL)
+    for index, path in enumerate(spec.readable):
+        if not _from_spec(path).exists():
+            raise TaskError(f"there is no {path}", location=f"{location}.readable.{index}", hint="correct the path")
+
+
+@asynccontextmanager
+async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) -> AsyncIterator[ShellSandbox | None]:
+    """The sandbox of one episode of a task; None for a task without one. ``gateway``: the episode's base URL.
+
+    Raises ``SandboxError``.
+    """
+    if spec is None or sandbox_use(task) is Use.NO:
+        yield None
+        return
+    from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+
+    further = (str(_from_spec("")),) if getattr(task, "sandbox_reads_spec_folder", False) else ()
+    settings = SandboxSettings(
+        kind=spec.kind,
+        time_s=spec.time_s,
+        memory_mb=spec.memory_mb,
+        processes=spec.processes,
+        disk_mb=spec.disk_mb,
+        readable=(*(str(_from_spec(path)) for path in spec.readable), *further),
+        network=spec.network,
+    )
+    async with open_sandbox(settings, gateway=gateway) as sandbox:
+        yield sandbox
+
+
+def _from_spec(path: str) -> Path:
+    """A path that is relative to the spec's folder."""
+    return Path(os.environ.get(SPEC_FOLDER, "."), path).absolute()

@@ -1,0 +1,97 @@
+"""bwrap's arguments, by what they do, and what they are made of: for every sandbox that it starts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from asyncrl_cli.tasks.sandbox import confine
+
+LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
+DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""Beside Python, what it needs of the system."""
+OWN_IDS = range(0x70000000, 0x78000000)
+"""User ids that no machine assigns."""
+
+
+class SandboxError(OSError):
+    """A sandbox that did not start, or has ended; says why."""
+
+
+def namespaces(as_first_process: bool) -> list[str]:
+    """bwrap itself, in namespaces of its own, without capabilities; it ends with its parent.
+
+    ``as_first_process``: the command is the first process of its namespace, which no other in it can end; else that is
+    bwrap's. Root makes the namespaces itself, and the command has to take an unused id: a user namespace would map it
+    to root. Dying parents may not send signals to other ids, so such a first process has to see itself that bwrap, or
+    who started it, has ended.
+    """
+    arguments = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
+    arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL", *(["--as-pid-1"] if as_first_process else [])]
+    if unused_uid() is None and os.getuid() != 0:
+        arguments += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    return [*arguments, "--die-with-parent", "--hostname", "sandbox"]
+
+
+def devices() -> list[str]:
+    """A folder /dev with those that hold nothing."""
+    return [
+        *("--perms", "0755", "--size", "65536", "--tmpfs", "/dev"),
+        *(word for path in confine.DEVICES for word in ("--dev-bind", path, path)),
+        *("--symlink", "/tmp", "/dev/shm", "--remount-ro", "/dev"),
+    ]
+
+
+def memory_folder(path: str, size_mb: int) -> list[str]:
+    """An empty folder in memory that every user may write to."""
+    return ["--perms", "1777", "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path]
+
+
+def bindings(bound: Mapping[str, str]) -> list[str]:
+    """Files and folders of this machine, read-only: where they are inside, and here."""
+    arguments = []
+    for target in sorted(bound):
+        if any(os.path.commonpath([target, other]) == other for other in bound if other != target):
+            continue
+        for parent in reversed(Path(target).parents):
+            if str(parent) not in ("/", "/tmp"):
+                arguments += ["--perms", "0755", "--dir", str(parent)]
+        if os.path.islink(source := bound[target]) and source == target:
+            arguments += ["--symlink", os.readlink(source), target]
+        else:
+            arguments += ["--ro-bind", source, target]
+    return arguments
+
+
+def unused_uid() -> int | None:
+    """The user id that a process of root has to take; None for an ordinary user. Raises ``SandboxError`` if there is
+    none."""
+    if os.getuid() != 0:
+        return None
+    ranges = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    for uid in (secrets.choice(OWN_IDS), confine.SHARED_UID):
+        if any(first <= uid < first + size for first, _, size in ranges):
+            return uid
+    if any(first == 0 == outside for first, outside, _ in ranges):
+        raise SandboxError("root cannot become another user in this user namespace")
+    return None  # in a namespace that an ordinary user has made
+
+
+@functools.cache
+def packages() -> Sequence[str]:
+    """Folders of installed packages; not the project's, nor any other that Python's path has."""
+    named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
+    return [os.path.realpath(path) for path in named if os.path.isdir(path)]
+
+
+@functools.cache
+def readable() -> Sequence[str]:
+    """Files and folders that Python itself needs."""
+    own = [os.path.realpath(sys.executable), os.path.dirname(os.path.realpath(os.__file__))]
+    own.append(os.path.join(os.path.realpath(sys.base_prefix), "lib"))
+    return [path for path in (*LIBRARIES, *DATA, *own) if os.path.exists(path)]

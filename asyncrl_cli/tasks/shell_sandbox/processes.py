@@ -1,0 +1,122 @@
+"""The other processes of a sandbox: how much they use, and their end.
+
+Seen by the first process of a namespace (``alone``) they are all that there are; without a namespace they are its
+descendants, whose orphans it adopts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MOST_SOCKETS = 2000
+"""Sockets of all processes: their buffers are memory that no process shows as its own."""
+MOST_FILES = 100_000
+"""Files and folders of one file system: each takes about a KiB beside its content."""
+FEWEST_FREE = 16
+"""Pages below which a disk is full."""
+AGAIN_S = 0.002
+
+
+def exceeded(alone: bool, memory: int, most: int) -> bytes:
+    """The limit that has been reached, if any: ``memory`` in bytes, ``most`` processes and threads."""
+    resident, threads, pids = 0, 0, []
+    for pid in _others(alone):
+        try:
+            fields = _file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        pids.append(pid)
+        threads += int(fields[17])
+        resident += int(fields[21]) * PAGE
+    if threads >= most:
+        return b"processes"
+    # Shared pages count several times in resident sizes: look closer only where those are too large.
+    if resident > memory and sum(map(_proportional, pids)) > memory:
+        return b"memory"
+    if alone and _sockets() > MOST_SOCKETS:
+        return b"memory"
+    return b""
+
+
+def full(disks: Sequence[str]) -> bool:
+    """Whether one of the file systems has no space, or too many files."""
+    found = map(os.statvfs, disks)
+    return any(disk.f_bavail < FEWEST_FREE or disk.f_files - disk.f_ffree > MOST_FILES for disk in found)
+
+
+def reap(pid: int) -> int | None:
+    """Let go of the children that have ended; the status of ``pid`` if it is one of them."""
+    status = None
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == pid:
+                status = _status(ended[1])
+    except ChildProcessError:
+        pass
+    return status
+
+
+def end_all(alone: bool, pid: int) -> int:
+    """Kill all processes and wait until they are gone; the status of ``pid`` among them, or 0."""
+    status = 0
+    while True:
+        for other in [-1] if alone else list(_others(alone)):
+            with suppress(ProcessLookupError):
+                os.kill(other, signal.SIGKILL)
+        try:
+            # Alone, nothing can start any more. Otherwise a process may have been made since they were listed.
+            ended, how = os.waitpid(-1, 0 if alone else os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if ended == pid:
+            status = _status(how)
+        elif not ended:
+            time.sleep(AGAIN_S)
+
+
+def _status(how: int) -> int:
+    code = os.waitstatus_to_exitcode(how)
+    return code if code >= 0 else 128 - code
+
+
+def _others(alone: bool) -> Iterator[int]:
+    """Their ids."""
+    if alone:
+        yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
+        return
+    found = [os.getpid()]
+    for parent in found:
+        try:
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                found += map(int, _file(f"/proc/{parent}/task/{thread}/children").split())
+        except OSError:  # it has ended meanwhile
+            continue
+    yield from found[1:]
+
+
+def _proportional(pid: int) -> int:
+    """Bytes of a process, shared pages by its share of them."""
+    try:
+        for line in _file(f"/proc/{pid}/smaps_rollup").splitlines():
+            if line.startswith(b"Pss:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:  # it does not let others look, or has ended
+        return int(_file(f"/proc/{pid}/statm").split()[1]) * PAGE
+    except (OSError, IndexError):
+        return 0
+
+
+def _sockets() -> int:
+    return int(_file("/proc/net/sockstat").split(maxsplit=3)[2])
+
+
+def _file(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.read()

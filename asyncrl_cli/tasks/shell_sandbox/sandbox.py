@@ -1,0 +1,280 @@
+"""A sandbox, seen from the worker: one process of bwrap, and a socket to the supervisor inside."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+from asyncrl_cli.tasks.sandbox import confine
+from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError, unused_uid
+from asyncrl_cli.tasks.shell_sandbox import (
+    arguments,
+    output,
+    processes,
+    shell_filter,
+    supervisor,
+    wire,
+    work_files,
+)
+from asyncrl_cli.tasks.shell_sandbox.relay import Relay, inner_url
+from asyncrl_cli.tasks.shell_sandbox.settings import (
+    GATEWAY_PORT,
+    NO_VARIABLES,
+    WORK_FOLDER,
+    CommandResult,
+    SandboxSettings,
+    ShellSandbox,
+    Stopped,
+)
+
+MODULES = (supervisor, processes, work_files, output, wire, confine)
+"""What the supervisor imports of this package; they import nothing else of it."""
+PACKAGES = Path(__file__).parents[3]
+START_S = 60.0
+"""Seconds that starting may take, on a busy machine."""
+GRACE_S = 30.0
+"""Seconds beyond its time that a command's result may take, on a busy machine."""
+FILE_S = 60.0
+END_S = 10.0
+
+
+@asynccontextmanager
+async def open_sandbox(settings: SandboxSettings, *, gateway: str | None = None) -> AsyncIterator[ShellSandbox]:
+    """A sandbox, which is closed at the end. ``gateway``: the base URL that it may reach, with ``network: gateway``.
+
+    Raises ``SandboxError`` when it cannot be started.
+    """
+    sandbox = await Sandbox.start(settings, gateway if settings.network == "gateway" else None)
+    try:
+        yield sandbox
+    finally:
+        await sandbox.close()
+
+
+class Sandbox:
+    """A ``ShellSandbox``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, time_s: float) -> None:
+        self.base_url: str | None = None
+        self._process = process
+        self._control = control
+        self._time_s = time_s
+        self._turn = asyncio.Lock()
+        self._sending = asyncio.Lock()
+        self._current: asyncio.Task[list[bytes]] | None = None
+        """The exchange whose turn it is."""
+        self._relay: Relay | None = None
+        self._closed = False
+
+    @classmethod
+    async def start(cls, settings: SandboxSettings, gateway: str | None) -> Sandbox:
+        """Start it and wait until it is confined. Raises ``SandboxError``."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        inside = settings.kind == "bubblewrap"
+        folder = WORK_FOLDER if inside else tempfile.mkdtemp(prefix="asyncrl-sandbox-")
+        uid = unused_uid() if inside else None
+        relayed = inside and gateway is not None
+        try:
+            program = shell_filter.program() if inside else b""
+            process = _started(settings, theirs, uid)
+        except OSError as error:
+            ours.close()
+            raise SandboxError(f"the sandbox cannot be started: {error}") from error
+        finally:
+            theirs.close()
+        sandbox = cls(process, ours, settings.time_s)
+        variables = arguments.environment() | ({} if inside else {"HOME": folder})
+        if gateway is not None:
+            sandbox.base_url = variables["OPENAI_BASE_URL"] = inner_url(gateway) if inside else gateway
+        order: list[bytes | str | int] = [settings.kind, folder, uid or 0, settings.memory_mb, settings.processes]
+        order += [GATEWAY_PORT if relayed else 0, program, *(word for pair in variables.items() for word in pair)]
+        try:
+            async with asyncio.timeout(START_S):
+                await sandbox._send([word if isinstance(word, bytes) else os.fsencode(str(word)) for word in order])
+                listening = await sandbox._ready()
+                if listening is not None and gateway is not None:
+                    sandbox._relay = Relay(gateway)
+                    await sandbox._relay.start(listening)
+        except BaseException as error:
+            printed = await sandbox._end()
+            if isinstance(error, (OSError, wire.WireError)):
+                raise SandboxError(f"the sandbox has not started: {printed or error}") from error
+            raise
+        return sandbox
+
+    async def _ready(self) -> socket.socket | None:
+        """Wait until it is confined; the socket that listens inside, if any."""
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._control, readable.set_result, None)
+        readable.add_done_callback(lambda _: loop.remove_reader(self._control))
+        await readable
+        message = wire.packed([b"ready"])
+        first, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
+        listening = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        rest = await self._read(len(message) - len(first)) if first else b""
+        if first + rest != message:
+            for one in listening:
+                one.close()
+            raise SandboxError("it has ended")
+        return listening[0] if listening else None
+
+    async def run(
+        self, command: str, *, time_s: float | None = None, env: Mapping[str, str] = NO_VARIABLES
+    ) -> CommandResult:
+        """As in ``ShellSandbox``."""
+        time_s = self._time_s if time_s is None else time_s
+        variables = [word.encode(errors="replace") for pair in env.items() for word in pair]
+        order = [b"run", command.encode(errors="replace"), str(time_s).encode(), *variables]
+        answer = await self._ask(order, time_s + GRACE_S)
+        try:
+            status, stopped, total, first, last = answer
+            limit = cast("Stopped", stopped.decode())
+            return CommandResult(None if limit else int(status), output.text_of(first, last, int(total)), limit)
+        except ValueError as error:
+            raise SandboxError(f"an invalid answer from the sandbox: {error}") from error
+
+    async def write_file(self, path: str, data: bytes) -> None:
+        """As in ``ShellSandbox``."""
+        work_files.parts_of(path)
+        if len(data) > work_files.MOST_BYTES:
+            raise OSError(f"larger than {work_files.MOST_BYTES >> 20} MiB: {path}")
+        await self._ask([b"write", os.fsencode(path), data], FILE_S)
+
+    async def read_file(self, path: str) -> bytes:
+        """As in ``ShellSandbox``."""
+        work_files.parts_of(path)
+        (data,) = await self._ask([b"read", os.fsencode(path)], FILE_S)
+        return data
+
+    async def close(self) -> None:
+        """As in ``ShellSandbox``."""
+        if self._relay is not None:
+            await self._relay.close()
+        await self._end()
+
+    async def _ask(self, order: Sequence[bytes], time_s: float) -> list[bytes]:
+        """The supervisor's answer. Raises ``OSError`` of the kind that it had, and ``SandboxError``.
+
+        It still takes the answer of an order that is cancelled, or the next order would: a command is stopped.
+        """
+        exchange = asyncio.create_task(self._exchange(order, time_s))
+        try:
+            return await asyncio.shield(exchange)
+        except asyncio.CancelledError:
+            if exchange is not self._current:  # it waits for its turn
+                exchange.cancel()
+            elif order[0] == b"run":
+                with suppress(OSError):
+                    await self._send([b"stop"])
+            raise
+
+    async def _exchange(self, order: Sequence[bytes], time_s: float) -> list[bytes]:
+        async with self._turn:
+            self._current = asyncio.current_task()
+            try:
+                async with asyncio.timeout(time_s):
+                    await self._send(order)
+                    kind, *fields = await self._receive()
+            except asyncio.CancelledError:
+                self._shut()
+                raise
+            except (OSError, wire.WireError) as error:  # TimeoutError is one
+                self._shut()
+                raise SandboxError(f"the sandbox has ended: {error or 'no answer'}") from error
+            finally:
+                self._current = None
+        if kind == b"error":
+            raise OSError(int(fields[0]), fields[1].decode(errors="replace"))
+        return fields
+
+    async def _send(self, fields: Sequence[bytes]) -> None:
+        async with self._sending:
+            await asyncio.get_running_loop().sock_sendall(self._control, wire.packed(fields))
+
+    async def _receive(self) -> list[bytes]:
+        lengths = wire.field_lengths(await self._read(4 * wire.field_count(await self._read(4))))
+        return wire.split(await self._read(sum(lengths)), lengths)
+
+    async def _read(self, size: int) -> bytes:
+        loop, data = asyncio.get_running_loop(), bytearray()
+        while len(data) < size:
+            if not (piece := await loop.sock_recv(self._control, min(size - len(data), 2**20))):
+                raise SandboxError("it has ended")
+            data += piece
+        return bytes(data)
+
+    def _shut(self) -> None:
+        """Have the supervisor end, and whatever waits for its answer."""
+        with suppress(OSError):  # it has ended
+            self._control.shutdown(socket.SHUT_RDWR)
+
+    async def _end(self) -> str:
+        """End it; the last line that it printed before it was ready."""
+        self._shut()
+        async with self._turn:  # not before whoever waits for an answer has left the socket
+            if self._closed:
+                return ""
+            self._closed = True
+            self._control.close()
+            return await asyncio.to_thread(self._wait)
+
+    def _wait(self) -> str:
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            # The first process inside has taken another id, so that bwrap's end is not its end.
+            with suppress(OSError):
+                children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+                for pid in children.split():
+                    os.kill(int(pid), signal.SIGKILL)
+            self._process.kill()
+            self._process.wait(END_S)
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
+        self._process.stderr.close()
+        return lines[-1] if lines else ""
+
+
+def _started(settings: SandboxSettings, control: socket.socket, uid: int | None) -> subprocess.Popen[bytes]:
+    """The process of bwrap, or of the supervisor itself."""
+    inside = settings.kind == "bubblewrap"
+    root = arguments.OWN if inside else str(PACKAGES)
+    start = f"import sys; sys.path.insert(0, {root!r}); from {supervisor.__name__} import main; main()"
+    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, str(control.fileno())]
+    files: dict[str, int] = {}
+    try:
+        if inside:
+            if shutil.which("bwrap") is None:
+                raise SandboxError("bwrap is not installed")
+            for path, text in arguments.accounts(uid or 1000).items():
+                files[path] = os.memfd_create(os.path.basename(path))
+                os.write(files[path], text.encode())
+                os.lseek(files[path], 0, os.SEEK_SET)
+            command = [*arguments.bubblewrap(settings, files, MODULES), "--", *command]
+        # In this thread, the loop's: bwrap ends with the thread that has started it.
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            pass_fds=[control.fileno(), *files.values()],
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+    finally:
+        for file in files.values():
+            os.close(file)

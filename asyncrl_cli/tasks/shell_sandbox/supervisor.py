@@ -1,0 +1,220 @@
+"""The first process in a sandbox: it runs one command at a time, watches it, and reads and writes files.
+
+It starts as root where bwrap does, takes an unused id, confines itself, and only then answers. It lives as long as the
+socket to the worker does: when the worker ends, however it ends, this process ends, and with the first process of a
+namespace the kernel ends all others.
+
+Invariant: between two commands no other process lives in the sandbox.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+
+from asyncrl_cli.tasks.sandbox import confine
+from asyncrl_cli.tasks.shell_sandbox import processes, work_files
+from asyncrl_cli.tasks.shell_sandbox.output import Output
+from asyncrl_cli.tasks.shell_sandbox.wire import packed, received
+
+WATCH_S = 0.05
+"""Seconds between two looks at what a command uses; most commands end before the first."""
+SHELLS = ("/bin/bash", "/bin/sh")
+OPEN_FILES = 1024
+CANNOT_RUN = 126
+"""A shell's status of what cannot be run."""
+NOTHING_NEW = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
+"""Signals that Python does not leave as it finds them."""
+
+
+class Supervisor:
+    """Answers the worker's messages."""
+
+    def __init__(self, control: socket.socket) -> None:
+        kind, folder, uid, memory_mb, most, port, program, *variables = received(lambda size: _read(control, size))
+        self._control = control
+        self._folder = os.fsdecode(folder)
+        self._memory = int(memory_mb) * confine.MEGABYTE
+        self._most = int(most)
+        self._alone = kind == b"bubblewrap"
+        self._environment = _pairs(variables)
+        self._shell = next(path for path in SHELLS if os.path.exists(path))
+        self._disks = (self._folder, "/tmp") if self._alone else ()
+        os.chdir(self._folder)
+        listening = _listen(int(port)) if int(port) else None
+        if self._alone:
+            self._confine(int(uid), program)
+        else:
+            confine.adopt_orphans()
+        socket.send_fds(control, [packed([b"ready"])], [] if listening is None else [listening.fileno()])
+        if listening is not None:
+            listening.close()
+
+    def _confine(self, uid: int, program: bytes) -> None:
+        for kind, most in (
+            (resource.RLIMIT_DATA, self._memory),
+            (resource.RLIMIT_NOFILE, OPEN_FILES),
+            (resource.RLIMIT_CORE, 1),  # 0 would still feed a program that collects core dumps
+            (resource.RLIMIT_MSGQUEUE, 0),
+        ):
+            confine.limit(kind, most)
+        # The order matters, as in `confine`: the user while there are capabilities, the filter last.
+        if uid:
+            os.chown(self._folder, uid, uid)
+            confine.become(uid)
+        if uid != confine.SHARED_UID:  # the kernel counts a user's processes
+            confine.limit(resource.RLIMIT_NPROC, self._most + 1)
+        confine.drop_capabilities()
+        confine.hide_memory()
+        confine.refuse_privileges()
+        confine.install_filter(program)
+
+    def serve(self) -> None:
+        """Answer until the worker has closed the socket. Raises ``EOFError``."""
+        while True:
+            action, *fields = received(lambda size: _read(self._control, size))
+            try:
+                answer = self._answer(action, fields)
+            except OSError as error:
+                text = error.strerror or str(error)
+                answer = [b"error", b"%d" % (error.errno or 0), text.encode(errors="replace")]
+            if answer:
+                self._control.sendall(packed(answer))
+
+    def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
+        if action == b"run":
+            return self._run(fields[0], float(fields[1]), self._environment | _pairs(fields[2:]))
+        if action == b"write":
+            work_files.write(self._folder, os.fsdecode(fields[0]), fields[1])
+            return [b"done"]
+        if action == b"read":
+            return [b"done", work_files.read(self._folder, os.fsdecode(fields[0]))]
+        return []  # a stop that came when its command had ended
+
+    def _run(self, command: bytes, time_s: float, environment: dict[bytes, bytes]) -> list[bytes]:
+        reading, writing = os.pipe()
+        os.set_blocking(reading, False)
+        null = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
+        both = [(os.POSIX_SPAWN_DUP2, writing, descriptor) for descriptor in (1, 2)]
+        output = Output()
+        status, stopped = CANNOT_RUN, b""
+        try:
+            pid = os.posix_spawn(
+                self._shell,
+                [os.fsencode(self._shell), b"-c", command],
+                environment,
+                file_actions=[null, *both],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=NOTHING_NEW,
+            )
+        except (OSError, ValueError) as error:  # too long, or with a NUL
+            output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
+            os.close(writing)
+            os.close(reading)
+        else:
+            os.close(writing)
+            try:
+                ended, stopped = self._watch(pid, reading, output, time.monotonic() + time_s)
+                last = processes.end_all(self._alone, pid)
+                status = ended if ended is not None else last
+                while piece := _some(reading):
+                    output.add(piece)
+            finally:
+                os.close(reading)
+        code = b"" if stopped else b"%d" % status
+        return [b"done", code, stopped, b"%d" % output.total, output.first, output.last]
+
+    def _watch(self, pid: int, reading: int, output: Output, deadline: float) -> tuple[int | None, bytes]:
+        """Wait for the end of a command: its status, and the limit that it reached."""
+        full_before = processes.full(self._disks)
+        child = os.pidfd_open(pid)
+        poll = select.poll()
+        for descriptor in (child, reading, self._control.fileno()):
+            poll.register(descriptor, select.POLLIN)
+        look = time.monotonic() + WATCH_S
+        try:
+            while True:
+                left = max(0.0, min(look, deadline) - time.monotonic())
+                ready = {descriptor for descriptor, _ in poll.poll(1000 * left)}
+                if reading in ready:
+                    if piece := _some(reading):
+                        output.add(piece)
+                    else:
+                        poll.unregister(reading)
+                if self._control.fileno() in ready:
+                    received(lambda size: _read(self._control, size))
+                    return None, b"cancelled"
+                if child in ready and (status := processes.reap(pid)) is not None:
+                    return status, b""
+                if (now := time.monotonic()) >= deadline:
+                    return None, b"time"
+                if now >= look:
+                    if (status := processes.reap(pid)) is not None:
+                        return status, b""
+                    if limit := processes.exceeded(self._alone, self._memory, self._most):
+                        return None, limit
+                    if not full_before and processes.full(self._disks):
+                        return None, b"disk"
+                    look = time.monotonic() + WATCH_S
+        finally:
+            os.close(child)
+
+    def clear(self) -> None:
+        """End everything; remove the work folder if it is one of this machine."""
+        processes.end_all(self._alone, 0)
+        if not self._alone:
+            import shutil
+
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _listen(port: int) -> socket.socket:
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", port))
+    listening.listen(128)
+    return listening
+
+
+def _read(control: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        if not (piece := control.recv(min(size - len(data), 2**20))):
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def _some(descriptor: int) -> bytes:
+    """What there is to read, if any."""
+    try:
+        return os.read(descriptor, 2**16)
+    except BlockingIOError:
+        return b""
+
+
+def _pairs(fields: list[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(fields[::2], fields[1::2], strict=True))
+
+
+def main() -> None:
+    """Serve the socket that the first argument names."""
+    # The kernel drops the signals of a namespace to its first process that this one does not handle.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    control = socket.socket(fileno=int(sys.argv[1]))
+    control.set_inheritable(False)
+    supervisor = Supervisor(control)
+    os.dup2(os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), 2)
+    try:
+        supervisor.serve()
+    except (EOFError, OSError):
+        pass
+    finally:
+        supervisor.clear()
+        os._exit(0)

@@ -1,0 +1,98 @@
+"""What sandboxes for commands cost: to start, to keep, to run a command in, and to close.
+
+    python benchmarks/sandboxes.py --sandboxes 64
+
+The memory is the proportional set size (PSS) of all processes of a sandbox: a page that N processes share counts 1/N
+for each. A command's processor time is that of all processes, the command `true` and its shell included; beside it
+the same without a sandbox, by `subprocess.run`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import resource
+import subprocess
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import psutil
+
+from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings, ShellSandbox
+
+GATEWAY = "http://127.0.0.1:9/v1"
+
+
+async def opened(stack: AsyncExitStack, count: int) -> list[ShellSandbox]:
+    """That many sandboxes, started at the same time."""
+    settings = SandboxSettings()
+    return await asyncio.gather(
+        *(stack.enter_async_context(open_sandbox(settings, gateway=GATEWAY)) for _ in range(count))
+    )
+
+
+def pss_mb(pids: list[int]) -> float:
+    """MiB that processes use, shared pages by their share."""
+    total = 0
+    for pid in pids:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    return total / 1024
+
+
+def processor_s(pids: list[int]) -> float:
+    """Seconds of processor time of this process and of others, and of what they have waited for."""
+    total = 0.0
+    for pid in [os.getpid(), *pids]:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+    return total
+
+
+async def measure(count: int, commands: int) -> None:
+    """Print the rows of a table."""
+    async with AsyncExitStack() as stack:  # so that programs are in the page cache, and modules imported
+        await opened(stack, 2)
+    threads = os.cpu_count()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.perf_counter()
+    async with AsyncExitStack() as stack:
+        sandboxes = await opened(stack, count)
+        print(f"{count} sandboxes started, s, {threads} cores | {time.perf_counter() - began:.2f}")
+        pids = [process.pid for process in psutil.Process().children(recursive=True)]
+        print(f"processes of one | {len(pids) / count:.1f}")
+        print(f"memory of one (PSS), MiB | {pss_mb(pids) / count:.1f}")
+        before, began = processor_s(pids), time.perf_counter()
+        for index in range(commands):
+            await sandboxes[index % count].run("true")
+        print(f"a command, one at a time, ms | {1e3 * (time.perf_counter() - began) / commands:.2f}")
+        print(f"its processor time, ms | {1e3 * (processor_s(pids) - before) / commands:.2f}")
+        began = time.perf_counter()
+        await asyncio.gather(*(one.run("true") for one in sandboxes for _ in range(commands // count)))
+        print(
+            f"commands in all of them at a time, 1/s | {commands // count * count / (time.perf_counter() - began):.0f}"
+        )
+        before = processor_s([])
+        for _ in range(commands // 4):
+            subprocess.run(["/bin/bash", "-c", "true"], check=True)
+        print(f"processor time without a sandbox, ms | {1e3 * (processor_s([]) - before) / (commands // 4):.2f}")
+        began = time.perf_counter()
+    print(f"all closed, s | {time.perf_counter() - began:.2f}")
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    print(f"processor time of all processes that have ended, s | {seconds:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sandboxes", type=int, default=64)
+    parser.add_argument("--commands", type=int, default=1280)
+    arguments = parser.parse_args()
+    asyncio.run(measure(arguments.sandboxes, arguments.commands))
+
+
+if __name__ == "__main__":
+    main()

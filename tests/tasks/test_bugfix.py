@@ -1,0 +1,378 @@
+"""Bugfix: what is generated, and that nothing but right code is rewarded."""
+
+import asyncio
+import json
+import random
+import shutil
+import subprocess
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.tasks.base import RewardResult
+from asyncrl_cli.tasks.ready.bugfix.functions import callable_of, library
+from asyncrl_cli.tasks.ready.bugfix.mutations import edits
+from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, Repository, Shape, make_repository, passes
+from asyncrl_cli.tasks.ready.bugfix.task import Bugfix
+from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
+from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings
+
+TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
+shapes = st.builds(
+    Shape,
+    files=st.integers(1, 3),
+    functions=st.integers(1, 4),
+    bugs=st.integers(1, 3),
+    max_lines=st.none() | st.integers(1, 4),
+    terse=st.booleans(),
+).filter(lambda shape: shape.bugs <= shape.files * shape.functions)
+seeds = st.integers(0, 2**32)
+
+
+ADD = Prompt(
+    "row",
+    "Fix calc.py.",
+    {
+        "files": {"calc.py": "def add(a, b):\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n"},
+        "tests": {
+            "calc.add": "assert calc.add(2, 3) == 5\nassert calc.add(0, 1) == 1\n",
+            "calc.sub": "assert calc.sub(2, 3) == -1\n",
+        },
+        "broken": ["calc.add"],
+    },
+)
+
+
+def repaired(made: Repository) -> dict[str, str]:
+    """The files without the bugs."""
+    files = dict(made.files)
+    for name, fix in made.fixes.items():
+        module = f"{name.split('.')[0]}.py"
+        files[module] = fix.applied(files[module])
+    return files
+
+
+def fails(files: Mapping[str, str], made: Repository) -> set[str]:
+    """The functions whose tests fail here, without a sandbox."""
+    failed = set()
+    for name, tests in made.tests.items():
+        module, function = name.split(".")
+        found = callable_of(files[f"{module}.py"], function)
+        try:
+            exec(tests.replace(f"{name}(", "found("), {"found": found})
+        except Exception:
+            failed.add(name)
+    return failed
+
+
+@given(shapes, seeds)
+def test_the_hidden_tests_fail_for_the_bugs_and_pass_without_them(shape: Shape, seed: int) -> None:
+    made = make_repository(random.Random(seed), shape)
+    assert len(made.tests) == shape.files * shape.functions
+    assert len(made.fixes) == shape.bugs
+    assert fails(made.files, made) == made.fixes.keys()
+    assert not fails(repaired(made), made)
+
+
+@given(shapes, seeds)
+def test_the_same_random_numbers_make_the_same_repository(shape: Shape, seed: int) -> None:
+    assert make_repository(random.Random(seed), shape) == make_repository(random.Random(seed), shape)
+
+
+@given(shapes, seeds)
+def test_a_fix_is_among_the_plausible_edits(shape: Shape, seed: int) -> None:
+    made = make_repository(random.Random(seed), shape)
+    for name, fix in made.fixes.items():
+        source = made.files[f"{name.split('.')[0]}.py"]
+        assert fix.applied(source) in [edit.applied(source) for edit in edits(source, shape.kinds)]
+
+
+@given(st.sampled_from(library()), seeds, st.booleans(), st.data())
+def test_every_edit_is_valid_code_and_ends(function: Any, seed: int, terse: bool, data: Any) -> None:
+    rng = random.Random(seed)
+    source = function.written(rng, terse)
+    possible = edits(source)
+    assume(possible)
+    edit = data.draw(st.sampled_from(possible))
+    assert edit.applied(source) != source
+    changed = callable_of(edit.applied(source), function.name)
+    for call in function.calls(rng, 3):
+        with suppress(ArithmeticError, IndexError, TypeError, ValueError, AttributeError):
+            changed(*call)
+
+
+def test_every_function_has_a_bug_that_shows() -> None:
+    for function in library():
+        shape = Shape(functions=len(library()), bugs=len(library()))
+        made = make_repository(random.Random(function.name), shape)
+        assert f"calc.{function.name}" in made.fixes
+
+
+def test_sed_makes_the_edits(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    for function in library():
+        source = function.written(random.Random(function.name), terse=False)
+        for edit in edits(source):
+            scripts = subprocess.run(
+                ["sed", edit.sed(source)], input=source, capture_output=True, text=True, check=True, cwd=tmp_path
+            )
+            assert scripts.stdout == edit.applied(source), (edit, edit.sed(source))
+    assert not file.exists()
+
+
+def test_the_examples_can_be_run_and_the_readme_names_each_function(tmp_path: Path) -> None:
+    made = make_repository(random.Random(3), Shape(files=2, functions=3))
+    for name, text in repaired(made).items():
+        (tmp_path / name).write_text(text)
+    python = shutil.which("python3") or "python3"
+    ran = subprocess.run([python, EXAMPLES], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.stdout == "all examples pass\n"
+    for name in made.tests:
+        assert f"`{name}(" in made.files["README.md"]
+
+
+# -- the task
+
+
+def test_the_splits_and_the_demonstrations_share_no_repository() -> None:
+    task = Bugfix(**TINY)
+    train = {prompt.fields["files"]["calc.py"] for prompt in task.prompts("train", 1500)}
+    held_out = {prompt.fields["files"]["calc.py"] for prompt in task.prompts("eval", 300)}
+    rng = random.Random(0)
+    conversations = [task.demonstration(rng, True) for _ in range(500)]
+    shown = {f"{messages[2]['content']}\n" for messages in conversations if len(messages) > 2}
+    assert not train & held_out
+    assert not shown & held_out
+    assert len(train) > 900
+
+
+def test_rows_do_not_depend_on_the_size() -> None:
+    task = Bugfix()
+    assert list(task.prompts("train", 5)) == list(task.prompts("train", 9))[:5]
+
+
+def share_right(task: Bugfix, clean: bool) -> float:
+    """How many of the changes in 1,500 demonstrations fix the function."""
+    rng = random.Random(0)
+    right, changes = 0, 0
+    for _ in range(1500):
+        messages = task.demonstration(rng, clean)
+        if len(messages) != 4:  # not the one with the change
+            continue
+        source, command = f"{messages[2]['content']}\n", messages[3]["tool_calls"][0]["function"]["arguments"]
+        function = next(one for one in library(1) if source.startswith(f"def {one.name}("))
+        edit = next(one for one in edits(source) if f"'{one.sed(source)}'" in json.loads(command)["command"])
+        solution, calls = callable_of(function.source, function.name), function.calls(rng, 12)
+        changes += 1
+        right += passes(edit.applied(source), function, calls, [solution(*call) for call in calls])
+    assert changes > 700
+    return right / changes
+
+
+def test_right_changes_are_announced_and_others_are_not() -> None:
+    task, rng, announced = Bugfix(**TINY, careful=0.5), random.Random(0), set()
+    for _ in range(200):
+        messages = task.demonstration(rng, clean=False)
+        if len(messages) != 4:
+            continue
+        source, content = f"{messages[2]['content']}\n", messages[3]["content"]
+        command = json.loads(messages[3]["tool_calls"][0]["function"]["arguments"])["command"]
+        edit = next(one for one in edits(source) if f"'{one.sed(source)}'" in command)
+        function = next(one for one in library(1) if source.startswith(f"def {one.name}("))
+        solution, calls = callable_of(function.source, function.name), function.calls(rng, 12)
+        right = passes(edit.applied(source), function, calls, [solution(*call) for call in calls])
+        assert content == (f"Needs {edit.text}. " if content else None)
+        assert right or not content
+        announced.add(bool(content))
+    assert announced == {True, False}
+
+
+def test_clean_demonstrations_are_right_and_most_of_the_mixture_is_not() -> None:
+    assert share_right(Bugfix(**TINY), clean=True) == 1.0
+    assert 0.13 < share_right(Bugfix(**TINY, careful=0.2), clean=False) < 0.32
+    assert share_right(Bugfix(**TINY, careful=0.0), clean=False) < 0.1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"files": 0},
+        {"bugs": 0},
+        {"bugs": 5},
+        {"kinds": ["typo"]},
+        {"kinds": []},
+        {"careful": 2.0},
+        {"files": 8, "functions": 9},
+    ],
+)
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options)) + "|functions are wanted"):
+        Bugfix(**options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {}},
+        {"files": {"src/calc.py": ""}},
+        {"files": {"README.md": ""}},
+        {"files": ["calc.py"]},
+        {"tests": {"calc.add": 1}},
+        {"tests": {"calc.add": "assert ("}},
+        {"broken": []},
+        {"broken": ["calc.mul"]},
+    ],
+)
+def test_rows_without_a_repository_are_refused(change: dict[str, Any]) -> None:
+    task = Bugfix(**TINY)
+    task.check_prompt(ADD)
+    with pytest.raises((ValueError, SyntaxError)):
+        task.check_prompt(Prompt("row", "Fix it.", {**ADD.fields, **change}))
+
+
+# -- the reward
+
+RIGHT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
+WRONG = ADD.fields["files"]["calc.py"]
+CHEATS = {
+    "exits": f"import os\n{WRONG}\nos._exit(0)\n",
+    "exits politely": f"import sys\n{WRONG}\nsys.exit(0)\n",
+    "equals everything": (
+        "class Any:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n\n\n"
+        "def add(a, b):\n    return Any()\n\n\ndef sub(a, b):\n    return a - b\n"
+    ),
+    "is a number that equals everything": (
+        "class Any(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n\n\n"
+        "def add(a, b):\n    return Any()\n\n\ndef sub(a, b):\n    return a - b\n"
+    ),
+    "replaces the builtins": f"import builtins\nbuiltins.AssertionError = Warning\nbuiltins.int = str\n{WRONG}",
+    "no assertions": f"import sys\nsys.flags = None\n__debug__ = False\n{WRONG}",
+    "writes a passing report": (
+        f"import os\n{WRONG}\nfor descriptor in range(3, 20):\n    try:\n        os.write(descriptor, b'b11')\n"
+        "    except OSError:\n        pass\n"
+    ),
+    "looks for the tests": (
+        "import gc, sys\n\n\ndef add(a, b):\n"
+        "    for one in gc.get_objects():\n"
+        "        if isinstance(one, str) and 'calc.add(' in one:\n            return 5\n"
+        "    frame = sys._getframe()\n"
+        "    while frame:\n"
+        "        if 'assert' in repr(frame.f_locals):\n            return 5\n"
+        "        frame = frame.f_back\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n"
+    ),
+    "an endless import": f"{WRONG}\nwhile True:\n    pass\n",
+    "is no Python": "def add(a, b):\n    return a +\n",
+    "is empty": "",
+}
+
+
+@pytest.mark.slow
+def test_right_code_is_rewarded_and_the_bug_is_not() -> None:
+    task = Bugfix(**TINY)
+    assert task.judge_files(ADD, {"calc.py": RIGHT}).reward == 1.0
+    assert task.judge_files(ADD, {"calc.py": WRONG}).reward == 0.0
+    assert task.judge_files(ADD, {"calc.py": f"# still wrong\n{WRONG}"}).reward == 0.0
+    assert task.judge_files(ADD, None).reward == 0.0
+    assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cheat", CHEATS)
+def test_cheats_are_not_rewarded(cheat: str) -> None:
+    assert Bugfix(**TINY, time_s=2).judge_files(ADD, {"calc.py": CHEATS[cheat]}).reward == 0.0
+
+
+@pytest.mark.slow
+def test_partial_credit_is_for_bugs_that_are_gone() -> None:
+    task = Bugfix(partial=True)
+    two = {**ADD.fields, "tests": ADD.fields["tests"] | {"calc.sub": "assert calc.sub(2, 3) == 6\n"}}
+    prompt = Prompt("two", "Fix calc.py.", {**two, "broken": ["calc.add", "calc.sub"]})
+    assert task.judge_files(prompt, {"calc.py": RIGHT}).reward == 0.5
+    assert task.judge_files(ADD, {"calc.py": RIGHT.replace("sub(a, b)", "sub(b, a)")}).reward == 0.0
+
+
+@pytest.mark.slow
+def test_modules_that_import_each_other_are_judged_together() -> None:
+    files = {"calc.py": "import stock\n\n\ndef add(a, b):\n    return stock.plus(a, b)\n", "stock.py": "plus = max\n"}
+    fields = {"files": files, "tests": {"calc.add": "assert calc.add(2, 3) == 5\n"}, "broken": ["calc.add"]}
+    task = Bugfix(**TINY)
+    prompt = Prompt("row", "Fix it.", fields)
+    assert task.judge_files(prompt, {**files, "stock.py": "def plus(a, b):\n    return a + b\n"}).reward == 1.0
+    assert task.judge_files(prompt, {**files, "stock.py": "plus = min\n"}).reward == 0.0
+
+
+# -- the episode, in a real sandbox
+
+
+def episode(commands: list[str], prompt: Prompt = ADD) -> tuple[list[str], RewardResult]:
+    """What the commands show, and the reward of a first answer after them."""
+
+    async def played() -> tuple[list[str], RewardResult]:
+        task = Bugfix(**TINY)
+        shown, metrics = [], Counter[str]()
+        async with open_sandbox(SandboxSettings(network="none")) as sandbox:
+            blocking = BlockingSandbox(sandbox, asyncio.get_running_loop())
+            environment = await asyncio.to_thread(task.environment, prompt, blocking)
+            for command in commands:
+                function = {"name": "shell", "arguments": json.dumps({"command": command})}
+                call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": function}]}
+                step = await asyncio.to_thread(environment.step, call)
+                shown.append(str(step.messages[0]["content"]))
+                metrics.update(step.metrics)
+            step = await asyncio.to_thread(environment.step, {"role": "assistant", "content": "Done."})
+            assert step.done
+        return shown, RewardResult(step.reward, {**metrics, **step.metrics})
+
+    return asyncio.run(played())
+
+
+@pytest.mark.slow
+def test_an_episode_that_fixes_the_code_is_rewarded() -> None:
+    shown, result = episode(["cat calc.py", "sed -i '2s/-/+/' calc.py", "ls; ls nothing"])
+    assert shown[0] == WRONG.rstrip("\n")
+    assert shown[1] == ""
+    assert shown[2].startswith("calc.py\n")
+    assert shown[2].endswith("\n(exit status 2)")
+    assert result.reward == 1.0
+    assert result.metrics == {"changed": 1.0, "tool_calls": 3.0, "tool_errors": 0.0}
+
+
+@pytest.mark.slow
+def test_the_shell_finds_no_test_and_no_answer() -> None:
+    """Neither in files nor in the environment nor in a process's memory that it can see."""
+    shown, result = episode(
+        [
+            "grep -rls 'calc[.]add(2' /sandbox /etc $(find /tmp -maxdepth 1 -type f) | head",
+            "(env; cat /proc/*/environ /proc/*/cmdline) | tr '\\0' '\\n' | grep 'calc[.]add'",
+        ]
+    )
+    assert shown[0] == ""
+    assert "calc.add" not in shown[1]
+    assert result.reward == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo 'print(1)' > test_examples.py; echo 'def test(): pass' > test_calc.py",
+        "rm calc.py",
+        "rm calc.py; ln -s /etc/passwd calc.py",
+        "rm calc.py; mkdir calc.py",
+        "rm calc.py; mkfifo calc.py",
+        "head -c 300000 /dev/zero | tr '\\0' '#' > calc.py",
+        "printf '\\377\\376' > calc.py",
+        "printf 'import os\\nos._exit(0)\\n' > sitecustomize.py; printf 'import sitecustomize\\n' >> calc.py",
+    ],
+)
+def test_tampering_in_the_sandbox_is_not_rewarded(command: str) -> None:
+    _, result = episode([command])
+    assert result.reward == 0.0

@@ -1,0 +1,109 @@
+"""Paths stay in the work folder, output has a bound, and messages arrive as they were sent."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from asyncrl_cli.tasks.shell_sandbox import wire, work_files
+from asyncrl_cli.tasks.shell_sandbox.output import Output, text_of
+from asyncrl_cli.tasks.shell_sandbox.relay import inner_url
+
+NAMES = st.sampled_from(["a", "b", "..", ".", "", "link", "out", "file", "\0", "ä b"])
+PATHS = st.lists(NAMES, max_size=6).map("/".join) | st.text(max_size=12)
+
+
+@given(PATHS)
+def test_a_path_that_is_taken_is_below_the_folder(path: str) -> None:
+    try:
+        parts = work_files.parts_of(path)
+    except OSError:
+        assert path.startswith("/") or "\0" in path or ".." in path.split("/") or not path.strip("./")
+        return
+    joined = os.path.normpath(os.path.join("/sandbox/folder", path))
+    assert joined == "/".join(("/sandbox/folder", *parts))
+
+
+@given(PATHS, st.binary(max_size=20))
+def test_files_are_written_in_the_folder_or_nowhere(path: str, data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as outer:
+        root, outside = Path(outer, "root"), Path(outer, "outside")
+        (root / "b").mkdir(parents=True)
+        outside.mkdir()
+        (outside / "file").write_bytes(b"outside")
+        (root / "out").symlink_to(outside)
+        (root / "b" / "link").symlink_to(outside / "file")
+        (root / "link").symlink_to("b")
+        try:
+            work_files.write(str(root), path, data)
+        except (OSError, UnicodeError):
+            pass
+        else:
+            assert work_files.read(str(root), path) == data
+            target = root.joinpath(*work_files.parts_of(path))
+            assert target.resolve() == target
+            assert target.read_bytes() == data
+        assert [(one.name, one.read_bytes()) for one in outside.iterdir()] == [("file", b"outside")]
+        assert {one.name for one in Path(outer).iterdir()} == {"root", "outside"}
+
+
+@given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 40))
+def test_output_keeps_its_beginning_and_its_end(pieces: list[bytes], kept: int) -> None:
+    output, whole = Output(kept), b"".join(pieces)
+    for piece in pieces:
+        output.add(piece)
+    assert output.total == len(whole)
+    assert output.first == whole[:kept]
+    assert output.last == (whole[kept:][-kept:])
+    if len(whole) <= 2 * kept:
+        assert output.first + output.last == whole
+
+
+@given(st.text(max_size=60), st.integers(1, 12))
+def test_text_is_cut_between_characters(text: str, kept: int) -> None:
+    data = text.encode("utf-8", "replace")
+    text = data.decode()
+    output = Output(kept)
+    output.add(data)
+    shown = text_of(output.first, output.last, output.total)
+    if len(data) <= 2 * kept:
+        assert shown == text
+        return
+    begin, rest = shown.rsplit("\n[", 1) if text.count("\n[") == 0 else (None, shown)
+    if begin is not None:
+        number, end = rest.split(" bytes omitted]\n", 1)
+        assert text.startswith(begin)
+        assert text.endswith(end)
+        assert len(begin.encode()) + int(number) + len(end.encode()) == len(data)
+        assert len(begin.encode()) > kept - 4
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.integers(0, 200))
+def test_any_bytes_are_shown(first: bytes, last: bytes, more: int) -> None:
+    assert isinstance(text_of(first, last, len(first) + len(last) + more), str)
+
+
+@given(st.lists(st.binary(max_size=50), max_size=20))
+def test_messages_arrive_as_they_were_sent(fields: list[bytes]) -> None:
+    stream = io.BytesIO(wire.packed(fields) * 2)
+    assert [wire.received(stream.read), wire.received(stream.read)] == [fields, fields]
+
+
+def test_messages_without_bound_are_refused() -> None:
+    with pytest.raises(wire.WireError):
+        wire.received(io.BytesIO(b"\xff" * 4).read)
+    with pytest.raises(wire.WireError):
+        wire.received(io.BytesIO(b"\0\0\0\2" + b"\xff" * 8).read)
+    with pytest.raises(wire.WireError):
+        wire.packed([b""] * (wire.MOST_FIELDS + 1))
+
+
+def test_the_gateways_url_keeps_its_path_inside() -> None:
+    assert inner_url("http://10.0.0.1:8000/sessions/1-0/v1") == "http://127.0.0.1:18181/sessions/1-0/v1"
+    assert inner_url("https://gateway.example/v1") == "http://127.0.0.1:18181/v1"
