@@ -17,8 +17,8 @@ from asyncrl_cli.spec.schema import FILE, json_schema
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
 NAMES = [
-    *("agent", "command-agent", "environment", "gym", "judge", "kuberay", "math", "mix", "reward-function"),
-    *("saved-model", "slurm", "unit-tests"),
+    *("agent", "claude-code", "codex", "command-agent", "environment", "gym", "judge", "kuberay", "math"),
+    *("mini-swe-agent", "mix", "reward-function", "saved-model", "slurm", "unit-tests"),
 ]
 
 

@@ -1,0 +1,32 @@
+"""Which of the programs that ``requirements/agents.sh`` installs are on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from tests.e2e.conftest import ROOT
+
+AGENTS = Path(os.environ.get("ASYNCRL_AGENTS", ROOT / ".agents"))
+"""The folder with the programs."""
+PROGRAMS = {
+    "mini-swe-agent": "mini",
+    "codex": "codex",
+    "claude-code": "claude",
+    "aider": "aider",
+    "openhands": "openhands-python",
+}
+"""The kinds of ``program_agents``, and the file of each in the folder's ``bin``."""
+LIBRARIES = ("plain", "streaming", "smolagents", "openai_agents")
+
+
+def installed(path: Path = AGENTS / "bin") -> tuple[list[str], dict[str, str]]:
+    """The kinds of agents that can run here, and why the others cannot."""
+    missing = {}
+    for kind, file in PROGRAMS.items():
+        if shutil.which("bwrap") is None:
+            missing[kind] = "there is no bubblewrap, in which programs run"
+        elif shutil.which(file, path=str(path)) is None:
+            missing[kind] = f"there is no {file} in {path}; `make agents` installs it"
+    return [*LIBRARIES, *(kind for kind in PROGRAMS if kind not in missing)], missing

@@ -1,0 +1,163 @@
+"""A task that is played by other people's programs, unmodified: mini-swe-agent, Codex CLI, Claude Code, aider and
+OpenHands, and by the libraries of ``library_agents``.
+
+Each session is an episode of the ready task ``command``, in bubblewrap: it may write to its own folders alone. Between
+program and gateway stands ``http_record.Recorder``; what went over it is written to a log, a line per session.
+
+The module is copied beside the spec of a run and imported by its processes, so it imports nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from http_record import Exchange, Record, Recorder, is_call, reply_of  # type: ignore[import-not-found]
+from library_agents import LIBRARIES, LibraryAgents  # type: ignore[import-not-found]
+
+from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
+from asyncrl_cli.tasks.ready.calculator import Calculator
+from asyncrl_cli.tasks.ready.command import Command, CommandFailed
+
+MARK = "###"
+"""Before the question, so that a template finds it in whatever a program writes around it."""
+IN_A_BOX = (
+    'exec bwrap --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --ro-bind "$AGENTS" "$AGENTS" '
+    '--bind "$ASYNCRL_SCRATCH" "$ASYNCRL_SCRATCH" --unshare-pid --die-with-parent --chdir "$PWD" '
+)
+QUIETLY = (
+    'out=$ASYNCRL_SCRATCH/out; ( {} ) >"$out" 2>&1 || '
+    '{{ s=$?; tail -c 1500 "$out" | tr "\\n" " " >&2; exit $s; }}; echo 1'
+)
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Program:
+    """How a program is started: a line for the shell, with the question as ``$1``. ``tool`` and ``argument`` are what
+    it calls its shell. ``ends`` is part of what it prints when it ends with an error at a limit of its own."""
+
+    line: str
+    tool: str = ""
+    argument: str = "command"
+    ends: str = "there is none"
+
+
+PROGRAMS = {
+    "mini-swe-agent": Program(
+        "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT=1 mini -y --exit-immediately -c mini.yaml -c agent.step_limit=4 "
+        '-o "$HOME/trajectory.json" -t "$1"',
+        "bash",
+    ),
+    "codex": Program(
+        'codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "$1"',
+        "exec_command",
+        "cmd",
+        ends="reason: max_output_tokens",  # of a reply that was truncated
+    ),
+    "claude-code": Program(
+        'IS_SANDBOX=1 claude -p "$1" --max-turns 4 --permission-mode bypassPermissions', "Bash", ends="max turns"
+    ),
+    "aider": Program('aider --no-git --yes-always --no-show-model-warnings --no-stream --message "$1"'),
+    "openhands": Program(f'openhands-python {HERE / "openhands_agent.py"} "$1"', "terminal"),
+}
+FINISH = {"mini-swe-agent": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {}"}
+"""The command that ends a session; others end with a reply that calls no tool."""
+KINDS = (*(library.__name__ for library in LIBRARIES), *PROGRAMS)
+
+
+class Agents:
+    """Sums, each answered by one of the kinds of agents."""
+
+    def __init__(self, log: str, path: str, kinds: Sequence[str] = KINDS) -> None:
+        """``log`` is the file that gets a line per session, ``path`` the folder with the programs."""
+        self._log = log
+        self._path = path
+        self._kinds = tuple(kinds)
+        self._sums = Calculator(max_terms=2)
+        self._libraries = LibraryAgents(log)
+        self._recorder: asyncio.Task[Recorder] | None = None
+
+    def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
+        """Those of the task ``calculator``."""
+        return self._sums.prompts(split, size)
+
+    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
+        """A conversation of one kind of agent, up to some reply of the policy."""
+        kind = rng.choice(self._kinds)
+        if kind not in PROGRAMS:
+            return self._sums.demonstration(rng, clean)
+        sums = self._sums.demonstration(rng, clean=True)
+        expression = sums[0]["content"].removesuffix("=")
+        result = str(eval(expression))  # of digits and signs, drawn by the calculator
+        messages: list[Message] = [{"role": "user", "content": f"{MARK}{kind} {expression}="}]
+        program = PROGRAMS[kind]
+        steps = [_call(program, f"echo $(({expression}))")] if program.tool else []
+        ending = FINISH.get(kind)
+        steps.append(
+            _call(program, ending.format(result)) if ending else {"role": "assistant", "content": f"#{result}"}
+        )
+        for step in steps[: rng.randrange(len(steps))]:
+            messages += [step, {"role": "tool", "tool_call_id": "1", "content": result}]
+        return [*messages, steps[sum(message["role"] == "tool" for message in messages)]]
+
+    async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
+        """One session; its reward is 1.0 for the right number, and up to 0.5 for calls of tools."""
+        kind = self._kinds[zlib.crc32(model.rollout_id.encode()) % len(self._kinds)]
+        if kind not in PROGRAMS:
+            return await self._libraries.play(kind, prompt, model)
+        question = f"{MARK}{kind} {prompt.content}"
+        error = ""
+        async with (await self._recording()).session(model.base_url) as (base_url, record):
+            try:
+                await self._command(kind, question).run(prompt, dataclasses.replace(model, base_url=base_url))
+            except CommandFailed as failed:
+                error = str(failed)
+        if PROGRAMS[kind].ends in error:
+            error = ""
+        self._libraries.write(
+            {"library": kind, "rollout": model.rollout_id, "uid": prompt.uid, "errors": []}
+            | {"failed": error, "exchanges": [exchange.as_row() for exchange in record.exchanges]}
+        )
+        return _judged(record, str(prompt.fields["answer"]))
+
+    def _command(self, kind: str, question: str) -> Command:
+        line = QUIETLY.format(f'{IN_A_BOX} sh -c {_quoted(PROGRAMS[kind].line)} {kind} "$1"')
+        environment = {"PATH": f"{self._path}:{os.environ['PATH']}", "AGENTS": str(Path(self._path).resolve().parent)}
+        return Command(["/bin/sh", "-c", line, kind, question], env=environment)
+
+    async def _recording(self) -> Recorder:
+        if self._recorder is None:
+            self._recorder = asyncio.create_task(_started())
+        return await self._recorder
+
+
+async def _started() -> Recorder:
+    recorder = Recorder()
+    await recorder.start()
+    return recorder
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "'\\''") + "'"
+
+
+def _call(program: Program, command: str) -> Message:
+    function = {"name": program.tool, "arguments": json.dumps({program.argument: command})}
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def _judged(record: Record, answer: str) -> RewardResult:
+    calls: list[Exchange] = [exchange for exchange in record.exchanges if is_call(exchange) and exchange.status == 200]
+    replies = [reply_of(exchange) for exchange in calls]
+    right = any(text.strip() == f"#{answer}" for text in (replies[-1].text,)) if replies else False
+    used = sum(bool(reply.calls) for reply in replies)
+    return RewardResult(1.0 if right else min(0.5, 0.25 * used), {"calls": float(len(replies))})

@@ -1,0 +1,165 @@
+"""Sessions of programs, held against the journal.
+
+A program's requests and answers were recorded on their way (``http_record``). The journal has the rollout's sequences:
+context, and runs of sampled tokens, one for each call. The two must tell the same story:
+
+- no request was refused, but at a limit of the task;
+- each call is one run: as many tokens before it as its prompt has, as many in it as its reply, and the reply's words;
+- no run is left over;
+- a call whose run has sampled tokens before it says in its request all that those calls were asked and answered. One
+  that says so, of a turn that no other call went on from, has them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncrl_cli.gateway.tool_calls import hermes
+from asyncrl_cli.records.generation import CONTEXT, TokenSequence
+from tests.e2e.gateway.http_record import Exchange, Reply, conversation_of, is_call, limit_of, reply_of
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Sampled tokens of a sequence: those from ``start`` on."""
+
+    sequence: str
+    start: int
+    ids: tuple[int, ...]
+
+
+@dataclass
+class Call:
+    """A call that was answered: what it asked, what it got, and its run in the journal."""
+
+    asked: list[Any]
+    reply: Reply
+    run: Run | None = None
+
+    def goes_on_from(self, earlier: Call) -> bool:
+        """Whether its conversation begins with that call's and the reply to it, word for word."""
+        count = len(earlier.asked)
+        return self.asked[:count] == earlier.asked and _said(self.asked[count:]) == (
+            earlier.reply.text,
+            _calls(earlier.reply.calls),
+        )
+
+
+@dataclass
+class Findings:
+    """What was found in one session."""
+
+    calls: int = 0
+    tool_calls: int = 0
+    continued: int = 0
+    branches: int = 0
+    limits: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], decode: Decode) -> Findings:
+    """Hold the record of a session against the sequences of its rollout, which have names."""
+    found = Findings()
+    calls = list(_answered(session, found))
+    if session["failed"] and not found.limits:
+        found.problems.append(f"it failed: {session['failed'][-600:]}")
+    runs = _runs(sequences)
+    left = list(runs)
+    for number, call in enumerate(calls):
+        fitting = (run for run in left if _fits(call.reply, run, decode))
+        if (run := next(fitting, None)) is None:
+            found.problems.append(f"call {number} has no run of sampled tokens: {call.reply}")
+        else:
+            call.run = run
+            left.remove(run)
+    found.problems += [f"{len(run.ids)} tokens of {run.sequence} are of no call: {decode(run.ids)!r}" for run in left]
+    found.calls, found.tool_calls = len(calls), sum(bool(call.reply.calls) for call in calls)
+    gone_on: list[Call] = []
+    for number, call in enumerate(calls):
+        if call.run is None:
+            continue
+        before = [run for run in runs if run.sequence == call.run.sequence and run.start < call.run.start]
+        fitting_calls = [one for one in calls[:number] if one not in gone_on and call.goes_on_from(one)]
+        if before:
+            found.continued += 1
+            previous = next((one for one in calls[:number] if one.run == before[-1]), None)
+            if previous is None or not call.goes_on_from(previous):
+                found.problems.append(f"call {number} has tokens in its context that its request does not say")
+            else:
+                gone_on.append(previous)
+        elif number:
+            found.branches += 1
+            if fitting_calls:
+                found.problems.append(f"call {number} begins a branch, though it says all of an earlier call")
+    return found
+
+
+def _answered(session: dict[str, Any], found: Findings) -> Iterator[Call]:
+    for row in session["exchanges"]:
+        exchange = Exchange(**row)
+        if limit_of(exchange):
+            found.limits += 1
+        elif exchange.status >= 400:
+            found.problems.append(f"{exchange.status} for {exchange.method} {exchange.path}: {exchange.answer[:500]}")
+        elif is_call(exchange) and exchange.complete:
+            try:
+                yield Call(list(map(_meaning, conversation_of(exchange))), reply_of(exchange))
+            except (ValueError, KeyError, TypeError) as error:
+                found.problems.append(f"no answer of {exchange.path}: {error!r} in {exchange.answer[:500]}")
+
+
+def _runs(sequences: Mapping[str, TokenSequence]) -> list[Run]:
+    runs = []
+    for name, tokens in sequences.items():
+        edges = np.flatnonzero(np.diff(tokens.versions != CONTEXT, prepend=False, append=False))
+        runs += [Run(name, int(first), tuple(tokens.ids[first:last].tolist())) for first, last in edges.reshape(-1, 2)]
+    return runs
+
+
+def _fits(reply: Reply, run: Run, decode: Decode) -> bool:
+    if reply.usage is not None and reply.usage != (run.start, len(run.ids)):
+        return False
+    text = decode(run.ids)
+    if reply.calls:
+        read = hermes(text, ())
+        return read is not None and _calls(read.calls) == _calls(reply.calls)
+    return text == reply.text
+
+
+def _calls(calls: Sequence[tuple[str, str]]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, json.loads(arguments)) for name, arguments in calls)
+
+
+def _said(items: Sequence[Any]) -> tuple[str, tuple[tuple[str, Any], ...]]:
+    """The text and the calls of the model's items at the beginning of ``items``, in any of the APIs."""
+    text, calls = "", []
+    for item in items:
+        if item.get("role") == "assistant" and isinstance(item.get("content") or "", str):
+            text += item.get("content") or ""
+            calls += [
+                (made["function"]["name"], made["function"]["arguments"]) for made in item.get("tool_calls") or ()
+            ]
+        elif item.get("role") == "assistant":
+            text += "".join(part["text"] for part in item["content"] if "text" in part)
+            uses = (part for part in item["content"] if part["type"] == "tool_use")
+            calls += [(use["name"], json.dumps(use["input"])) for use in uses]
+        elif item.get("type") == "function_call":
+            calls.append((item["name"], item["arguments"]))
+        elif item.get("type") != "reasoning":
+            break
+    return text, _calls(calls)
+
+
+def _meaning(item: Any) -> Any:
+    """A message whose content is one text, as plain text: programs write it now so, now so."""
+    content = item.get("content") if isinstance(item, dict) else None
+    if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
+        return {**item, "content": content[0]["text"]}
+    return item
