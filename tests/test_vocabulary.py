@@ -55,8 +55,6 @@ KEYS = {r"place": "index, location", r"cut": "truncated", r"stay": "request", r"
 NAMES = r"mend|befall|condemn|breach|conductor|follower|guardian|anew|see_off|take_back|give_up|giv(en|ing)_up|going_on"
 """What no function, class, argument or attribute is called, in part or whole."""
 ALLOWED = {
-    ("asyncrl_cli/tasks/sandbox/confine.py", "nobody"): "the user of this name",
-    ("asyncrl_cli/tasks/sandbox/process.py", "nobody"): "the user of this name",
     ("asyncrl_cli/journal/events.py", "cut"): "the name of a metric before schema 5, which older runs have",
     (
         "asyncrl_cli/journal/events.py",

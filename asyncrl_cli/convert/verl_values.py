@@ -206,6 +206,15 @@ ESTIMATORS = {
 """verl's advantage estimators: the preset, and `algorithm.advantage`."""
 WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
+TOOL_FORMATS = {
+    "gpt-oss": "openai",
+    "hermes": "hermes",
+    "llama3": "llama3_json",
+    "llama3_json": "llama3_json",
+    "qwen": "hermes",
+    "qwen3_coder": "qwen3_coder",
+}
+"""verl's names of tool formats: vLLM's parsers of them."""
 AGGREGATIONS = {
     "token-mean": "token_mean",
     "seq-mean-token-mean": "sequence_mean",
@@ -221,6 +230,15 @@ def chosen(source: Source, key: str, table: dict[str, Any], fallback: str) -> An
     if value not in table:
         source.remark(f"{key}={value} has no counterpart: `{fallback}` was taken instead")
     return table.get(value, table[fallback])
+
+
+def tool_parser(source: Source) -> str | None:
+    """`rollout.tool_parser`."""
+    key = f"{R}multi_turn.format"
+    if not source.flag(f"{R}multi_turn.enable") or not source.get(key):
+        return None
+    name: str = chosen(source, key, TOOL_FORMATS, "hermes")
+    return name
 
 
 def preset(source: Source) -> str:

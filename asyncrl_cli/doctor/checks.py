@@ -6,6 +6,7 @@ anything except folders of its own, which it removes; none of them raises.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import platform
@@ -39,6 +40,7 @@ from asyncrl_cli.orchestrator.checks.machine import (
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
+from asyncrl_cli.tasks.sandbox.process import missing
 from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, choose, run
 
 MIN_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
@@ -120,6 +122,7 @@ def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator
     yield _check_journal(existing(runs_dir.absolute()))
     yield _check_ports()
     yield check_sandbox()
+    yield check_shell_sandbox()
     yield judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
     for name, program in () if quick else IMPORTS.items():
@@ -308,8 +311,31 @@ def check_sandbox() -> Finding:
         return Finding("sandbox", "failure", f"{kind} judges wrongly: {answers}", "do not use the task unit_tests here")
     found = f"{kind}: judged a right, a wrong and a hostile solution"
     if kind != "bubblewrap":
-        return Finding("sandbox", "ok", f"{found}; bubblewrap would also hide which files exist")
+        return Finding("sandbox", "ok", f"{found}; task.sandbox, and hiding which files exist, need bubblewrap")
     return Finding("sandbox", "ok", found)
+
+
+def check_shell_sandbox() -> Finding:
+    """Run one command as `task.sandbox` does."""
+    from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+    from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, SandboxSettings
+
+    name, hint = "sandbox for commands", "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)"
+    if reason := missing("bubblewrap"):
+        return Finding(name, "warning", f"none, so task.sandbox is refused: {reason}", hint)
+
+    async def echo() -> str:
+        async with open_sandbox(SandboxSettings()) as sandbox:
+            return (await sandbox.run("ls /root/.bashrc /etc/shadow 2>/dev/null; echo inside $(pwd)")).output.strip()
+
+    try:
+        answer = asyncio.run(echo())
+    except OSError as error:
+        hint = "allow user namespaces, or run as root with the right to make namespaces"
+        return Finding(name, "warning", f"none, so episodes with task.sandbox fail: {error}", hint)
+    if answer != f"inside {WORK_FOLDER}":
+        return Finding(name, "failure", f"a command answered {answer!r}", "do not use task.sandbox here")
+    return Finding(name, "ok", f"bubblewrap: a command ran in {WORK_FOLDER}")
 
 
 def _has_headers() -> bool:

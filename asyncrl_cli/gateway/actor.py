@@ -24,7 +24,8 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Limits, Session
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
-from asyncrl_cli.rollout.client import GenerationFailed, OnSegments
+from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.open_requests import OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
@@ -119,7 +120,7 @@ class Crossing:
                 self._news.cancelled.append(number)
                 self._has_news.set()
         if isinstance(generated, RolloutFailure):
-            raise GenerationFailed(generated.reason)
+            raise GenerationFailed(generated.reason, generated.refused)
         return generated
 
     def record(self, session: int, segments: list[Segment]) -> None:

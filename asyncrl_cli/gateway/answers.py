@@ -18,7 +18,11 @@ from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.fields import FIELDS
+from asyncrl_cli.gateway.requests import Prompts, Sent
 from asyncrl_cli.gateway.session import Reply
+from asyncrl_cli.gateway.text_stream import Part
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -49,9 +53,11 @@ class Call(TypedDict):
 
 
 class AssistantMessage(TypedDict):
-    """The model's message."""
+    """The model's message. Its reasoning, if any, is there under both names that servers use for it."""
 
     role: Literal["assistant"]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     content: str | None
     refusal: None
     tool_calls: NotRequired[list[Call]]
@@ -109,6 +115,8 @@ class Delta(TypedDict, total=False):
     """What a chunk adds to a message."""
 
     role: Literal["assistant"]
+    reasoning_content: str
+    reasoning: str
     content: str
     tool_calls: list[Call]
 
@@ -189,7 +197,7 @@ def event(body: Any) -> bytes:
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 
-def usage(prompts: Sequence[Sequence[Reply]]) -> Usage:
+def usage(prompts: Prompts) -> Usage:
     """Tokens of all replies, and of each prompt once."""
     prompt = sum(len(replies[0].prompt_ids) for replies in prompts)
     completion = sum(len(reply.token_ids) for replies in prompts for reply in replies)
@@ -203,6 +211,8 @@ class Wanted:
     token_ids: bool = False
     logprobs: bool = False
     top_logprobs: bool = False
+    usage: bool = False
+    """In streams, as their last event."""
 
 
 TokenTexts = Callable[[int], str]
@@ -214,7 +224,7 @@ def token_texts(decode: Callable[[Sequence[int]], str]) -> TokenTexts:
 
 
 class _Answer:
-    """The answer to one request: complete, or as server-sent events. Choices count over all prompts."""
+    """What both answers share."""
 
     prefix: ClassVar[str]
     """What the ids of such answers begin with."""
@@ -223,13 +233,27 @@ class _Answer:
         self._wanted, self._model, self._texts = wanted, model, texts
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
 
+    def end(self, prompts: Prompts) -> Iterator[bytes]:
+        """The last events."""
+        if self._wanted.usage:
+            yield self._used(prompts)
+        yield END_OF_STREAM
+
+    def failed(self, error: ApiError) -> bytes:
+        """A failure in the middle of the stream."""
+        return event(error.body())
+
+    def _used(self, prompts: Prompts) -> bytes:
+        """The event that counts the tokens."""
+        raise NotImplementedError
+
 
 class ChatAnswer(_Answer):
     """Answers one request of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
 
-    def complete(self, prompts: Sequence[Sequence[Reply]]) -> ChatCompletion:
+    def complete(self, prompts: Prompts) -> ChatCompletion:
         """The answer to a request that is not streamed."""
         (replies,) = prompts
         choices: list[ChatChoice] = []
@@ -240,6 +264,8 @@ class ChatAnswer(_Answer):
                 "content": reply.message.get("content") or (None if calls else ""),
                 "refusal": None,
             }
+            if reasoning := reply.message.get("reasoning_content"):
+                message["reasoning_content"] = message["reasoning"] = reasoning
             if calls:
                 message["tool_calls"] = calls
             choice: ChatChoice = {
@@ -267,15 +293,16 @@ class ChatAnswer(_Answer):
         """The first event of a choice; empty when it needs none."""
         return event(self._chunk(choice, {"role": "assistant", "content": ""}))
 
-    def piece(self, choice: int, text: str) -> bytes:
-        """More of a choice's text."""
-        return event(self._chunk(choice, {"content": text}))
+    def piece(self, choice: int, part: Part) -> bytes:
+        """More of a choice."""
+        both: Delta = {"reasoning_content": part.text, "reasoning": part.text}
+        return event(self._chunk(choice, both if part.kind == "reasoning" else {"content": part.text}))
 
-    def closing(self, choice: int, reply: Reply, sent: str) -> Iterator[bytes]:
-        """The last events of a choice of which the text ``sent`` has been sent."""
-        rest = (reply.message.get("content") or "")[len(sent) :]
-        if rest:
-            yield self.piece(choice, rest)
+    def closing(self, choice: int, reply: Reply, sent: Sent) -> Iterator[bytes]:
+        """The last events of a choice."""
+        for kind, name in FIELDS.items():
+            if rest := (reply.message.get(name) or "")[len(sent.get(kind, "")) :]:
+                yield self.piece(choice, Part(kind, rest))
         if calls := _calls(reply):
             yield event(self._chunk(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}))
         last = self._chunk(choice, {})
@@ -286,8 +313,7 @@ class ChatAnswer(_Answer):
             last["prompt_token_ids"] = list(reply.prompt_ids)
         yield event(last)
 
-    def used(self, prompts: Sequence[Sequence[Reply]]) -> bytes:
-        """The event that counts the tokens."""
+    def _used(self, prompts: Prompts) -> bytes:
         chunk = self._chunk(0, {})
         chunk["choices"] = []
         chunk["usage"] = usage(prompts)
@@ -318,11 +344,11 @@ class ChatAnswer(_Answer):
 
 
 class TextAnswer(_Answer):
-    """Answers one request of `/v1/completions`, with the methods of ``ChatAnswer``."""
+    """Answers one request of `/v1/completions`."""
 
     prefix = "cmpl"
 
-    def complete(self, prompts: Sequence[Sequence[Reply]]) -> Completion:
+    def complete(self, prompts: Prompts) -> Completion:
         replies = [reply for of_prompt in prompts for reply in of_prompt]
         answer = self._body([self._last(index, reply, reply.text) for index, reply in enumerate(replies)])
         answer["usage"] = usage(prompts)
@@ -331,14 +357,13 @@ class TextAnswer(_Answer):
     def opening(self, choice: int) -> bytes:
         return b""  # a completion begins with its text
 
-    def piece(self, choice: int, text: str) -> bytes:
-        return event(self._body([{"index": choice, "text": text, "logprobs": None, "finish_reason": None}]))
+    def piece(self, choice: int, part: Part) -> bytes:
+        return event(self._body([{"index": choice, "text": part.text, "logprobs": None, "finish_reason": None}]))
 
-    def closing(self, choice: int, reply: Reply, sent: str) -> Iterator[bytes]:
-        """The last event of a choice of which the text ``sent`` has been sent."""
-        yield event(self._body([self._last(choice, reply, reply.text[len(sent) :])]))
+    def closing(self, choice: int, reply: Reply, sent: Sent) -> Iterator[bytes]:
+        yield event(self._body([self._last(choice, reply, reply.text[len(sent.get("content", "")) :])]))
 
-    def used(self, prompts: Sequence[Sequence[Reply]]) -> bytes:
+    def _used(self, prompts: Prompts) -> bytes:
         body = self._body([])
         body["usage"] = usage(prompts)
         return event(body)
@@ -372,9 +397,6 @@ class TextAnswer(_Answer):
         offsets = list(accumulate(map(len, tokens), initial=0))[:-1]
         top = [{text: value} for text, value in zip(tokens, values, strict=True)] if self._wanted.top_logprobs else None
         return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
-
-
-Answer = ChatAnswer | TextAnswer
 
 
 def _calls(reply: Reply) -> list[Call]:

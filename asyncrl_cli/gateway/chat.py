@@ -1,4 +1,4 @@
-"""Conversations as tokens: one model's tokenizer, chat template and tool parser (decision 0017).
+"""Conversations as tokens: one model's tokenizer, chat template and parsers (decision 0017).
 
 A conversation is rendered once, when it begins. From then on its tokens are fixed, and ``continue_`` returns those that
 follow: what the template puts after a reply, and the new messages. They are found as a difference of texts: a fixed
@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.gateway.tool_calls import Tools, tool_parser
+from asyncrl_cli.gateway.fields import FieldStream
+from asyncrl_cli.gateway.replies import ReplyFormat
+from asyncrl_cli.gateway.text_stream import Part
+from asyncrl_cli.gateway.tool_calls import Tools
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 
 _FIXED_REPLY = "the-reply-of-before"
@@ -29,21 +34,25 @@ class ChatFormat:
         self,
         tokenizer: Any,
         tool_parser_name: str | None = None,
+        reasoning_parser_name: str | None = None,
         *,
         end_tokens: frozenset[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """``tokenizer``: a transformers tokenizer. ``tool_parser_name``: as ``rollout.tool_parser``. ``end_tokens``:
-        the model's (``train.tokenizer.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
+        """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``: as
+        ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's
+        (``train.tokenizer.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
         ``model.chat_template_kwargs``.
 
-        Raises ``ToolParserError``. A parser other than hermes imports vLLM (12 s).
+        Raises ``ToolParserError`` and ``ReasoningParserError``. A format of vLLM's own imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
-        self._tool_calls = tool_parser(tool_parser_name, tokenizer)
         self._template_kwargs = template_kwargs or {}
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
+        parsers = tool_parser_name, reasoning_parser_name
+        prompt_end = cache(self._prompt_end)
+        self._replies = ReplyFormat(tokenizer, *parsers, self.end_tokens, self._template_kwargs, prompt_end)
         self.vocabulary: int = len(tokenizer)
         """Token ids are below this."""
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
@@ -96,29 +105,33 @@ class ChatFormat:
         tools: Tools | None = None,
         stop: Sequence[str] = (),
     ) -> Message:
-        """The assistant message that ``token_ids`` are, in OpenAI's shape; with ``tool_calls`` if it makes any.
+        """The assistant message that ``token_ids`` are, in OpenAI's shape; with ``reasoning_content`` and
+        ``tool_calls`` if it has any.
 
         The ids of the calls follow from the tokens before and in the reply: equal tokens give equal ids.
         """
-        text = before_stop(self.decode(token_ids), stop)
-        if not tools:
-            return {"role": "assistant", "content": text}
-        # What marks a tool call is a special token in some vocabularies.
-        marked = token_ids[:-1] if token_ids and token_ids[-1] in self.end_tokens else token_ids
-        found = self._tool_calls(before_stop(self.decode(marked, special=True), stop), tools)
-        if found is None:
-            return {"role": "assistant", "content": text}
+        reasoning, content, calls = self._replies.parse(token_ids, tools, stop)
+        message: dict[str, Any] = {"role": "assistant"}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if not calls:
+            return message | {"content": content}
         origin = np.asarray([*prompt_ids, *token_ids], np.int32).tobytes()
-        calls = [
+        message["content"] = content or None
+        message["tool_calls"] = [
             {
                 # Nine letters and digits is what the strictest template asks for.
                 "id": hashlib.blake2b(origin, salt=index.to_bytes(4, "big")).hexdigest()[:9],
                 "type": "function",
                 "function": {"name": name, "arguments": arguments},
             }
-            for index, (name, arguments) in enumerate(found.calls)
+            for index, (name, arguments) in enumerate(calls)
         ]
-        return {"role": "assistant", "content": found.content or None, "tool_calls": calls}
+        return message
+
+    def stream(self, tools: Tools | None, stop: Sequence[str], on_part: Callable[[Part], None]) -> FieldStream:
+        """Turns the tokens of a reply into parts of the message that ``parse`` makes of them."""
+        return self._replies.stream(tools, stop, on_part)
 
     def encode(self, text: str) -> list[int]:
         """A text's token ids, without special tokens added. Raises ``ChatError`` for text that is not Unicode."""
@@ -140,6 +153,15 @@ class ChatFormat:
         ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
 
+    def _prompt_end(self) -> str:
+        """What the template puts between the last message and a reply."""
+        question: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            before, full = self._text(question, None), self._text(question, None, reply=True)
+        except ChatError:
+            return ""  # the prompts of such a model are text
+        return full.removeprefix(before)
+
     def _text(self, messages: Sequence[Message], tools: Tools | None, reply: bool = False) -> str:
         if self._tokenizer.chat_template is None:
             raise ChatError("the model has no chat template; give it one with model.chat_template")
@@ -158,16 +180,21 @@ class ChatFormat:
 
 
 def key(value: Any) -> str:
-    """A text that is equal for equal JSON values."""
+    """A text that is equal for equal JSON values.
+
+    Numbers are equal as JavaScript has them, where 1.0 is sent on as 1, and what is too large for a double as null.
+    """
     try:
-        return json.dumps(value, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+        doubles = json.loads(text, parse_int=_double, parse_float=_double, parse_constant=lambda _: None)
+        return json.dumps(doubles, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ChatError(f"not JSON: {error}") from error
 
 
-def before_stop(text: str, stop: Sequence[str]) -> str:
-    """A text up to the first of the stop strings in it."""
-    return text[: min((at for one in stop if (at := text.find(one)) >= 0), default=len(text))]
+def _double(number: str) -> float | None:
+    double = float(number) + 0.0  # no -0.0
+    return double if math.isfinite(double) else None
 
 
 def _after(text: str, mark: str) -> str:

@@ -64,8 +64,10 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, SessionError):
-        return ApiError(error.status, error.message, code=error.code)
+        return ApiError(error.status, error.message, code=error.code, param=error.param)
     if isinstance(error, GenerationFailed):
+        if error.refused is not None:
+            return ApiError(400, f"{error.refused}: {error}", code="invalid_value", param=error.refused)
         return ApiError(503, f"the generation failed: {error}", code="generation_failed")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__} in the gateway; see logs/gateway.log", code="internal_error")

@@ -10,10 +10,13 @@ from pydantic.json_schema import models_json_schema
 
 from asyncrl_cli.gateway.answers import ChatChunk, ChatCompletion, Completion
 from asyncrl_cli.gateway.errors import ErrorAnswer
+from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest
 from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, Wire
+from asyncrl_cli.gateway.responses_answer import ModelResponse
+from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
 
 REFERENCE = "#/components/schemas/{model}"
-BODIES: tuple[type[Wire], ...] = (ChatRequest, CompletionRequest)
+BODIES: tuple[type[Wire], ...] = (ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest)
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorAnswer, "description": "The request is wrong, or asks for what cannot be served."},
@@ -35,21 +38,28 @@ GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def generation(answer: Any, chunk: Any, body: type[Wire]) -> dict[str, Any]:
-    """The keyword arguments of a route that generates."""
-    data = {"type": "string", "description": f"A {chunk.__name__} as JSON, an error, or at the end `[DONE]`."}
+def generation(answer: Any, events: str, body: type[Wire]) -> dict[str, Any]:
+    """The keyword arguments of a route that generates; ``events`` describes the data of a stream's events."""
+    data = {"type": "string", "description": events}
     one_event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     content = {"text/event-stream": {"schema": one_event}}
     answered = {"model": answer, "description": "What was generated.", "content": content}
-    schema = {"$ref": REFERENCE.format(model=body.__name__)}
     return {
         "responses": {200: answered, **ERRORS, **SESSION_ERRORS, **GENERATION_ERRORS},
-        "openapi_extra": {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}},
+        "openapi_extra": request_body(body),
     }
 
 
-CHAT = generation(ChatCompletion, ChatChunk, ChatRequest)
-COMPLETION = generation(Completion, Completion, CompletionRequest)
+def request_body(body: type[Wire]) -> dict[str, Any]:
+    """What a route's operation has for a body that it reads itself."""
+    schema = {"$ref": REFERENCE.format(model=body.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+DATA = "A {} as JSON, an error, or at the end `[DONE]`."
+CHAT = generation(ChatCompletion, DATA.format(ChatChunk.__name__), ChatRequest)
+COMPLETION = generation(Completion, DATA.format(Completion.__name__), CompletionRequest)
+RESPONSES = generation(ModelResponse, "An event of OpenAI's Responses API as JSON.", ResponsesRequest)
 
 
 def install(app: FastAPI) -> None:

@@ -42,6 +42,45 @@ class StreamOptions(Wire):
     include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
 
 
+Schema = dict[str, Any]
+"""A JSON schema that is an object; vLLM takes no other."""
+
+
+class JsonSchema(Wire):
+    """A schema with its name. ``strict`` changes nothing: the reply follows the schema in any case."""
+
+    name: Text | None = None
+    description: Text | None = None
+    json_schema: Schema = Field(alias="schema")
+    strict: Flag | None = None
+
+
+class ResponseFormat(Wire):
+    """What a reply looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(None, description="For type `json_schema`.")
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise PydanticCustomError("json_schema", "type json_schema needs the key json_schema")
+        return self
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1, strict=True)]], Field(min_length=1)]
+
+
+class StructuredOutputs(Wire):
+    """vLLM's key for output formats: one of these."""
+
+    json_: Schema | Text | None = Field(None, alias="json", description="A JSON schema, or its text.")
+    json_object: Literal[True] | None = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = Field(None, description="In EBNF or Lark.")
+
+
 class GenerationRequest(Wire):
     """What both kinds of generation share."""
 
@@ -60,6 +99,14 @@ class GenerationRequest(Wire):
     return_token_ids: Flag | None = Field(
         None, description="Add the token ids: `prompt_token_ids`, and `token_ids` of each choice."
     )
+    response_format: ResponseFormat | None = Field(
+        None, description="Not in sessions of a training run or an evaluation, unless it is of type `text`."
+    )
+    structured_outputs: StructuredOutputs | None = Field(None, description="As `response_format`, in vLLM's form.")
+    guided_json: Schema | Text | None = Field(None, description="`structured_outputs.json` in vLLM's older form.")
+    guided_regex: Text | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Text | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -103,10 +150,13 @@ class ChatMessage(Wire):
     )
     tool_call_id: Text | None = Field(None, description="For role `tool`: the call that this answers.")
     name: Text | None = None
+    reasoning_content: Any = Field(None, description="For role `assistant`: its reasoning, as it was answered.")
+    reasoning: Any = Field(None, description="Another name of `reasoning_content`.")
 
     def plain(self) -> dict[str, Any]:
         """The message with the keys that chat templates know."""
-        plain = self.model_dump(exclude_none=True, include={"role", "content", "tool_calls", "tool_call_id", "name"})
+        known = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"}
+        plain = self.model_dump(exclude_none=True, include=known)
         return plain | {"role": "system"} if self.role == "developer" else plain
 
 
@@ -207,13 +257,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "guided_json": (),
-    "guided_regex": (),
+    "guided_whitespace_pattern": (),
     "modalities": (["text"],),
     "prediction": (),
     "prompt_embeds": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "web_search_options": (),
 }
@@ -237,12 +284,18 @@ RESHAPING: Mapping[str, tuple[Any, ...]] = {
 are those of the distribution; a session with fixed sampling ignores these keys, as it does the temperature."""
 
 
-def refuse_unsupported(request: Wire, fixed_sampling: bool) -> None:
-    """Raise ``ApiError`` for the first key that cannot be served."""
+def refuse_unsupported(
+    request: Wire,
+    fixed_sampling: bool,
+    never: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
+    overridden: Mapping[str, tuple[Any, ...]] = RESHAPING,
+) -> None:
+    """Raise ``ApiError`` for the first key that cannot be served; a session with fixed sampling ignores
+    ``overridden``."""
     for key, value in (request.model_extra or {}).items():
-        neutral = UNSUPPORTED.get(key)
+        neutral = never.get(key)
         if neutral is None and not fixed_sampling:
-            neutral = RESHAPING.get(key)
+            neutral = overridden.get(key)
         if neutral is not None and value is not None and not any(_same(value, one) for one in neutral):
             raise ApiError(400, f"{key} is not supported", code="unsupported_parameter", param=key)
 

@@ -7,21 +7,21 @@ done, when its client is gone, or when the server stops.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from asyncrl_cli.gateway.answers import END_OF_STREAM, Answer, event
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid
 from asyncrl_cli.gateway.protocol import Wire
 from asyncrl_cli.gateway.session import Render, Reply
+from asyncrl_cli.gateway.text_stream import Kind, Part
 
 LARGE = 64 * 2**10
 """Bytes above which a body counts as large."""
@@ -32,10 +32,37 @@ ROOM_S = 120.0
 
 Prompts = Sequence[Sequence[Reply]]
 """The replies to each prompt of a request."""
-OnText = Callable[[int, str], None]
-"""Gets a choice's index, counted over all prompts, and its next piece of text."""
-Pieces = asyncio.Queue[tuple[int, str] | None]
-"""Arguments of ``OnText``, then None when the generation has ended."""
+Pieces = asyncio.Queue[tuple[int, Part] | None]
+"""Choices, counted over all prompts, and their next parts; then None when the generation has ended."""
+Sent = Mapping[Kind, str]
+"""What has been sent of a choice."""
+
+
+class Answer(Protocol):
+    """The answer to one request, in the form of its API: complete, or as server-sent events.
+
+    The events of a choice are ``opening``, any number of ``piece`` and ``closing``. After those of all choices comes
+    ``end``; ``failed`` comes instead of all that is missing.
+    """
+
+    def complete(self, prompts: Prompts) -> Any:
+        """The JSON of the answer to a request that is not streamed."""
+
+    def opening(self, choice: int) -> bytes:
+        """The first events of a choice; empty when it needs none."""
+
+    def piece(self, choice: int, part: Part) -> bytes:
+        """More of a choice."""
+
+    def closing(self, choice: int, reply: Reply, sent: Sent) -> Iterator[bytes]:
+        """The last events of a choice, with all that has not been sent of its reply."""
+
+    def end(self, prompts: Prompts) -> Iterator[bytes]:
+        """The last events of the answer."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of a failure after the first event."""
+
 
 T = TypeVar("T")
 W = TypeVar("W", bound=Wire)
@@ -165,9 +192,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def stream(
-    call: Call, pieces: Pieces, answer: Answer, with_usage: bool, used: Callable[[Prompts], None]
-) -> Response:
+async def stream(call: Call, pieces: Pieces, answer: Answer, used: Callable[[Prompts], None]) -> Response:
     """The streamed answer. A failure before the first text is raised, so that it gets its own status code."""
     call.task.add_done_callback(lambda _: pieces.put_nowait(None))
     try:
@@ -177,41 +202,35 @@ async def stream(
     except BaseException:
         call.end()
         raise
-    return EventStream(_events(call, pieces, first, answer, with_usage, used))
+    return EventStream(_events(call, pieces, first, answer, used))
 
 
 async def _events(
-    call: Call,
-    pieces: Pieces,
-    piece: tuple[int, str] | None,
-    answer: Answer,
-    with_usage: bool,
-    used: Callable[[Prompts], None],
+    call: Call, pieces: Pieces, piece: tuple[int, Part] | None, answer: Answer, used: Callable[[Prompts], None]
 ) -> AsyncGenerator[bytes, None]:
-    sent: dict[int, str] = {}
+    sent: dict[int, dict[Kind, str]] = {}
     try:
         while piece is not None:
-            choice, text = piece
+            choice, part = piece
             if choice not in sent:
+                sent[choice] = {}
                 yield answer.opening(choice)
-            sent[choice] = sent.get(choice, "") + text
-            yield answer.piece(choice, text)
+            sent[choice][part.kind] = sent[choice].get(part.kind, "") + part.text
+            yield answer.piece(choice, part)
             piece = await pieces.get()
         prompts = await call.result()
+        used(prompts)
+        for choice, reply in enumerate(reply for replies in prompts for reply in replies):
+            if choice not in sent:
+                yield answer.opening(choice)
+            for closing in answer.closing(choice, reply, sent.get(choice, {})):
+                yield closing
+        for last in answer.end(prompts):
+            yield last
     except Exception as error:
-        yield event(as_api_error(error).body())
-        return
+        yield answer.failed(as_api_error(error))
     finally:
         call.end()
-    used(prompts)
-    for choice, reply in enumerate(reply for replies in prompts for reply in replies):
-        if choice not in sent:
-            yield answer.opening(choice)
-        for closing in answer.closing(choice, reply, sent.get(choice, "")):
-            yield closing
-    if with_usage:
-        yield answer.used(prompts)
-    yield END_OF_STREAM
 
 
 class EventStream(Response):

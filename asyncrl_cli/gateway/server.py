@@ -11,10 +11,11 @@ from typing import Any
 import uvicorn
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.gateway.app import Service, create_app
+from asyncrl_cli.gateway.app import create_app
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits, Connections
 from asyncrl_cli.gateway.requests import Bodies
+from asyncrl_cli.gateway.service import Service
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.spec.sections import GatewaySpec

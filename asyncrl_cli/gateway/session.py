@@ -11,34 +11,49 @@ branch only when it is answered. Between two awaits nothing else runs, so calls 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.core.seeds import derive_seed
-from asyncrl_cli.gateway.chat import ChatFormat, before_stop, key
-from asyncrl_cli.gateway.text_stream import TextStream
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.fields import FieldStream, Layout
+from asyncrl_cli.gateway.history import Conversation, History
+from asyncrl_cli.gateway.replies import cut
+from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.gateway.tool_calls import Tools
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
-from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
-from asyncrl_cli.records.prompt import ChatError, Message, normalized
-from asyncrl_cli.rollout.client import OnSegments
+from asyncrl_cli.records.generation import (
+    FinishReason,
+    OutputFormat,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    Segment,
+    TokenSequence,
+)
+from asyncrl_cli.records.prompt import ChatError, Message
 from asyncrl_cli.rollout.continuation import stopped_at
+from asyncrl_cli.rollout.open_requests import OnSegments
 
 Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 """``GenerationClient.generate``."""
-OnText = Callable[[int, str], None]
-"""Gets the choice that a piece of text belongs to, and the piece."""
+OnPart = Callable[[int, Part], None]
+"""Gets a choice, and its next part."""
 
 ALWAYS_RENDERED = 64 * 2**10
 """Characters that are rendered for any model: a template may leave most of them out."""
+
+NO_FORMATS = (
+    "is not supported in sessions of a training run or an evaluation: it changes the distribution that tokens are "
+    "sampled from, so the recorded log-probs would not be those of the policy; leave it out, describe the format in "
+    "the messages, and let the reward judge it"
+)
 
 T = TypeVar("T")
 
@@ -57,9 +72,9 @@ async def inline(work: Callable[[], T]) -> T:
 class SessionError(Exception):
     """A call that is refused, with the HTTP status and OpenAI's error code."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
+        self.status, self.code, self.message, self.param = status, code, message, param
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,7 @@ class CallOptions:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
+    output_format: OutputFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +105,8 @@ class Limits:
 class Reply:
     """One choice of a call. ``logprobs`` (float32, nats) has one entry per token of ``token_ids``.
 
-    ``message`` is in OpenAI's shape. ``text`` is the reply with its calls of tools, up to a stop string.
+    ``message`` is in OpenAI's shape, with ``reasoning_content`` where there is any. ``text`` is the whole reply, with
+    its reasoning and its calls of tools, up to a stop string.
     """
 
     message: Message
@@ -108,41 +125,13 @@ class Rendered:
     prompt_ids: tuple[int, ...]
     after: tuple[Branch, Turn] | None = None
     tools: Tools | None = None
-    messages: tuple[int, str] | None = None
+    messages: History | None = None
     text: str | None = None
 
     @property
     def branch(self) -> Branch | None:
         """The sequence that it can continue right now; None when it begins another."""
         return self.after[0] if self.after is not None and self.after[0].extends(self.after[1]) else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    """Messages in canonical form, with a key of the tools and of every beginning."""
-
-    messages: list[Message]
-    keys: tuple[str, ...]
-    characters: int
-
-    @classmethod
-    def of(cls, messages: Sequence[Message], tools: Tools | None) -> _Conversation:
-        """Raises ``ChatError``."""
-        canonical = [normalized(message) for message in messages]
-        if not canonical:
-            raise ChatError("there are no messages")
-        texts = [key(list(tools or ())), *map(key, canonical)]
-        return cls(canonical, tuple(accumulate(texts, _chained, initial=""))[1:], sum(map(len, texts)))
-
-    @property
-    def end(self) -> tuple[int, str]:
-        """The number of keys, and the last one."""
-        return len(self.keys), self.keys[-1]
-
-    def covers(self, _: Branch, turn: Turn) -> int | None:
-        """How many of the keys an earlier turn covers; None when the conversation does not begin with that turn."""
-        count, last = turn.messages or (0, "")
-        return count if 0 < count <= len(self.keys) and self.keys[count - 1] == last else None
 
 
 class Session:
@@ -193,17 +182,17 @@ class Session:
         messages: Sequence[Message],
         tools: Tools | None,
         options: CallOptions,
-        on_text: OnText | None = None,
+        on_part: OnPart | None = None,
     ) -> list[Reply]:
         """``render_chat`` and ``answer``."""
-        return await self.answer(await self.render_chat(messages, tools), options, on_text)
+        return await self.answer(await self.render_chat(messages, tools), options, on_part)
 
     async def complete(
-        self, prompt: str | Sequence[int], options: CallOptions, on_text: OnText | None = None
+        self, prompt: str | Sequence[int], options: CallOptions, on_part: OnPart | None = None
     ) -> list[Reply]:
         """``render_text`` or ``render_ids``, and ``answer``."""
         rendered = self.render_text(prompt) if isinstance(prompt, str) else self.render_ids(prompt)
-        return await self.answer(await rendered, options, on_text)
+        return await self.answer(await rendered, options, on_part)
 
     def close(self) -> None:
         """End the session: calls under way are cancelled, later ones refused, both with a ``SessionError``."""
@@ -211,13 +200,18 @@ class Session:
         for task in self._running:
             task.cancel()
 
+    @property
+    def max_length(self) -> int:
+        """Most tokens of one sequence."""
+        return self._limits.max_length
+
     def rollout(self) -> Rollout | None:
         """Everything that was sampled and answered, with all branches; None when there is nothing."""
         return self._transcript.rollout(self._chat.decode)
 
     # -- a call
 
-    async def answer(self, asked: Rendered, options: CallOptions, on_text: OnText | None = None) -> list[Reply]:
+    async def answer(self, asked: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:
         """The reply to a call, ``options.n`` times.
 
         Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
@@ -234,7 +228,7 @@ class Session:
         replies = []
         for choice, call in enumerate(calls):
             index = first + choice
-            listener = None if on_text is None else partial(on_text, choice)
+            listener = None if on_part is None else partial(on_part, choice)
             replies.append(self._reply(call, asked, self._seeded(sampling, options, choice, index), index, listener))
         try:
             return [await replies[0]] if options.n == 1 else await _all(replies)
@@ -243,26 +237,27 @@ class Session:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # unless it has ended
 
     async def _reply(
-        self, call: Call, asked: Rendered, sampling: Sampling, index: int, on_text: Callable[[str], None] | None
+        self, call: Call, asked: Rendered, sampling: Sampling, index: int, on_part: Callable[[Part], None] | None
     ) -> Reply:
-        stream = None if on_text is None else TextStream(self._chat.decode, sampling.stop, on_text)
+        stream = None if on_part is None else self._stream(asked, sampling.stop, on_part)
         replayed = self._replayed(call, sampling)
         tokens, finish = replayed if replayed is not None else await self._sample(call, sampling, index, stream)
         ids = tuple(tokens.ids.tolist())
-        message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
+        text = cut(self._chat.decode(ids), sampling.stop)
+        message: Message = {"role": "assistant", "content": text}
+        if asked.messages is not None:
+            message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
         turn = Turn(
             call.first + len(ids),
             ids[-1],
-            None
-            if asked.messages is None
-            else (asked.messages[0] + 1, _chained(asked.messages[1], key(normalized(message)))),
+            None if asked.messages is None else asked.messages.then(message),
             None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
         )
         self._transcript.end(call, tokens, finish, turn)
         self.sampled_tokens += len(ids)
-        text = self.last_text = before_stop(self._chat.decode(ids), sampling.stop)
+        self.last_text = text
         if stream is not None:
-            stream.finish(text)
+            stream.finish(message)
         return Reply(
             message=message,
             text=text,
@@ -272,8 +267,13 @@ class Session:
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
         )
 
+    def _stream(self, asked: Rendered, stop: Sequence[str], on_part: Callable[[Part], None]) -> FieldStream:
+        if asked.messages is not None:
+            return self._chat.stream(asked.tools, stop, on_part)
+        return FieldStream(self._chat.decode, lambda ids: (ids, False), stop, Layout(), on_part)
+
     async def _sample(
-        self, call: Call, sampling: Sampling, index: int, stream: TextStream | None
+        self, call: Call, sampling: Sampling, index: int, stream: FieldStream | None
     ) -> tuple[TokenSequence, FinishReason]:
         self._refuse_if_ended()  # each of several choices is a task, which may begin late
         request_id = f"{self.rollout_id}/{index}"
@@ -335,21 +335,21 @@ class Session:
         self._refuse_if_ended()
         tools = tools or None
         with _chat_errors():
-            conversation = await render(partial(_Conversation.of, messages, tools))
+            conversation = await render(partial(Conversation.of, messages, tools))
             self._refuse_flood(conversation.characters)
-            if found := self._transcript.longest(conversation.covers):
+            if found := self._transcript.longest(lambda _, turn: conversation.covered_by(turn.messages)):
                 branch, turn = found
                 assert turn.messages is not None
-                covered = turn.messages[0] - 1  # the tools are not a message
+                covered = turn.messages.count - 1  # the tools are not a message
                 new, before = conversation.messages[covered:], conversation.messages[covered - 1]
                 try:
                     rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))
                 except ChatError:
                     pass  # the template cannot continue from here: the call begins a branch
                 else:
-                    return Rendered((*_until(branch, turn), *rest), found, tools, conversation.end)
+                    return Rendered((*_until(branch, turn), *rest), found, tools, conversation.after(turn.messages))
             ids = await render(partial(self._chat.render, conversation.messages, tools))
-        return Rendered(tuple(ids), None, tools, conversation.end)
+        return Rendered(tuple(ids), None, tools, conversation.after(None))
 
     async def render_text(self, prompt: str, render: Render = inline) -> Rendered:
         """As ``render_chat``, for a text to continue."""
@@ -385,6 +385,8 @@ class Session:
 
     def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
         limits = self._limits
+        if self.fixed_sampling and (asked := options.output_format) is not None:
+            raise SessionError(400, "unsupported_parameter", f"{asked.key} {NO_FORMATS}", param=asked.key)
         wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
         if options.n < 1 or wanted < 1:
             raise SessionError(400, "invalid_value", "n and max_tokens must be at least 1")
@@ -412,6 +414,7 @@ class Session:
             temperature=own.temperature if self.fixed_sampling or options.temperature is None else options.temperature,
             max_tokens=min(room, limits.max_call_tokens, wanted),
             stop=tuple(dict.fromkeys((*own.stop, *(stop for stop in options.stop if stop)))),
+            output_format=options.output_format,
         )
 
     def _seeded(self, sampling: Sampling, options: CallOptions, choice: int, index: int) -> Sampling:
@@ -452,12 +455,6 @@ def _chat_errors() -> Iterator[None]:
         yield
     except ChatError as error:
         raise SessionError(400, "invalid_value", str(error)) from error
-
-
-def _chained(before: str, text: str) -> str:
-    """A digest of texts that are only compared, from that of all but the last (``before``): one is kept of every turn,
-    however many messages it has."""
-    return hashlib.blake2b(f"{before}/{text}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _until(branch: Branch, turn: Turn) -> list[int]:

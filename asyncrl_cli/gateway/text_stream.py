@@ -6,10 +6,22 @@ character is held back, and so is text in which a stop string may begin.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+Kind = Literal["content", "reasoning"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes half a character to."""
+LONGEST_CHARACTER = 4
+"""Bytes, and so tokens, that a character has at most."""
+
+
+class Part(NamedTuple):
+    """A piece of a reply: of what it says, or of its reasoning."""
+
+    kind: Kind
+    text: str
 
 
 class TextStream:
@@ -33,10 +45,19 @@ class TextStream:
         self._ids += ids
         known = self._decode(self._ids[self._context : self._settled])
         text = self._decode(self._ids[self._context :])
-        if text.endswith(INCOMPLETE) or not text.startswith(known):
+        end = len(self._ids)
+        if text.endswith(INCOMPLETE):
+            if end - self._settled <= 2 * LONGEST_CHARACTER:
+                return
+            # Not half a character, but bytes that are none. Without this, all of them would be decoded each time.
+            end, whole = end - LONGEST_CHARACTER, text
+            text = self._decode(self._ids[self._context : end])
+            if not whole.startswith(text):
+                return
+        if not text.startswith(known):
             return
         self._text += text[len(known) :]
-        self._context, self._settled = self._settled, len(self._ids)
+        self._context, self._settled = self._settled, end
         self._send(self._safe())
 
     def finish(self, text: str) -> None:
@@ -53,11 +74,15 @@ class TextStream:
             if at >= 0:
                 ends.append(at)
                 continue
-            overlap = next((n for n in range(len(stop) - 1, 0, -1) if self._text.endswith(stop[:n])), 0)
-            ends.append(len(self._text) - overlap)
+            ends.append(len(self._text) - overlap(self._text, [stop]))
         return min(ends)
 
     def _send(self, end: int) -> None:
         if end > self._sent:
             piece, self._sent = self._text[self._sent : end], end
             self._on_text(piece)
+
+
+def overlap(text: str, marks: Iterable[str]) -> int:
+    """How many characters at the end of a text may be the beginning of a mark."""
+    return max((n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])), default=0)

@@ -21,11 +21,12 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.gateway.layouts import HERMES
 from asyncrl_cli.rollout.engine_settings import tool_parsers
 
 Tools = Sequence[Mapping[str, Any]]
 
-HERMES = "hermes"
+HERMES_MARKS = ("<tool_call>", "</tool_call>")
 _HERMES_CALL = re.compile(r"<tool_call>(.*?)</tool_call>|<tool_call>(.*)", re.DOTALL)
 
 
@@ -44,9 +45,10 @@ class ToolParserError(ConfigError):
     """``rollout.tool_parser`` names no parser, or one that this model's tokenizer has no tokens for."""
 
 
-def tool_parser(name: str | None, tokenizer: Any) -> ToolParser:
-    """The parser of a name; None means ``hermes``. Raises ``ToolParserError``."""
-    return hermes if name in (None, HERMES) else _of_vllm(name, tokenizer)
+def tool_parser(name: str | None, tokenizer: Any, reasoning: bool = False) -> ToolParser:
+    """The parser of a name; None means ``hermes``. With ``reasoning``, it gets what follows a reply's reasoning;
+    otherwise reasoning is content. Raises ``ToolParserError``."""
+    return hermes if name in (None, HERMES) else _of_vllm(name, tokenizer, reasoning)
 
 
 def check_tool_parser(name: str | None) -> None:
@@ -72,7 +74,7 @@ def hermes(text: str, tools: Tools) -> ToolCalls | None:
     return _well_formed(text[: text.find("<tool_call>")], named)
 
 
-def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
+def _of_vllm(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log lines would break the live view
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
@@ -81,7 +83,8 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
     if name not in known:
         raise _unknown(name, known)
     # vLLM logs every malformed call of the model with its traceback.
-    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    for package in ("vllm.tool_parsers", "vllm.parser"):
+        logging.getLogger(package).setLevel(logging.CRITICAL)
     parser_class = ToolParserManager.get_tool_parser(name)
     try:
         parser_class(tokenizer)
@@ -96,7 +99,10 @@ def _of_vllm(name: str, tokenizer: Any) -> ToolParser:
         try:
             request = ChatCompletionRequest(messages=[], model="", tools=[dict(tool) for tool in tools])
             # Parsers keep state from one reply to the next, so each reply has its own.
-            found = parser_class(tokenizer, request.tools).extract_tool_calls(text, request)
+            parser = parser_class(tokenizer, request.tools)
+            if not reasoning and hasattr(parser, "skip_reasoning_parsing"):
+                parser.skip_reasoning_parsing = True
+            found = parser.extract_tool_calls(text, request)
         except Exception:  # a parser may fail on anything that a model writes
             return None
         calls = [(call.function.name, call.function.arguments) for call in found.tool_calls]

@@ -21,22 +21,23 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from asyncrl_cli.gateway.history import History
 from asyncrl_cli.records.experts import filled, join_experts
 from asyncrl_cli.records.generation import CONTEXT, FinishReason, Rollout, Segment, TokenSequence, branch_id
-from asyncrl_cli.rollout.client import OnSegments
+from asyncrl_cli.rollout.open_requests import OnSegments
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The end of a reply, where a conversation can continue: ``end`` tokens into its branch.
 
-    ``messages``, of a chat: the number of keys of the tools and the messages up to the reply, and the last key.
-    ``text``, of a completion: the text up to there.
+    ``messages``, of a chat: the tools and the messages up to the reply, to be compared. ``text``, of a completion: the
+    text up to there.
     """
 
     end: int
     last_token: int
-    messages: tuple[int, str] | None = None
+    messages: History | None = None
     text: str | None = None
 
 

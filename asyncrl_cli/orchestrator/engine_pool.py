@@ -21,7 +21,8 @@ from typing import Any, Literal
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.orchestrator.engine_source import EngineSource, why_lost
 from asyncrl_cli.orchestrator.engines import EngineKeeper
-from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.open_requests import EngineState
 
 Change = Literal["join", "leave"]
 Phase = Literal["joining", "serving", "leaving"]

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import EnginePlace
-from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
+from asyncrl_cli.rollout.client import EngineLost, GenerationClient
+from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorCrashed, ActorLost, Unreachable, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor

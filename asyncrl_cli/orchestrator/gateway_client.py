@@ -22,7 +22,8 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Generate
 from asyncrl_cli.gateway.sessions import new_secret, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, Segment
-from asyncrl_cli.rollout.client import GenerationFailed, OnSegments
+from asyncrl_cli.rollout.client import GenerationFailed
+from asyncrl_cli.rollout.open_requests import OnSegments
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import START_TIMEOUT_S, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
@@ -181,7 +182,7 @@ class _Link:
         try:
             result = await generate(generation.request, grown)
         except GenerationFailed as error:
-            result = RolloutFailure(generation.request.rollout_id, str(error))
+            result = RolloutFailure(generation.request.rollout_id, str(error), error.refused)
         except Exception as error:  # a bug costs the call, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
@@ -189,13 +190,14 @@ class _Link:
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
-    """The chat format of the model in a folder. Raises ``UserError``: for its tool parser, or the chat template."""
+    """The chat format of the model in a folder. Raises ``UserError``: for its parsers, or the chat template."""
     from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(model_folder, spec.model.chat_template)
     return ChatFormat(
         tokenizer,
         spec.rollout.tool_parser,
+        spec.rollout.reasoning_parser,
         end_tokens=end_tokens(model_folder, tokenizer),
         template_kwargs=spec.model.chat_template_kwargs,
     )

@@ -12,7 +12,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.system.remote import wait_for
 
 

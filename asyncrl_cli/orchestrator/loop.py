@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -120,6 +120,7 @@ class Orchestrator:
         self._written = opening.version  # the newest version whose publish has begun
         self._publishing: asyncio.Task[None] | None = None
         self._published: PublishRecord | None = None  # and not reported
+        self._publish_wait_s = 0.0  # of this step's publish, until the trainer could write
         parts.watchdog.on_stall = self._note_stall
 
     async def run(self) -> None:
@@ -189,13 +190,14 @@ class Orchestrator:
                 await self._stop_generation()
             report = await self._train(taken)
             trained_at = time.monotonic()
+            self._publish_wait_s = 0.0
             if self._publish_due:
                 await self._begin_publish()
                 if alternating:
                     await self._finish_publish()
             publish_s = time.monotonic() - trained_at
             published, self._published = self._published, None
-            self._steps.report(taken, report, published, self._trainer.version, publish_s)
+            self._steps.report(taken, report, published, self._trainer.version, publish_s, self._publish_wait_s)
             self._spawn(self._steps.flush())
             # Only now: until it is reported, an interrupted run has to report the step itself (``settle``).
             self._in_flight = None
@@ -249,17 +251,20 @@ class Orchestrator:
     async def _begin_publish(self) -> None:
         """Have the ranks write the next version. Engines get it while the trainer takes and trains the next batches
         (decision 0062)."""
+        begun = time.monotonic()
         # One publish at a time: the ledger's proof allows no more, and the hosts have room for no more.
         await self._finish_publish()
         if self._fixed_version:
             await self._finish_evaluation("the evaluation of the current weights")
+        self._publish_wait_s = time.monotonic() - begun
         written = await self._trainer.write(self._written + 1)
         self._written = written.version
-        self._publishing = self._tasks.create_task(self._deliver(written))
+        self._publishing = self._tasks.create_task(self._deliver(written, self._publish_wait_s))
 
-    async def _deliver(self, written: Written) -> None:
+    async def _deliver(self, written: Written, waited_s: float) -> None:
         what = f"every engine to load version {written.version}"
         record = await self._watchdog.until(self._trainer.deliver(written), DRIVER, what)
+        record = replace(record, waited_s=waited_s)
         # After all engines have proved it: a group that is admitted at a version holds no older token (decision 0001).
         await self._buffer.publish(record)
         self._published = record

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,14 +22,23 @@ from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.cpu_time import HostTime, host_time
 from asyncrl_cli.tasks.mix import task_names
 
 
 class StepClock:
-    """Cuts the run's time into the windows between steps."""
+    """Cuts the run's time into the windows between steps.
 
-    def __init__(self, client: GenerationClient) -> None:
+    ``processors`` tells the processor time that this process has used, and that of its host.
+    """
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        processors: Callable[[], tuple[float, HostTime]] = lambda: (time.process_time(), host_time()),
+    ) -> None:
         self._client = client
+        self._processors = processors
         self._at = time.monotonic()
         self._totals = self._read()
         self._journal_s = 0.0
@@ -38,7 +47,9 @@ class StepClock:
         """Metrics of the window that ends now, with the step of ``report`` in it; ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._at
-        tokens, busy, paused, wall = (new - old for new, old in zip(totals, self._totals, strict=True))
+        tokens, busy, paused, wall, sequence_s, engines_s, driver_s, host_s, idle_s = (
+            new - old for new, old in zip(totals, self._totals, strict=True)
+        )
         self._at, self._totals = now, totals
         # A buffer that was started again counts from zero.
         written, self._journal_s = max(0.0, journal_s - self._journal_s), journal_s
@@ -47,16 +58,26 @@ class StepClock:
             "tokens/generated_per_s": tokens / seconds,
             "time/step_s": seconds,
             "time/train_s": report.seconds,
+            "time/forward_s": report.forward_s,
+            "time/update_s": report.update_s,
             "share/trainer_busy": min(1.0, report.seconds / seconds),
             "share/engines_busy": (busy - paused) / wall if wall else 0.0,
             "share/engines_paused": paused / wall if wall else 0.0,
             "share/journal_busy": written / seconds,
             "engines/serving": float(len(self._client.serving())),
+            "engines/requests_mean": sequence_s / busy if busy else 0.0,
+            "cpu/trainer_s": report.cpu_s,
+            "cpu/engines_s": engines_s,
+            "cpu/driver_s": driver_s,
+            "cpu/host_s": host_s,
+            "cpu/idle_s": idle_s,
         }
 
-    def _read(self) -> tuple[float, float, float, float]:
+    def _read(self) -> tuple[float, ...]:
         done = self._client.activity
-        return done.generated_tokens, done.busy_s, done.paused_s, done.wall_s
+        driver_s, host = self._processors()
+        engines = done.generated_tokens, done.busy_s, done.paused_s, done.wall_s, done.sequence_s, done.cpu_s
+        return *engines, driver_s, host.used_s, host.idle_s
 
 
 class StepRecorder:
@@ -89,12 +110,14 @@ class StepRecorder:
         published: PublishRecord | None,
         version: int,
         publish_s: float = 0.0,
+        publish_wait_s: float = 0.0,
     ) -> None:
         """A step is done; ``flush`` has it recorded. ``version``: what engines serve now. ``publish_s``: seconds for
-        which the publish after it has kept the trainer."""
+        which the publish after it has kept the trainer, ``publish_wait_s`` of them until it could write."""
         step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(taken.batch, report, published, window, taken.counts, self._task_names)
         metrics["time/publish_s"] = publish_s
+        metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
         if self._prompts.unusable:
             metrics["data/unusable_prompts"] = float(self._prompts.unusable)

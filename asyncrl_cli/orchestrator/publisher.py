@@ -29,7 +29,8 @@ from asyncrl_cli.orchestrator.watchdog import DRIVER, Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
-from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorLost, seconds_for, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget
@@ -57,9 +58,12 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One engine's change to a version: seconds that its host took to get it, its stall in seconds, its gap in nats."""
+    """One engine's change to a version: seconds that its host took to get it, its pause (unix times, s), its gap in
+    nats."""
 
+    engine: str
     transfer_s: float
+    pause: tuple[float, float]
     stall_s: float
     gap: float
 
@@ -167,6 +171,7 @@ class Publisher:
                 change=0.0 if served is None else self._check.distance(probe.logprobs, served.probe.logprobs),
                 write_s=written.seconds,
                 transfer_s=max((update.transfer_s for update in updates), default=0.0),
+                pauses={update.engine: update.pause for update in updates},
             )
 
     async def bring_up(self, engine: EngineState) -> None:
@@ -251,8 +256,10 @@ class Publisher:
             if not pull.done():
                 raise PullFailed(f"its host has not got weight version {version} in time", location=engine.name)
             pulled = pull.result()
-            stall_s, gap = await self._prove(engine, publication, pulled.path)
-            return Update(pulled.seconds, stall_s, gap)
+            answer, gap = await self._prove(engine, publication, pulled.path)
+            resumed_at = time.time() - answer.resumed_s
+            pause = resumed_at - answer.stall_s, resumed_at
+            return Update(engine.name, pulled.seconds, pause, answer.stall_s, gap)
         except (PullFailed, ReplicaGone) as missing:
             # Not a fault of the engine: it comes back when its host has the version (``bring_up``).
             await self._client.withdraw(engine, self._withdraw_s)
@@ -262,8 +269,8 @@ class Publisher:
                 self._client.mark_dead(engine.name, error.message)
         return None
 
-    async def _prove(self, engine: EngineState, publication: Publication, path: str) -> tuple[float, float]:
-        """Update one engine; returns its stall in seconds and its gap in nats."""
+    async def _prove(self, engine: EngineState, publication: Publication, path: str) -> tuple[Attestation, float]:
+        """Update one engine; returns its answer and its gap in nats."""
         name, actor = engine.name, engine.process.actor
         manifest, probe, last = publication.manifest, publication.probe, publication.last_probe
         if actor is None:  # lost since it was chosen; its keeper has another started
@@ -283,7 +290,7 @@ class Publisher:
                 location=name,
                 hint="this is a fault of the engine's weight update; please report it with the log",
             )
-        return answer.stall_s, verdict.gap
+        return answer, verdict.gap
 
 
 async def _first(work: asyncio.Future[Pulled], event: asyncio.Event) -> bool:

@@ -22,7 +22,7 @@ from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
-from asyncrl_cli.rollout.client import EngineState
+from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec

@@ -18,7 +18,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
@@ -38,12 +38,8 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.engine_handle import EngineHandle
+from asyncrl_cli.rollout.open_requests import Ended, EngineState, OnEnd, OnSegments, OpenRequest, added
 from asyncrl_cli.system.remote import ActorDied, wait_for
-
-Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
-OnEnd = Callable[[Ended], None]
-"""Called with everything of one owner that ended together."""
-OnSegments = Callable[[list[Segment]], None]
 
 POLL_S = 5.0
 """Seconds after which ``collect`` answers with nothing, so that a dead engine is noticed."""
@@ -59,52 +55,11 @@ class EngineLost(Exception):
 
 
 class GenerationFailed(Exception):
-    """A request failed more often than it may be tried again; the text is the last reason."""
+    """A request failed more often than it may be tried again, or is ``refused``; the text is the last reason."""
 
-
-@dataclass(slots=True, eq=False)
-class EngineState:
-    """One engine as the driver sees it. ``activity`` adds up over the run.
-
-    ``pending`` are the requests assigned to it; those in ``outbox`` have not been sent yet. ``to_cancel`` are ids that
-    it still has to cancel. ``dead_because`` is why its process was ended. While it is ``leaving`` it returns its
-    requests; ``emptied`` is set when the last has left it. ``has_completed``: it has completed a request, in this
-    process or in one before.
-    """
-
-    process: EngineHandle
-    pending: dict[str, _Open] = field(default_factory=dict)
-    outbox: dict[str, RolloutRequest] = field(default_factory=dict)
-    to_cancel: set[str] = field(default_factory=set)
-    to_abort: bool = False
-    activity: EngineActivity = field(default_factory=EngineActivity)
-    serving: bool = False
-    has_completed: bool = False
-    leaving: bool = False
-    emptied: asyncio.Event = field(default_factory=asyncio.Event)
-    dead_because: str = ""
-    sender: asyncio.Task[None] | None = None
-
-    @property
-    def name(self) -> str:
-        return self.process.name
-
-
-@dataclass(slots=True, eq=False)
-class _Open:
-    """A request that has not ended. ``engine`` has it; None while it waits."""
-
-    request: RolloutRequest
-    order: int
-    on_end: OnEnd
-    on_segments: OnSegments | None
-    engine: EngineState | None = None
-    sent_at: float = 0.0  # unix time, where an engine has it
-    attempt: int = 0
-    segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
-
-    def __lt__(self, other: _Open) -> bool:
-        return (self.request.priority, self.order) < (other.request.priority, other.order)
+    def __init__(self, reason: str, refused: str | None = None) -> None:
+        super().__init__(reason)
+        self.refused = refused
 
 
 class GenerationClient:
@@ -140,8 +95,8 @@ class GenerationClient:
         self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
         self.on_asked_to_leave: Callable[[EngineState], None] = lambda _: None
         self._removed = EngineActivity()  # what engines had done that were removed
-        self._open: dict[str, _Open] = {}
-        self._waiting: list[_Open] = []  # a heap; entries that are no longer open are skipped
+        self._open: dict[str, OpenRequest] = {}
+        self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped
         self._order = count()
         self._engine_of: OrderedDict[str, EngineState] = OrderedDict()
         self._paused = False
@@ -172,7 +127,7 @@ class GenerationClient:
             if self._open.get(request.rollout_id) is mine:
                 self._drop(request.rollout_id)
         if isinstance(result, RolloutFailure):
-            raise GenerationFailed(result.reason)
+            raise GenerationFailed(result.reason, result.refused)
         return result
 
     def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd) -> None:
@@ -234,7 +189,7 @@ class GenerationClient:
     @property
     def activity(self) -> EngineActivity:
         """What all engines of the run have done, added up; those that were removed are included."""
-        return reduce(_sum, (engine.activity for engine in self.engines), self._removed)
+        return reduce(added, (engine.activity for engine in self.engines), self._removed)
 
     # -- engines
 
@@ -274,7 +229,7 @@ class GenerationClient:
         """Forget an engine; requests that it still has continue on others."""
         if engine in self.engines:
             self.engines.remove(engine)
-            self._removed = _sum(self._removed, engine.activity)
+            self._removed = added(self._removed, engine.activity)
         self.reclaim(engine)
         self._engine_of = OrderedDict((key, one) for key, one in self._engine_of.items() if one is not engine)
 
@@ -287,13 +242,17 @@ class GenerationClient:
                 delivery: Delivery = await wait_for(engine.process.actor.collect.remote(POLL_S), engine.name, limit_s)
             except Exception as error:
                 raise EngineLost(engine.dead_because or getattr(error, "message", str(error))) from error
-            engine.activity = _sum(engine.activity, delivery.activity)
+            engine.activity = added(engine.activity, delivery.activity)
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
             if delivery.leaving:
                 self.on_asked_to_leave(engine)
             # Before the results: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
+            now = time.time()
+            for residence in delivery.residences:
+                if (entry := engine.pending.get(residence.rollout_id)) is not None:
+                    entry.residence = now, residence
             self._settle(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
                 raise EngineLost(f"it has generated no token for {delivery.activity.silent_s:.0f} s")
@@ -316,8 +275,8 @@ class GenerationClient:
 
     # -- sending
 
-    def _add(self, request: RolloutRequest, on_end: OnEnd, on_segments: OnSegments | None) -> _Open:
-        entry = _Open(request, next(self._order), on_end, on_segments)
+    def _add(self, request: RolloutRequest, on_end: OnEnd, on_segments: OnSegments | None) -> OpenRequest:
+        entry = OpenRequest(request, next(self._order), on_end, on_segments)
         self._open[request.rollout_id] = entry
         heappush(self._waiting, entry)
         self._dispatch_soon()
@@ -417,9 +376,9 @@ class GenerationClient:
             on_segments(new)
 
     def _settle(self, engine: EngineState, delivery: Delivery) -> None:
-        ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
+        ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         aborted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
-        failed: list[_Open] = []
+        failed: list[OpenRequest] = []
         engine.has_completed |= bool(delivery.rollouts)
         results: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
         for result in results:
@@ -428,7 +387,7 @@ class GenerationClient:
                 continue
             if isinstance(result, Rollout):
                 ended.append((entry, replace(result, prompt_ids=entry.request.prompt_ids)))
-            elif entry.attempt < self._retries:
+            elif entry.attempt < self._retries and result.refused is None:
                 entry.attempt += 1
                 failed.append(entry)
             else:
@@ -437,25 +396,34 @@ class GenerationClient:
         self._continue(aborted, "aborted")
         self._continue(failed, "failed")
 
-    def _continue(self, interrupted: Iterable[_Open], ending: RequestEnding) -> None:
+    def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:
         """Requests that an engine abandoned wait for another one, with all their tokens as prefix."""
-        ended: list[tuple[_Open, Rollout | RolloutFailure]] = []
+        ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
-            if entry.segments:
-                entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
-                entry.segments = []
-            if entry.request.left:
+            known = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
+            # An engine may have died of a format: it must not take one engine after the other with it.
+            if ending == "lost" and entry.request.sampling.output_format is not None:
+                entry.attempt += 1
+            if entry.attempt > self._retries:
+                reason = "each engine that had it was lost"
+                ended.append((entry, RolloutFailure(entry.request.rollout_id, reason)))
+            elif known.left:
                 self._requeue(entry, ending)
             else:
-                ended.append((entry, finished(entry.request, [], "length", self._decode)))
+                ended.append((entry, finished(known, [], "length", self._decode)))
         self._end(ended)
 
-    def _requeue(self, entry: _Open, ending: RequestEnding) -> None:
+    def _requeue(self, entry: OpenRequest, ending: RequestEnding) -> None:
+        """It waits for an engine that continues it."""
         self._detach(entry, ending)
+        if entry.segments:
+            entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
+            entry.segments = []
         heappush(self._waiting, entry)
 
-    def _detach(self, entry: _Open, ending: RequestEnding) -> bool:
-        """A request is no longer with its engine; returns whether it had been sent there."""
+    def _detach(self, entry: OpenRequest, ending: RequestEnding, end: int | None = None) -> bool:
+        """A request is no longer with its engine; returns whether it had been sent there. ``end``: how many tokens it
+        has, if that is more than was reported."""
         engine, name = entry.engine, entry.request.rollout_id
         if engine is None:
             return False
@@ -465,26 +433,21 @@ class GenerationClient:
             engine.emptied.set()
         if engine.outbox.pop(name, None) is not None:
             return False
-        self.on_engine_request(EngineRequest(name, engine.name, entry.sent_at, time.time(), ending))
+        left = entry.left(engine.name, ending, end)
+        entry.residence = None  # before another engine gets it
+        self.on_engine_request(left)
         return True
 
-    def _end(self, ended: Iterable[tuple[_Open, Rollout | RolloutFailure]]) -> None:
+    def _end(self, ended: Iterable[tuple[OpenRequest, Rollout | RolloutFailure]]) -> None:
         by_owner: dict[OnEnd, Ended] = {}
         for entry, result in ended:
-            self._detach(entry, result.finish_reason if isinstance(result, Rollout) else "failed")
+            if isinstance(result, Rollout):
+                self._detach(entry, result.finish_reason, len(result.ids))
+            else:
+                self._detach(entry, "failed")
             del self._open[entry.request.rollout_id]
             by_owner.setdefault(entry.on_end, []).append((entry.request, result))
         for on_end, batch in by_owner.items():
             on_end(batch)
         if by_owner:
             self.on_room()
-
-
-def _sum(one: EngineActivity, other: EngineActivity) -> EngineActivity:
-    return replace(
-        one,
-        generated_tokens=one.generated_tokens + other.generated_tokens,
-        busy_s=one.busy_s + other.busy_s,
-        paused_s=one.paused_s + other.paused_s,
-        wall_s=one.wall_s + other.wall_s,
-    )

@@ -1,4 +1,4 @@
-"""What vLLM's core process begins with: its imports, made faster (decision 0044).
+"""What vLLM's core process begins with: its imports, made faster (decision 0044), and grammars that continue (0074).
 
 vLLM spawns the core, and ``multiprocessing`` has a spawned process run its parent's main module first. In a Ray actor
 that is a file of Ray's; ``use_as_main`` names this module in its place.
@@ -17,6 +17,16 @@ def use_as_main() -> None:
     sys.modules["__main__"].__spec__ = find_spec(__name__)
 
 
+def in_use() -> bool:
+    """Whether they do."""
+    spec = sys.modules["__main__"].__spec__
+    return spec is not None and spec.name == __name__
+
+
 if __name__ == "__mp_main__":
     with large_imports():
         import vllm.v1.engine.core  # noqa: F401
+
+        from asyncrl_cli.rollout.vllm_grammars import continue_grammars
+
+        continue_grammars()

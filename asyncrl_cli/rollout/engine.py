@@ -11,7 +11,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,17 @@ from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
     FinishReason,
+    Residence,
     Rollout,
     RolloutRequest,
     Segment,
     TokenSequence,
 )
+from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
+from asyncrl_cli.rollout.output_format import format_arguments, hidden_tokens, raise_if_uncompiled, refusals
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.vllm_inflight import (
     newest_experts,
@@ -78,6 +81,10 @@ class Engine:
         self._vllm = start_vllm(spec, model_dir, "auto" if own_weights or self._lora else "dummy", self._log)
         self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        ends = self._vllm.model_config.try_get_generation_config().get("eos_token_id")
+        # A reasoning's end may be one of them.
+        reasons = bool(self._vllm.vllm_config.structured_outputs_config.reasoning_parser)
+        self._hidden_tokens = () if reasons else hidden_tokens(self._tokenizer, ends)
         self._by_position: bool | None = None  # vLLM's worker is asked before the first request
         self._records_experts = spec.algorithm.router_replay
         self._version = -1
@@ -93,6 +100,8 @@ class Engine:
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
         self._asleep = False  # then the lock above is held
         self._in_vllm = 0  # requests that vLLM has
+        self._occupancy = Occupancy()
+        self._returned: list[Residence] = []  # since ``residences`` was called, in seconds of the monotonic clock
         self._all_returned = asyncio.Event()
         self._ended_tokens = 0
 
@@ -107,7 +116,8 @@ class Engine:
             return finished(request, [], "length", self._decode)
         aborts = self._aborts
         async with self._slots.slot(request.priority):
-            output = await self._final_output(request, prefix_ids, aborts)
+            with refusals(request):
+                output = await self._final_output(request, prefix_ids, aborts)
         self._ended_tokens += len(output.token_ids)
         before, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
@@ -115,6 +125,7 @@ class Engine:
         segments = _segments(request, output, experts)
         if output.finish_reason == "abort":
             raise Aborted(segments)
+        raise_if_uncompiled(request, output)
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
         reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
@@ -153,6 +164,16 @@ class Engine:
     def sampled_tokens(self) -> int:
         """Tokens generated so far, for rollouts that ended or run. Those of a cancelled one drop out."""
         return self._ended_tokens + running_tokens(self._vllm)
+
+    def sequence_s(self) -> float:
+        """The integral over time of the requests that vLLM has, since the last call: requests times seconds."""
+        return self._occupancy.read()
+
+    def residences(self) -> list[Residence]:
+        """Of the requests that vLLM has returned since the last call, each once."""
+        now = time.monotonic()
+        returned, self._returned = self._returned, []
+        return [replace(one, since_s=now - one.since_s, until_s=now - one.until_s) for one in returned]
 
     @property
     def dead(self) -> bool:
@@ -329,9 +350,12 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(rest.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            **format_arguments(request, self._hidden_tokens),
         )
         self._in_vllm += 1
+        self._occupancy.add(1)
         self._all_returned.clear()
+        since = time.monotonic()
         try:
             async for output in self._vllm.generate(
                 self._prompt(request.prompt_ids + prefix_ids),
@@ -342,8 +366,14 @@ class Engine:
                 last = output
         finally:
             self._in_vllm -= 1
+            self._occupancy.add(-1)
             if not self._in_vllm:
                 self._all_returned.set()
+        self._returned.append(
+            Residence(
+                request.rollout_id, since, time.monotonic(), last.num_cached_tokens or 0, _first_token_s(last.metrics)
+            )
+        )
         return last.outputs[0]
 
     async def _wake(self) -> None:
@@ -359,6 +389,11 @@ class Engine:
         # With `keep` the prefix cache outlives a weight update; the salt keeps a request that starts under this version
         # from reading keys and values of an older one (decision 0005).
         return TokensPrompt(prompt_token_ids=list(ids), cache_salt=str(self._version))
+
+
+def _first_token_s(metrics: Any | None) -> float | None:
+    """vLLM measures it where its statistics are on (``rollout.engine_args: {disable_log_stats: false}``)."""
+    return float(getattr(metrics, "first_token_latency", 0.0)) or None
 
 
 def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None = None) -> list[Segment]:

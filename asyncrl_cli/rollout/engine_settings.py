@@ -47,6 +47,9 @@ BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """As in the trainer: logits are not rounded to bfloat16."""
+XGRAMMAR = {"backend": "xgrammar"}
+"""What compiles output formats. With "auto" the first request's backend would compile those of all others, though each
+is checked by the one that suits it (decision 0074)."""
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
 """Both are imported by vLLM alone, in its core process."""
@@ -87,7 +90,7 @@ def kv_cache_blocks(spec: ExperimentSpec) -> int:
 def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
     """vLLM's arguments for a spec."""
     from transformers import AutoConfig
-    from vllm.config import WeightTransferConfig
+    from vllm.config import StructuredOutputsConfig, WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from asyncrl_cli.weights import vllm_worker
@@ -105,6 +108,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "structured_outputs_config": XGRAMMAR,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
@@ -127,7 +131,10 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             }
     if spec.model.published_adapter is not None:
         args |= adapter_args(spec.model.published_adapter, model_dir)
-    return AsyncEngineArgs(**merged(args, rollout.engine_args))
+    args = merged(args, rollout.engine_args)
+    # Not a mapping: vLLM sets the attribute ``reasoning_parser`` of it.
+    args["structured_outputs_config"] = StructuredOutputsConfig(**args["structured_outputs_config"])
+    return AsyncEngineArgs(**args)
 
 
 def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,12 +190,12 @@ def engine_arguments() -> set[str] | None:
 
 def tool_parsers() -> set[str] | None:
     """The names of vLLM's tool parsers."""
-    for node in _statements("tool_parsers/__init__.py"):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
-            (target,) = node.targets
-            if isinstance(target, ast.Name) and target.id == "_TOOL_PARSERS_TO_REGISTER":
-                return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
-    return None
+    return _table("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
+
+
+def reasoning_parsers() -> set[str] | None:
+    """The names of vLLM's reasoning parsers."""
+    return _table("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER")
 
 
 def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] | None) -> None:
@@ -201,6 +208,16 @@ def check_engine_arguments(arguments: Mapping[str, Any], known: Collection[str] 
                 location=f"rollout.engine_args.{name}",
                 hint=did_you_mean(written, known, "remove it; `vllm serve --help` lists the arguments"),
             )
+
+
+def _table(path: str, name: str) -> set[str] | None:
+    """The keys of a mapping that a file of vLLM assigns to a name."""
+    for node in _statements(path):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            (target,) = node.targets
+            if isinstance(target, ast.Name) and target.id == name:
+                return {str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)}
+    return None
 
 
 def _statements(path: str) -> list[ast.stmt]:

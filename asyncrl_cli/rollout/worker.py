@@ -35,8 +35,10 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.activity import ActivityClock
+from asyncrl_cli.rollout.output_format import RequestRefused
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.cpu_time import ProcessorTime
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.main_thread import handle_in_main_thread
 from asyncrl_cli.weights.layout import TensorSlot
@@ -67,6 +69,7 @@ class RolloutWorker:
         self._news = asyncio.Event()
         self._awaited_news = asyncio.Event()
         self._clock = ActivityClock()
+        self._processor: ProcessorTime | None = None  # once vLLM's processes are there
         self._loop: asyncio.AbstractEventLoop | None = None
         self._got_sigterm = False
         handle_in_main_thread(signal.SIGTERM, self._on_sigterm)
@@ -95,6 +98,7 @@ class RolloutWorker:
         if version is not None:
             await self._engine.serve_own(version)
             await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails now
+        self._processor = ProcessorTime()
         self._loop = asyncio.get_running_loop()
         return str(ray.get_runtime_context().get_node_id())
 
@@ -157,8 +161,14 @@ class RolloutWorker:
             self._awaited_news.clear()
         elif not (rollouts or segments):
             raise await self._engine.death()
-        activity = self._clock.read(self._engine.sampled_tokens())
-        return Delivery(rollouts, [] if dead else failures, segments, activity, aborted, self._got_sigterm)
+        activity = replace(
+            self._clock.read(self._engine.sampled_tokens()),
+            sequence_s=self._engine.sequence_s(),
+            cpu_s=self._processor.read() if self._processor is not None else 0.0,
+        )
+        failures = [] if dead else failures
+        residences = self._engine.residences()
+        return Delivery(rollouts, failures, segments, activity, aborted, self._got_sigterm, residences)
 
     async def update_weights(
         self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, probe_ids: tuple[int, ...]
@@ -174,7 +184,9 @@ class RolloutWorker:
                 stall_s = await self._engine.update_weights(version, path, slots, policy, self._on_pause)
             finally:
                 self._clock.end_update(stall_s)
-            return await self._engine.attest(probe_ids, stall_s)
+            resumed = time.monotonic()
+            attestation = await self._engine.attest(probe_ids, stall_s)
+            return replace(attestation, resumed_s=time.monotonic() - resumed)
         except Exception as error:
             if self._engine.dead:
                 raise await self._engine.death() from error
@@ -230,6 +242,8 @@ class RolloutWorker:
             self._clock.add_ended(sum(len(segment.ids) for segment in aborted.segments))
             self._aborted.append(rollout_id)
             self._untrack(rollout_id)
+        except RequestRefused as error:
+            self._ended.append(RolloutFailure(rollout_id, str(error), error.key))
         except Exception as error:
             # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))

@@ -207,6 +207,29 @@ class DataSpec(Section):
     """Online filtering: exclude training prompts that are solved."""
 
 
+class SandboxSpec(Section):
+    """A sandbox for each episode: an empty folder, the programs and the Python of this machine, and limits.
+
+    A `command` runs inside; agents, environments and tools get it as `sandbox`. See docs/agents.md.
+    """
+
+    kind: Literal["bubblewrap", "none"] = "bubblewrap"
+    """`bubblewrap`: in namespaces of its own. `none`: nothing is confined; commands may do all that your user may do.
+    """
+    time_s: Seconds = 60.0
+    """Seconds that one command in it may take (of the task `command`: `task.episode.timeout_s` holds instead)."""
+    memory_mb: MemoryMB = 1024
+    """MiB of memory of all its processes."""
+    processes: Count = 128
+    """Processes and threads at a time."""
+    disk_mb: Count = 256
+    """MiB of files in its work folder, in memory; its `/tmp` has as much again."""
+    readable: list[Annotated[Text, SystemPath]] = Field(default_factory=list)
+    """Further files and folders that can be read inside, at the same paths (relative to this file)."""
+    network: Literal["gateway", "none"] = "gateway"
+    """`gateway`: the model's server can be reached, and nothing else. `none`: nothing can."""
+
+
 class TaskMember(Section):
     """One task of a mix."""
 
@@ -249,3 +272,5 @@ class TaskSpec(Section):
     """Rewards that one process computes at a time, if the reward is an async function."""
     episode: EpisodeSpec = Field(default_factory=EpisodeSpec)
     """Limits of a rollout that an environment, an agent or a command plays."""
+    sandbox: SandboxSpec | None = None
+    """A sandbox for the commands of an episode. null: none."""

@@ -124,6 +124,9 @@ class RolloutSpec(Section):
     tool_parser: Text | None = None
     """How the model writes tool calls: the name of one of vLLM's tool parsers. Default: `hermes`, `<tool_call>{"name":
     ..., "arguments": {...}}</tool_call>`."""
+    reasoning_parser: Text | None = None
+    """How the model writes its reasoning: the name of one of vLLM's reasoning parsers, such as `qwen3` or
+    `deepseek_r1`. Default: a reply is content alone."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the vLLM engine, passed on unchanged."""
 

@@ -91,6 +91,7 @@ WRONG = [
     # engines
     ("rollout.tool_parser=hermess", "rollout.tool_parser", ""),
     ("rollout.tool_parser=lama3_json", "rollout.tool_parser", "did you mean `llama3_json`?"),
+    ("rollout.reasoning_parser=qwen33", "rollout.reasoning_parser", "did you mean `qwen3`?"),
     ("rollout.engine_args={nosuch: 1}", "rollout.engine_args.nosuch", "remove it"),
     (
         "rollout.engine_args={gpu_memory_utilisation: 0.5}",

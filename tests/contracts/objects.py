@@ -15,6 +15,8 @@ OBJECTS: dict[str, dict[str, str]] = {
     "rollout/engine.py": {
         "self._vllm": LLM,
         "self._vllm.engine_core": CORE,
+        "self._vllm.model_config": "vllm.config.model.ModelConfig()",
+        "self._vllm.vllm_config": "vllm.config.vllm.VllmConfig()",
         "core": CORE,
         "last": "vllm.outputs.RequestOutput()",
         "span": "vllm.outputs.WeightVersionSpan()",
@@ -22,6 +24,12 @@ OBJECTS: dict[str, dict[str, str]] = {
     "rollout/engine_settings.py": {
         "config": "vllm.config.vllm.VllmConfig()",
         "config.model_config": "vllm.config.model.ModelConfig()",
+    },
+    "rollout/vllm_grammars.py": {
+        "manager": "vllm.v1.structured_output.StructuredOutputManager()",
+        "request": "vllm.v1.request.Request()",
+        "grammar": "vllm.v1.structured_output.backend_types.StructuredOutputGrammar()",
+        "reasoner": "vllm.reasoning.ReasoningParser()",
     },
     "rollout/vllm_inflight.py": {
         "vllm": LLM,
@@ -55,6 +63,7 @@ RESULTS: dict[str, str] = {
     "ray.actor.ActorClass().options": "",
     "ray.get_runtime_context": "ray.runtime_context.RuntimeContext()",
     "ray.remote": "ray.actor.ActorClass()",
+    "vllm.config.model.ModelConfig().try_get_generation_config": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().device": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().model": "",
     "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info": (
@@ -64,5 +73,7 @@ RESULTS: dict[str, str] = {
     "vllm.tool_parsers.ToolParser().extract_tool_calls": (
         "vllm.entrypoints.generate.base.protocol.ExtractedToolCallInformation()"
     ),
+    "vllm.reasoning.ReasoningParserManager.get_reasoning_parser": "vllm.reasoning.ReasoningParser",
+    "vllm.reasoning.ReasoningParser().extract_reasoning": "",
 }
 """What a function of theirs returns, or a member is; empty where it is not theirs, such as a list or our own model."""

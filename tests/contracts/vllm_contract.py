@@ -53,9 +53,13 @@ def problems(package: Package) -> Iterator[str]:
     seeing = package.find("vllm.model_executor.models.interfaces.SupportsMultiModal")
     if seeing is None or package.member(seeing, "get_language_model") is None:
         yield "weights/next_layers.py: vLLM's models with vision have no get_language_model()"
-    tables = package.find("vllm.tool_parsers._TOOL_PARSERS_TO_REGISTER")
-    if tables is None or not isinstance(tables.node, ast.Assign) or not isinstance(tables.node.value, ast.Dict):
-        yield "rollout/engine_settings.py: tool_parsers() finds no table of tool parsers in vLLM's source"
+    for kind, name in (
+        ("tool", "vllm.tool_parsers._TOOL_PARSERS_TO_REGISTER"),
+        ("reasoning", "vllm.reasoning._REASONING_PARSERS_TO_REGISTER"),
+    ):
+        table = package.find(name)
+        if table is None or not isinstance(table.node, ast.Assign) or not isinstance(table.node.value, ast.Dict):
+            yield f"rollout/engine_settings.py: {kind}_parsers() finds no table of parsers in vLLM's source"
 
 
 def written_arguments() -> set[str]:

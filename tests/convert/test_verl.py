@@ -223,6 +223,14 @@ def test_what_cannot_be_kept_is_a_remark(override: str, remark: str) -> None:
     assert remark in " ".join(text for _, text in converted([*GRPO, override]).remarks)
 
 
+@pytest.mark.parametrize(("name", "parser"), [("qwen", "hermes"), ("llama3", "llama3_json"), ("gpt-oss", "openai")])
+def test_tool_formats_have_the_names_of_vllms_parsers(home: Path, name: str, parser: str) -> None:
+    turns = [f"{R}multi_turn.enable=True", f"{R}multi_turn.format={name}"]
+    assert spec_of(*GRPO, *turns)["rollout.tool_parser"] == parser
+    remarks = converted([*GRPO, turns[0], f"{R}multi_turn.format=mine"]).remarks
+    assert any("multi_turn.format=mine has no counterpart: `hermes`" in text for _, text in remarks)
+
+
 @pytest.mark.parametrize("override", [f"{R}top_p=0.9", "distillation.enabled=True"])
 def test_what_is_lost_is_marked_and_what_is_off_is_not(override: str) -> None:
     name = override.partition("=")[0]

@@ -16,7 +16,7 @@ from tests.monitors.mlflow_runs import tracking_at
 from .conftest import ROOT, SPELL, Runs, rows
 from .faults.disturbed import DisturbedRun
 from .faults.moments import AIM_S
-from .journal import probe_gaps, steps_of
+from .journal import assert_work_is_accounted_for, probe_gaps, steps_of
 
 pytestmark = pytest.mark.stack
 
@@ -117,6 +117,8 @@ def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
     assert all(row["engine/logprob_gap_max"] < 1e-4 for row in metrics if "engine/logprob_gap_max" in row)
     uids = [uid for step in steps_of(run) for uid in step.uids]
     assert len(set(uids)) == len(uids) == 8 * 8, "nothing is trained twice"
+    if pipeline.get("on_stale") != "requeue":  # which cancels requests
+        assert_work_is_accounted_for(run)
 
 
 @pytest.fixture(scope="module")

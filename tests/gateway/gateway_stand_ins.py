@@ -41,10 +41,10 @@ TEMPLATE = (
 
 
 @cache
-def chat_format() -> ChatFormat:
+def chat_format(reasoning_parser: str | None = None) -> ChatFormat:
     tokenizer = character_tokenizer(MAX_LENGTH)
     tokenizer.chat_template = TEMPLATE
-    return ChatFormat(tokenizer, "hermes")
+    return ChatFormat(tokenizer, "hermes", reasoning_parser)
 
 
 Script = Callable[[str, RolloutRequest], str]
@@ -70,6 +70,7 @@ class Engine:
     most_running: int = 0
     cancelled: int = 0
     fails: Exception | None = None
+    chat: ChatFormat = field(default_factory=chat_format)
 
     async def generate(self, request: RolloutRequest, on_segments: Any = None) -> Rollout:
         self.asked.append(request)
@@ -86,7 +87,7 @@ class Engine:
     async def _generate(self, request: RolloutRequest, on_segments: Any) -> Rollout:
         if self.fails is not None:
             raise self.fails
-        chat = chat_format()
+        chat = self.chat
         text = self.script(chat.decode(request.prompt_ids), request)
         ids = [*chat.encode(text), end_of(chat)]
         for stop in request.sampling.stop:
@@ -149,7 +150,7 @@ def key_of(session: str | None) -> str:
 def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limits: Any) -> Session:
     return Session(
         name,
-        chat_format(),
+        engine.chat,
         engine.generate,
         Sampling(temperature=1.0, max_tokens=MAX_LENGTH, seed=11 if fixed_sampling else None),
         Limits(**({"max_length": MAX_LENGTH, "max_call_tokens": MAX_LENGTH} | limits)),
@@ -171,7 +172,7 @@ async def served(
         return opened[-1]
 
     gateway = await start_gateway(
-        *(GatewaySpec(**settings), chat_format(), sessions, for_one_call, MODEL),
+        *(GatewaySpec(**settings), engine.chat, sessions, for_one_call, MODEL),
         secret=SECRET,
         api_key=KEY if plain else None,
         limits=limits or ConnectionLimits(),

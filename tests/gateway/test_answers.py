@@ -149,6 +149,7 @@ def test_tool_calls(stream: bool) -> None:
         text, calls, finish = "", [], ""
         async for chunk in await client.chat.completions.create(**asked, stream=True):
             delta = chunk.choices[0].delta
+            assert not (calls and delta.content), "content comes before the calls"
             text, calls = text + (delta.content or ""), calls + (delta.tool_calls or [])
             finish = chunk.choices[0].finish_reason or finish
         return text, calls, finish
@@ -168,6 +169,41 @@ def test_tool_calls(stream: bool) -> None:
             first, second = there.engine.asked
             assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids, "the conversation goes on"
             assert (await ask(there.client(), HELLO, tool_choice="none"))[0] == "no tools"
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("sent_back", ["reasoning_content", "reasoning", None])
+def test_reasoning_comes_before_content_and_calls_and_may_be_sent_back(sent_back: str | None) -> None:
+    def script(prompt: str, _: RolloutRequest) -> str:
+        return "<think>easy</think>2" if "t:2" in prompt else f"<think>think of\n{{1}}</think>let me see {CALL}"
+
+    async def test() -> None:
+        async with served(Engine(script, chat=chat_format("qwen3"))) as there:
+            rollout = there.session("7-0")
+            create: Any = there.client("7-0").chat.completions.create
+            asked = {"model": MODEL, "messages": HELLO, "tools": TOOLS}
+            deltas = [chunk.choices[0].delta.model_dump() async for chunk in await create(**asked, stream=True)]
+            kinds = [name for delta in deltas for name in ("reasoning", "content", "tool_calls") if delta.get(name)]
+            assert kinds == sorted(kinds, key=["reasoning", "content", "tool_calls"].index)
+            assert kinds.count("reasoning") > 5 and kinds.count("content") > 1 and kinds.count("tool_calls") == 1
+            for name in ("reasoning", "reasoning_content"):
+                assert "".join(delta.get(name) or "" for delta in deltas) == "think of\n{1}"
+            assert "".join(delta["content"] or "" for delta in deltas) == "let me see "
+
+            (choice,) = (await create(**asked)).choices
+            said = choice.message.model_dump(exclude_none=True)
+            assert said["reasoning"] == said.pop("reasoning_content") == "think of\n{1}"
+            reasoning = said.pop("reasoning")
+            assert (said["content"], choice.finish_reason) == ("let me see ", "tool_calls")
+            if sent_back:
+                said[sent_back] = reasoning
+            answer = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "2"}
+            (last,) = (await create(**asked | {"messages": [*HELLO, said, answer]})).choices
+            assert (last.message.content, last.message.reasoning) == ("2", "easy")
+            _, second, third = there.engine.asked
+            assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
+            assert rollout.last_text == "<think>easy</think>2", "a reward is given the whole text"
 
     in_time(test)
 

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.chat import ChatFormat, before_stop, key
+from asyncrl_cli.gateway.chat import ChatFormat, key
+from asyncrl_cli.gateway.replies import cut
 from asyncrl_cli.gateway.text_stream import INCOMPLETE, TextStream
 from asyncrl_cli.gateway.tool_calls import ToolParserError, hermes, tool_parser
 from asyncrl_cli.records.prompt import ChatError, normalized
@@ -201,7 +202,7 @@ def test_hermes_reads_what_vllm_reads(text: str) -> None:
 def tool_parser_of_vllm() -> Any:
     from asyncrl_cli.gateway import tool_calls
 
-    return tool_calls._of_vllm("hermes", character_tokenizer(64))
+    return tool_calls._of_vllm("hermes", character_tokenizer(64), False)
 
 
 @pytest.mark.parametrize("call", ODD)
@@ -243,14 +244,14 @@ def test_other_formats_are_vllms_and_unknown_ones_are_refused() -> None:
 
 # -- text as it comes
 
-BYTES = st.lists(st.integers(0, 260) | st.sampled_from(byte_chat().encode("é€😀 ab")), max_size=20)
+BYTES = st.lists(st.integers(0, 260) | st.sampled_from(byte_chat().encode("é€😀 ab")), max_size=40)
 
 
-@given(BYTES, st.lists(st.integers(0, 20), max_size=6), st.lists(st.sampled_from(["ab", "é", "bca", "a", "€😀"])))
+@given(BYTES, st.lists(st.integers(0, 40), max_size=40), st.lists(st.sampled_from(["ab", "é", "bca", "a", "€😀"])))
 @settings(deadline=None, max_examples=300)
 def test_pieces_of_text_make_the_text(ids: list[int], cuts: list[int], stop: list[str]) -> None:
     chat = byte_chat()
-    final = before_stop(chat.decode(ids), stop)
+    final = cut(chat.decode(ids), stop)
     pieces: list[str] = []
     stream = TextStream(chat.decode, stop, pieces.append)
     bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
@@ -270,3 +271,20 @@ def test_incomplete_characters_and_possible_stop_strings_are_held_back() -> None
     assert "".join(pieces) == "a😀ST, "
     assert not any(INCOMPLETE in piece for piece in pieces)
     assert "S" not in pieces
+
+
+def test_bytes_that_are_not_text_are_not_decoded_again_and_again() -> None:
+    chat, pieces, decoded = byte_chat(), [], []
+
+    def decode(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return chat.decode(ids)
+
+    half = chat.encode("é")[0]
+    ids = [half] * 500
+    stream = TextStream(decode, [], pieces.append)
+    for token in ids:
+        stream.feed([token])
+    assert sum(decoded) < 50 * len(ids)
+    final = chat.decode(ids)
+    assert len(final) / 2 < len("".join(pieces)) and final.startswith("".join(pieces))

@@ -62,7 +62,6 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(stop=""), 400, "stop", "invalid_value"),
     (CHAT, chat(top_logprobs=2), 400, None, "invalid_value"),
     (CHAT, chat(stream="yes"), 400, "stream", "invalid_value"),
-    (CHAT, chat(response_format={"type": "json_object"}), 400, "response_format", "unsupported_parameter"),
     (CHAT, chat(top_p=0.5), 400, "top_p", "unsupported_parameter"),
     (CHAT, chat(messages=[{"role": "user", "content": "x" * MAX_LENGTH}]), 400, None, "context_length_exceeded"),
     (TEXT, text(prompt="x" * 15_000_000), 400, None, "context_length_exceeded"),

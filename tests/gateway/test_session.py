@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError, _Conversation
+from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError
 from asyncrl_cli.gateway.sessions import Sessions
-from asyncrl_cli.gateway.transcript import OnSegments, Turn
+from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import split_by_version
@@ -76,7 +76,7 @@ def test_the_fields_of_a_request() -> None:
     model = Model("a", "b", "c", "d")
     fixed = session(model)
     run(fixed.chat(HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",))))
-    run(fixed.chat(HELLO, None, CallOptions(), on_text=lambda choice, text: None))
+    run(fixed.chat(HELLO, None, CallOptions(), on_part=lambda choice, part: None))
     run(session(model, fixed=False).chat(HELLO, None, CallOptions(temperature=0.1, seed=9, n=2)))
     one, two, three, four = model.requests
     assert (one.rollout_id, one.priority, one.affinity, one.awaited, one.streamed) == ("3-1/0", 3, "3-1", True, False)
@@ -94,7 +94,7 @@ def test_the_fields_of_a_request() -> None:
 def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
     model, pieces = Model("so ##", "more"), []
     one = session(model)
-    (reply,) = run(one.chat(HELLO, None, CallOptions(max_tokens=5), on_text=lambda _, text: pieces.append(text)))
+    (reply,) = run(one.chat(HELLO, None, CallOptions(max_tokens=5), on_part=lambda _, part: pieces.append(part.text)))
     assert (reply.text, reply.message["content"]) == ("so ", "so ")
     assert CHAT.decode(reply.token_ids) == "so ##"
     assert pieces == ["so "]
@@ -343,11 +343,3 @@ def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> No
         assert not model.requests
 
     asyncio.run(test())
-
-
-def test_a_turn_keeps_a_digest_of_its_messages() -> None:
-    messages: list[Any] = [{"role": "user", "content": str(number)} for number in range(100)]
-    full, same, other = (_Conversation.of(said, None) for said in (messages, messages[:50], messages[1:]))
-    assert full.end[0] == 101 and len(full.end[1]) == len(same.end[1])
-    kept = Turn(0, 0, same.end)
-    assert full.covers(None, kept) == 51 and other.covers(None, kept) is None  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
+    Residence,
     Rollout,
     RolloutFailure,
     RolloutRequest,
@@ -198,13 +199,16 @@ class StandInEngine(Actor):
         activity: EngineActivity | None = None,
         aborted: Iterable[str] = (),
         told_to_leave: bool = False,
+        residences: Iterable[Residence] = (),
     ) -> None:
         """Have these delivered, without their prompts, as a worker does."""
         rollouts = [replace(entry, prompt_ids=()) for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
         activity = activity or EngineActivity()
-        delivery = Delivery(rollouts, failures, list(segments), activity, list(aborted), told_to_leave)
+        delivery = Delivery(
+            rollouts, failures, list(segments), activity, list(aborted), told_to_leave, list(residences)
+        )
         self._deliveries.put_nowait(delivery)
 
     async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:

@@ -16,7 +16,8 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import engine_pool, scaling
 from asyncrl_cli.orchestrator.engine_pool import EnginePool, Phase, PoolEvents, changes
 from asyncrl_cli.orchestrator.engines import EngineKeeper
-from asyncrl_cli.rollout.client import EngineState, GenerationClient
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.scaling import request_engines
 

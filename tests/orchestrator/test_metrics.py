@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,8 @@ from asyncrl_cli.orchestrator.metrics import StepClock, batch_digest, step_metri
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
 from asyncrl_cli.records.groups import Counts, PublishRecord
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.system.cpu_time import HostTime
 
 
 class Clock:
@@ -49,14 +52,27 @@ def window(
         "share/engines_paused": paused,
         "share/journal_busy": journal,
         "engines/serving": serving,
+        **dict.fromkeys(("time/forward_s", "time/update_s", "engines/requests_mean"), 0.0),
+        **{f"cpu/{name}_s": 0.0 for name in ("trainer", "engines", "driver", "host", "idle")},
     }
+
+
+def steps_of(client: GenerationClient, processors: Iterable[tuple[float, HostTime]] = ()) -> StepClock:
+    """With the readings of processor time; the last one stays."""
+    given, last = iter(processors), [(0.0, HostTime(0.0, 0.0))]
+
+    def read() -> tuple[float, HostTime]:
+        last.append(next(given, last[-1]))
+        return last[-1]
+
+    return StepClock(client, read)
 
 
 def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
     client = client_over(2)
     one, other = client.engines
     one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
-    steps = StepClock(client)  # what was before does not count
+    steps = steps_of(client)  # what was before does not count
     clock.now += 10.0
     one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
@@ -69,6 +85,21 @@ def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
     assert steps.lap(StepReport(seconds=5.0), 4.0) == window(4.0, 10, 5.0, 1.0, 1.0, 0.0, 0.25, 1)
 
 
+def test_a_window_has_the_work_of_the_processors_and_the_size_of_batches(clock: Clock) -> None:
+    client = client_over(2)
+    one, other = client.engines
+    one.activity = EngineActivity(sequence_s=100.0, cpu_s=50.0)
+    steps = steps_of(client, [(3.0, HostTime(100.0, 900.0)), (4.0, HostTime(116.0, 904.0))])
+    clock.now += 10.0
+    one.activity = EngineActivity(busy_s=8.0, sequence_s=160.0, cpu_s=57.0)
+    other.activity = EngineActivity(busy_s=4.0, sequence_s=12.0, cpu_s=2.0)
+    found = steps.lap(StepReport(seconds=5.0, forward_s=1.0, update_s=3.5, cpu_s=6.0), 0.0)
+    assert (found["time/forward_s"], found["time/update_s"]) == (1.0, 3.5)
+    assert found["engines/requests_mean"] == (60 + 12) / (8 + 4)
+    names = ("cpu/trainer_s", "cpu/engines_s", "cpu/driver_s", "cpu/host_s", "cpu/idle_s")
+    assert [found[name] for name in names] == [6.0, 9.0, 1.0, 16.0, 4.0]
+
+
 def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
     steps = StepClock(client_over(1))
     busy = []
@@ -79,7 +110,7 @@ def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
 
 
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
-    steps = StepClock(client_over(1))
+    steps = steps_of(client_over(1))
     clock.now += 1.0
     assert steps.lap(StepReport(seconds=0.5), 0.0) == window(1.0, 0, 0.5, 0.5, 0.0, 0.0, 0.0, 1)
 
@@ -123,6 +154,10 @@ def test_the_numbers_of_a_step() -> None:
         "share/engines_busy": 0.25,
         "share/engines_paused": 0.125,
         "share/journal_busy": 0.0625,
+        **{name: 0 for name in WINDOW if name.startswith("cpu/")},
+        "time/forward_s": 0,
+        "time/update_s": 0,
+        "engines/requests_mean": 0,
         "engines/serving": 2,
         "buffer/groups_running": 1,
         "buffer/groups_finished": 2,

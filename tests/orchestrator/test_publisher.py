@@ -5,6 +5,7 @@ Hosts that are slow or lose their memory delay nobody else."""
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +67,9 @@ class Engine:
         await self.may_answer.wait()
         serves = version if self.stuck_at is None else min(version, self.stuck_at)
         answer = logprobs(serves, self.step) + np.float32(self.off)
-        return Attestation(version if self.says is None else self.says, answer, stall_s=0.25 + self.off)
+        return Attestation(
+            version if self.says is None else self.says, answer, stall_s=0.25 + self.off, resumed_s=100.0
+        )
 
 
 class Harness:
@@ -161,6 +164,10 @@ def test_engines_that_agree() -> None:
     assert [report.change for report in reports] == pytest.approx([0.0, 0.01, 0.01], abs=1e-5)
     assert all(report.gap == pytest.approx(1e-4, rel=0.01) for report in reports)
     assert all(report.stall_s == pytest.approx(0.2501) for report in reports)
+    for report in reports:
+        pauses = [report.pauses[engine.name] for engine in harness.engines]
+        assert [end - begin for begin, end in pauses] == pytest.approx([0.25, 0.2501], abs=1e-5)
+        assert all(end < time.time() - 100 for _, end in pauses)
     assert harness.failed == {}
     assert harness.publisher.current == (2, harness.sum(2))
     assert len({report.checksum for report in reports}) == 3

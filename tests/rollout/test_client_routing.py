@@ -15,12 +15,14 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.records.generation import (
     EngineActivity,
     EngineRequest,
+    Residence,
     Rollout,
     RolloutFailure,
     RolloutRequest,
     Segment,
 )
-from asyncrl_cli.rollout.client import EngineLost, EngineState, GenerationClient
+from asyncrl_cli.rollout.client import EngineLost, GenerationClient
+from asyncrl_cli.rollout.open_requests import EngineState
 from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
@@ -435,6 +437,63 @@ def test_a_dead_engine_is_found_by_its_collector() -> None:
         await client.cancel(["b"])
         assert await lost(client, 0) == "the process died"
         assert client.running == 1
+
+    run(check())
+
+
+# -- what is recorded of an engine's work
+
+
+def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
+    async def check() -> None:
+        client = client_over(1)
+        (engine,) = actors(client)
+        stays: list[EngineRequest] = []
+        client.on_engine_request = stays.append
+        await asked(client, Owner(), "a", "b")
+        async with collecting(client):
+            await engine.deliver(segments=[segment("a", 0, 3)])
+            returned = [Residence("a", 9.0, 2.0, 1, 0.5)]
+            await engine.deliver(segments=[segment("a", 3, 1), segment("b", 0, 2)], residences=returned)
+        engine.die()
+        await lost(client, 0)
+        restarted = await restart(client.engines[0])
+        await client.flush()
+        async with collecting(client):
+            await restarted.deliver(rollout("a", (0,) * 6), residences=[Residence("a", 4.0, 1.0, 2)])
+            await restarted.deliver(segments=[segment("b", 2, 1)])
+            await client.cancel(["b"])
+        work = [(stay.request_id, stay.ending, stay.context_tokens, stay.tokens, stay.cached_tokens) for stay in stays]
+        assert work == [
+            ("a", "lost", 2, 4, 1),
+            ("b", "lost", 2, 2, None),
+            ("a", "stop", 2 + 4, 2, 2),
+            ("b", "cancelled", 2 + 2, 1, None),
+        ]
+        running = [(stay.running_from, stay.running_until, stay.first_token_s) for stay in stays]
+        first, _, last, _ = running
+        assert running[1] == running[3] == (None, None, None)
+        assert (first[1] - first[0], first[2]) == (pytest.approx(7.0), 0.5)  # type: ignore[operator]
+        assert (last[1] - last[0], last[2]) == (pytest.approx(3.0), None)  # type: ignore[operator]
+        assert last[1] == pytest.approx(stays[2].ended_at - 1.0, abs=0.5)
+
+    run(check())
+
+
+def test_a_rollout_that_was_complete_when_its_engine_was_lost_is_counted_once() -> None:
+    async def check() -> None:
+        client = client_over(1)
+        (engine,) = actors(client)
+        owner, stays = Owner(), []
+        client.on_engine_request = stays.append
+        client.enqueue([request("a", max_tokens=3)], owner.on_end)
+        await client.flush()
+        async with collecting(client):
+            await engine.deliver(segments=[segment("a", 0, 3)])
+        engine.die()
+        await lost(client, 0)
+        assert owner.ended == ["a"]
+        assert [(stay.ending, stay.context_tokens, stay.tokens) for stay in stays] == [("length", 2, 3)]
 
     run(check())
 

@@ -23,6 +23,9 @@ SPEC = ExperimentSpec.model_validate(
 )
 
 
+TOKENIZER = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1, all_special_ids=[1], added_tokens_decoder={})
+
+
 class Vllm:
     """vLLM's engine, as far as it sleeps. Whatever would touch its memory is refused while it does."""
 
@@ -30,6 +33,11 @@ class Vllm:
         self.asleep = False
         self.calls: list[str] = []
         self.engine_core = self
+        self.model_config = self
+        self.vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=""))
+
+    def try_get_generation_config(self) -> dict[str, int]:
+        return {}
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.calls.append(f"sleep {level} {mode}")
@@ -73,7 +81,7 @@ class Vllm:
             logprobs=SimpleNamespace(logprobs=[-1.0]),
             routed_experts=None,
         )
-        yield SimpleNamespace(outputs=[output])
+        yield SimpleNamespace(outputs=[output], num_cached_tokens=0, metrics=None)
 
     def touch(self, call: str) -> None:
         assert not self.asleep, f"{call} while its memory belongs to others"
@@ -84,9 +92,7 @@ class Vllm:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     vllm = Vllm()
     monkeypatch.setattr(engine_module, "start_vllm", lambda *_: vllm)
-    monkeypatch.setattr(
-        "transformers.AutoTokenizer.from_pretrained", lambda _: SimpleNamespace(decode=lambda *_, **__: "")
-    )
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: TOKENIZER)
     return vllm
 
 

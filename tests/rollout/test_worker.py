@@ -16,12 +16,14 @@ import pytest
 from asyncrl_cli.records.generation import (
     Attestation,
     Delivery,
+    Residence,
     Rollout,
     RolloutFailure,
     RolloutRequest,
     Sampling,
     Segment,
 )
+from asyncrl_cli.rollout.output_format import RequestRefused
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -45,6 +47,7 @@ class StandInEngine:
         self.stall_s = 0.0
         self.dead = False
         self.version: int | None = None
+        self.returned: list[Residence] = []
         self.tokens: dict[str, int] = {}
         """How many tokens each running rollout has."""
 
@@ -68,6 +71,13 @@ class StandInEngine:
 
     def sampled_tokens(self) -> int:
         return sum(self.tokens.values())
+
+    def sequence_s(self) -> float:
+        return 0.5
+
+    def residences(self) -> list[Residence]:
+        returned, self.returned = self.returned, []
+        return returned
 
     async def death(self) -> ActorDied:
         return ActorCrashed("vLLM's core process has died: SIGSEGV")
@@ -154,13 +164,30 @@ def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
     asyncio.run(check())
 
 
+def test_the_work_of_vllm_is_delivered_once(worker: RolloutWorker) -> None:
+    async def check() -> None:
+        engine = await submitted(worker, "a")
+        engine.returned = [Residence("a", 2.0, 0.5, 3)]
+        engine.waiting["a"].set_result(rollout("a"))
+        delivery = await worker.collect(60.0)
+        assert delivery.residences == [Residence("a", 2.0, 0.5, 3)]
+        assert delivery.activity.sequence_s == 0.5
+        assert (await worker.collect(0.0)).residences == []
+
+    asyncio.run(check())
+
+
 def test_a_failure_is_delivered_with_its_reason(worker: RolloutWorker) -> None:
     async def check() -> None:
-        engine = await submitted(worker, "a", "b")
+        engine = await submitted(worker, "a", "b", "c")
         engine.waiting["a"].set_exception(ValueError("no such token"))
         engine.waiting["b"].set_result(rollout("b"))
+        engine.waiting["c"].set_exception(RequestRefused("guided_json", "not a schema"))
         delivery = await worker.collect(60.0)
-        assert delivery.failures == [RolloutFailure("a", "ValueError: no such token")]
+        assert delivery.failures == [
+            RolloutFailure("a", "ValueError: no such token"),
+            RolloutFailure("c", "not a schema", refused="guided_json"),
+        ]
         assert ids(delivery) == ["b"]
 
     asyncio.run(check())
@@ -198,6 +225,7 @@ def test_weights_are_attested_with_the_time_they_took(worker: RolloutWorker) -> 
         engine.stall_s = 0.25
         answer = await worker.update_weights(3, PATH, (), "keep", (1, 2, 3))
         assert (answer.version, answer.stall_s, answer.probe_logprobs.shape) == (3, 0.25, (2,))
+        assert answer.resumed_s >= 0
 
     asyncio.run(check())
 

@@ -13,7 +13,7 @@ import os
 import sys
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.gateway.tool_calls import tool_parser
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.rollout.engine_settings import engine_config, engine_environment
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.system.process_tree import die_with
@@ -27,10 +27,11 @@ def main() -> None:
     os.environ |= engine_environment(spec)
     try:
         _, config = engine_config(spec, folder, "dummy")
-        if spec.rollout.tool_parser is not None:
+        parsers = spec.rollout.tool_parser, spec.rollout.reasoning_parser
+        if any(name is not None for name in parsers):
             from transformers import AutoTokenizer
 
-            tool_parser(spec.rollout.tool_parser, AutoTokenizer.from_pretrained(folder))
+            ChatFormat(AutoTokenizer.from_pretrained(folder), *parsers)
     except ConfigError as error:
         print("MISTAKE", json.dumps([error.message, error.location, error.hint]), flush=True)
     else:

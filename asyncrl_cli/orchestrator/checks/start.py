@@ -24,6 +24,7 @@ from typing import Any
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.data.sources import row_location
+from asyncrl_cli.gateway.reasoning import check_reasoning_parser
 from asyncrl_cli.gateway.tool_calls import check_tool_parser
 from asyncrl_cli.orchestrator.checks import engine as engine_checks
 from asyncrl_cli.orchestrator.checks import machine as machine_checks
@@ -178,7 +179,9 @@ class StartChecks:
         if rollout.engine_args:
             check_engine_arguments(rollout.engine_args, engine_arguments())
         check_tool_parser(rollout.tool_parser)
-        return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}"
+        check_reasoning_parser(rollout.reasoning_parser)
+        reasoning = f", reasoning parser {rollout.reasoning_parser}" if rollout.reasoning_parser else ""
+        return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}{reasoning}"
 
     def _task(self) -> str:
         experiment = self._experiment = Experiment.load(self._spec, self._search_path, self._notice)

@@ -24,6 +24,7 @@ READY_TASKS = {
     "unit_tests": "asyncrl_cli.tasks.ready.unit_tests:UnitTests",
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
+    "bugfix": "asyncrl_cli.tasks.ready.bugfix.task:Bugfix",
     "command": "asyncrl_cli.tasks.ready.command:Command",
 }
 """The tasks that come with asyncrl, and their classes."""

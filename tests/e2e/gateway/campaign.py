@@ -1,8 +1,12 @@
-"""Many sessions of unmodified agent libraries during one training.
+"""Many sessions of unmodified agents during one training.
 
     python -m tests.e2e.gateway.campaign --sessions 500
+    python -m tests.e2e.gateway.campaign --sessions 200 --agents all --path .agents/bin
+    python -m tests.e2e.gateway.campaign --audit RUN
 
-Prints what was found, and ends with 1 when anything does not hold (see ``sessions``).
+Without ``--agents`` these are the libraries; ``all`` has in addition every program that is there
+(``requirements/agents.sh`` installs them). Prints what was found, and ends with 1 when anything does not hold (see
+``sessions``). ``--audit`` looks at a run that has ended, without a new one.
 """
 
 from __future__ import annotations
@@ -14,28 +18,46 @@ from pathlib import Path
 
 from asyncrl_cli.cli.app import main as asyncrl
 from tests.e2e.conftest import Runs
+from tests.e2e.gateway.installed import AGENTS, installed
 from tests.e2e.gateway.sessions import audit, write_spec
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=500, help="at least so many, up to a whole step")
+    parser.add_argument("--agents", help="`all`, or names of program_agents.KINDS with commas between them")
+    parser.add_argument("--path", type=Path, default=AGENTS / "bin", help="the folder with the programs")
     parser.add_argument("--folder", type=Path, help="where the run is kept; a temporary folder when left out")
+    parser.add_argument("--audit", type=Path, metavar="RUN", help="look at this run only")
     arguments = parser.parse_args()
+    if arguments.audit:
+        return _report(arguments.audit.resolve())
+    kinds = _kinds(arguments.agents, arguments.path) if arguments.agents else []
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="sessions-"))
     folder.mkdir(parents=True, exist_ok=True)
     runs = Runs(folder)
-    sys.argv = ["asyncrl", "train", str(write_spec(runs, arguments.sessions))]
+    sys.argv = ["asyncrl", "train", str(write_spec(runs, arguments.sessions, kinds, arguments.path))]
     try:
         asyncrl()
     except SystemExit as ended:
         if ended.code:
             return 1
-    found = audit(runs.newest())
+    return _report(runs.newest())
+
+
+def _kinds(wanted: str, path: Path) -> list[str]:
+    there, missing = installed(path)
+    for name, why in missing.items():
+        print(f"left out: {name}: {why}")
+    return there if wanted == "all" else wanted.split(",")
+
+
+def _report(run: Path) -> int:
+    found = audit(run)
     print(f"\n{found}")
     for problem in found.problems:
         print(problem)
-    print(f"run folder  {runs.newest()}")
+    print(f"run folder  {run}")
     return 1 if found.problems else 0
 
 

@@ -16,7 +16,7 @@ import os
 import random
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -72,18 +72,24 @@ class Log:
     def _add(self, parts: Sequence[dict[str, Any]], streamed: bool) -> None:
         if failed := [part["error"] for part in parts if part.get("error")]:
             self.errors.append(f"in a stream: {failed[0]}")
+        parts = [part.get("response", part) for part in parts]  # events of Responses have it inside
         choices = [choice for part in parts for choice in part.get("choices", ())]
         (prompt,) = [part["prompt_token_ids"] for part in parts if part.get("prompt_token_ids")]
         (usage,) = [part["usage"] for part in parts if part.get("usage")]
+        items = [item for part in parts for item in part.get("output", ())]
         self.calls.append(
             {
                 "prompt": prompt,
-                "sampled": [token for choice in choices for token in choice.get("token_ids") or ()],
-                "usage": [usage["prompt_tokens"], usage["completion_tokens"]],
+                "sampled": [token for one in (*parts, *choices) for token in one.get("token_ids") or ()],
+                "usage": [
+                    usage.get("prompt_tokens", usage.get("input_tokens")),
+                    usage.get("completion_tokens", usage.get("output_tokens")),
+                ],
                 "streamed": streamed,
                 "calls_a_tool": any(
                     (choice.get("message") or choice.get("delta") or {}).get("tool_calls") for choice in choices
-                ),
+                )
+                or any(item["type"] == "function_call" for item in items),
             }
         )
 
@@ -162,34 +168,50 @@ async def smolagents(question: str, access: ModelAccess, log: Log) -> str:
 
 
 async def openai_agents(question: str, access: ModelAccess, log: Log) -> str:
-    """openai-agents' ``Runner``."""
+    """openai-agents' ``Runner``, over chat completions."""
+    from agents import OpenAIChatCompletionsModel
+
+    async with _client(access, log) as client:
+        return await _run_agent(question, OpenAIChatCompletionsModel(access.model, client))
+
+
+async def openai_agents_responses(question: str, access: ModelAccess, log: Log) -> str:
+    """The same over Responses, which it uses by default; the server keeps the conversation."""
+    from agents import OpenAIResponsesModel
+
+    async with _client(access, log) as client:
+        return await _run_agent(question, OpenAIResponsesModel(access.model, client), auto_previous_response_id=True)
+
+
+async def _run_agent(question: str, model: Any, **settings: Any) -> str:
     from agents import (
         Agent,
         MaxTurnsExceeded,
         ModelBehaviorError,
         ModelSettings,
-        OpenAIChatCompletionsModel,
         Runner,
         function_tool,
         set_tracing_disabled,
     )
 
     set_tracing_disabled(True)
-    async with _client(access, log) as client:
-        agent = Agent(
-            name="calculator",
-            instructions=SYSTEM,
-            tools=[function_tool(calc)],
-            model=OpenAIChatCompletionsModel(access.model, client),
-            model_settings=ModelSettings(extra_body=RETURN_IDS),
-        )
-        try:
-            return str((await Runner.run(agent, question, max_turns=TURNS)).final_output)
-        except (MaxTurnsExceeded, ModelBehaviorError):
-            return ""  # about what the model wrote
+    agent = Agent(
+        name="calculator",
+        instructions=SYSTEM,
+        tools=[function_tool(calc)],
+        model=model,
+        model_settings=ModelSettings(extra_body=RETURN_IDS),
+    )
+    try:
+        return str((await Runner.run(agent, question, max_turns=TURNS, **settings)).final_output)
+    except (MaxTurnsExceeded, ModelBehaviorError):
+        return ""  # about what the model wrote
 
 
-LIBRARIES: tuple[Callable[[str, ModelAccess, Log], Awaitable[str]], ...] = (plain, streaming, smolagents, openai_agents)
+LIBRARIES: tuple[Callable[[str, ModelAccess, Log], Awaitable[str]], ...] = (
+    *(plain, streaming, smolagents),
+    *(openai_agents, openai_agents_responses),
+)
 
 
 class LibraryAgents:
@@ -210,21 +232,32 @@ class LibraryAgents:
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
         """One session; its reward is 1.0 for the right number behind a ``#``, and up to 0.5 for calls of the tool."""
-        library = LIBRARIES[zlib.crc32(model.rollout_id.encode()) % len(LIBRARIES)]
+        return await self.play(
+            LIBRARIES[zlib.crc32(model.rollout_id.encode()) % len(LIBRARIES)].__name__, prompt, model
+        )
+
+    async def play(self, name: str, prompt: Prompt, model: ModelAccess) -> RewardResult:
+        """A session of the library of that name."""
+        (library,) = (library for library in LIBRARIES if library.__name__ == name)
         log, text = Log(), ""
         try:
             text = await library(str(prompt.content), model, log)
         except Exception as error:
             log.errors.append(f"{type(error).__name__}: {error}")
-        line = {"library": library.__name__, "rollout": model.rollout_id, "uid": prompt.uid, **vars(log)}
-        descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        try:
-            os.write(descriptor, json.dumps(line).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        self.write({"library": name, "rollout": model.rollout_id, "uid": prompt.uid, **vars(log)})
         right = text.strip() == f"#{prompt.fields['answer']}"
         used = sum(call["calls_a_tool"] for call in log.calls)
         return RewardResult(1.0 if right else 0.5 * used / TURNS, {"calls": float(len(log.calls))})
+
+    def write(self, session: Mapping[str, Any]) -> None:
+        """Write the line of a session to the log."""
+        line = json.dumps(session).encode() + b"\n"
+        descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            while line:
+                line = line[os.write(descriptor, line) :]
+        finally:
+            os.close(descriptor)
 
 
 def _client(access: ModelAccess, log: Log) -> Any:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,10 @@ import yaml
 
 from asyncrl_cli.journal.queries import group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
-from asyncrl_cli.records.generation import CONTEXT
+from asyncrl_cli.records.generation import CONTEXT, Segment, TokenSequence
 from tests.e2e.conftest import ROOT, Runs, rows
+from tests.e2e.gateway import program_sessions
+from tests.e2e.gateway.program_sessions import Decode
 
 GROUPS_A_STEP, GROUP_SIZE = 5, 4
 LOG = "sessions.jsonl"
@@ -31,13 +35,17 @@ REWORDS = "smolagents"
 HERE = Path(__file__).parent
 
 
-def write_spec(runs: Runs, sessions: int) -> Path:
+LIBRARY_AGENTS = ("library_agents.py", "library_agents.jinja")
+PROGRAM_AGENTS = ("program_agents.py", "http_record.py", "openhands_agent.py")
+
+
+def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path = Path()) -> Path:
     """A spec whose training is so many sessions, and more up to a whole step. It lies in a folder of its own, with the
-    agents."""
+    agents. ``kinds``: of ``program_agents``, with the programs in ``path``; without, the libraries alone."""
     folder = runs.folder / "agents"
     folder.mkdir(exist_ok=True)
     (folder / LOG).unlink(missing_ok=True)
-    for name in ("library_agents.py", "library_agents.jinja"):
+    for name in (*LIBRARY_AGENTS, *PROGRAM_AGENTS):
         shutil.copy(HERE / name, folder)
     calculator = yaml.safe_load((ROOT / "specs/calculator-agent.yaml").read_text())
     spec: dict[str, Any] = {
@@ -66,9 +74,18 @@ def write_spec(runs: Runs, sessions: int) -> Path:
         "tracking": {"mlflow": False},
         "stop": {"steps": -(-sessions // (GROUPS_A_STEP * GROUP_SIZE))},
     }
-    path = folder / "spec.yaml"
-    path.write_text(yaml.safe_dump(spec))
-    return path
+    if kinds:
+        spec["name"] = "agents"
+        spec["model"] |= {"warm_start": {"steps": 300, "clean_fraction": 1.0}, "max_length": 4096}
+        spec["task"] |= {
+            "use": "program_agents:Agents",
+            "options": {"log": str(folder / LOG), "path": str(path.resolve()), "kinds": list(kinds)},
+            "episode": {"max_calls": 8, "timeout_s": 600, "concurrency": 8},
+        }
+        spec["rollout"]["max_response_tokens"] = 128
+    file = folder / "spec.yaml"
+    file.write_text(yaml.safe_dump(spec))
+    return file
 
 
 @dataclass(slots=True)
@@ -85,6 +102,7 @@ class Audit:
     versions: int = 0
     updates: int = 0
     publish_s: float = 0.0
+    limits: int = 0
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -93,7 +111,8 @@ class Audit:
             f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with "
             f"tool calls; {self.continued} calls went on from an earlier turn, {self.branches} began a branch; "
             f"{self.sampled} tokens; {self.versions} versions of the weights, {self.publish_s:.1f} s apart, by "
-            f"{self.updates} updates, {self.crossed} sessions across one; {len(self.problems)} problems"
+            f"{self.updates} updates, {self.crossed} sessions across one; {self.limits} refusals at limits; "
+            f"{len(self.problems)} problems"
         )
 
 
@@ -105,6 +124,7 @@ def audit(run: Path) -> Audit:
         name = session["rollout"]
         logged[name].append(session)
         found.problems += [f"{name}, {session['library']}: {error}" for error in session["errors"]]
+    decode = _decoder(run)
     with snapshot(run / FILE) as journal:
         recorded = {
             rollout.rollout_id: rollout
@@ -124,8 +144,30 @@ def audit(run: Path) -> Audit:
         found.sampled += rollout.tokens
         sampled = {segment.version for segment in rollout.segments if segment.version != CONTEXT}
         found.crossed += len(sampled) > 1
-        found.problems += [f"{name}, {session['library']}: {problem}" for problem in _compare(session, rollout, found)]
+        compare = _compare if "calls" in session else partial(_compare_program, decode=decode)
+        found.problems += [f"{name}, {session['library']}: {problem}" for problem in compare(session, rollout, found)]
     return found
+
+
+def _decoder(run: Path) -> Decode:
+    """Text of a run's tokens."""
+    from transformers import AutoTokenizer
+
+    folder = next(run.parent.glob("models/*/tokenizer.json")).parent
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _compare_program(session: dict[str, Any], rollout: Any, found: Audit, *, decode: Decode) -> list[str]:
+    """What does not fit between the session of a program and its rollout."""
+    segments: defaultdict[str, list[Segment]] = defaultdict(list)
+    for segment in rollout.segments:
+        segments[segment.rollout_id].append(segment)
+    sequences = {name: TokenSequence.join(parts) for name, parts in segments.items()}
+    these = program_sessions.compare(session, sequences, decode)
+    for name in ("calls", "tool_calls", "continued", "branches", "limits"):
+        setattr(found, name, getattr(found, name) + getattr(these, name))
+    return these.problems
 
 
 def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:

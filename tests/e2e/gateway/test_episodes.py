@@ -19,6 +19,7 @@ import pytest
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.experts import from_bytes
 from asyncrl_cli.records.generation import CONTEXT
+from asyncrl_cli.tasks.sandbox.process import missing
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
 from tests.e2e.test_data import MIXTRAL
@@ -46,6 +47,15 @@ PLAYERS = """
         for turn in range(turns):
             messages += [await ask(model, messages), {"role": "user", "content": f"turn {turn}>"}]
         return len(messages[-2]["content"] or "") / 20
+
+    async def with_sandbox(row, model, sandbox):
+        from asyncrl_cli.tasks.base import RewardResult
+
+        await agent(row, model)
+        await sandbox.write_file("row.json", json.dumps(row).encode())
+        result = await sandbox.run("wc -l < row.json; cat row.json")
+        assert json.loads(result.output.split(chr(10), 1)[1])["uid"] == row["uid"]
+        return RewardResult(0.5, {"lines": float(result.output.split()[0])})
 
     class Echo:
         def __init__(self, prompt):
@@ -206,6 +216,51 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
     assert len(rows(run, "metrics.jsonl")) == 4
     samples = rows(run, "evaluations/step-000004-greedy.jsonl")[1:]
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
+
+
+@pytest.mark.skipif(bool(missing("bubblewrap")), reason="no bubblewrap here")
+def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs: Runs) -> None:
+    inside = 'import os; assert os.getcwd() == "/sandbox/cwd" and not os.path.exists("/etc/shadow")'
+    uses: dict[str, dict[str, Any]] = {
+        "program": {"use": "command", "options": {"command": [sys.executable, "-c", f"{inside}{COMMAND}"]}},
+        "agent": {"use": "players:with_sandbox"},
+    }
+    files = {name: {"path": write(runs, name, 40)} for name in uses}
+    mix = [{"name": name, "train": files[name], "eval": files[name]} | use for name, use in uses.items()]
+    settings = SMALL | {"task": {"use": None, "mix": mix, "sandbox": {"memory_mb": 256, "disk_mb": 16}}}
+    data = {"train": {"size": 60}, "eval": {"size": 4}}
+    run = runs.train(**settings, data=data)
+    trained = [one for one in played(run).values() if one.state == "taken"]
+    assert len(trained) == 4 * 4 * 4
+    assert {tuple(calls(one)) for one in trained} == {(1,), (2,)}
+    assert {one.failure for one in played(run).values()} == {""}
+    assert {name for one in trained for name in one.metrics} == {"letters", "lines"}
+
+    process = runs.start("train", runs.write_spec(**settings, data=data, stop={"steps": 1000}))
+    sandboxed: list[psutil.Process] = []
+
+    def many() -> bool:
+        sandboxed[:] = [one for one in psutil.process_iter(["name", "cmdline"]) if is_of_sandbox(one, process.pid)]
+        return len(sandboxed) >= 4
+
+    try:
+        until(lambda: many() or process.poll() is not None, "sandboxes")
+        assert process.poll() is None
+        mark = mark_of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    until(lambda: not any(one.is_running() for one in sandboxed), "the end of the sandboxes")
+    until(lambda: not processes_of(mark), "the end of the run's processes")
+
+
+def is_of_sandbox(process: psutil.Process, driver: int) -> bool:
+    """Whether a process is one of a sandbox that was started during this test."""
+    try:
+        began = psutil.Process(driver).create_time()
+        return process.info["name"] == "bwrap" and process.create_time() > began
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -15,7 +17,7 @@ import torch
 
 from ..conftest import Runs, until
 from ..faults.parts import processes_of_part
-from ..served import logprobs_of, serving
+from ..served import Server, logprobs_of, serving
 
 pytestmark = pytest.mark.stack
 
@@ -58,8 +60,10 @@ def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
             for chunk in client.chat.completions.create(**asked, seed=1, stream=True)
         ]
         assert "".join(pieces) == texts[0]
+        _responses_are_those_of_chat(client, server.model, texts[0])
         cold = [client.chat.completions.create(**asked, temperature=0).choices[0].message.content for _ in range(2)]
         assert cold[0] == cold[1]
+        _messages_are_those_of_chat(server, asked["messages"], cold[0])
         extreme = [2**63 - 1, -(2**63), -1, 0]
         for seed in extreme:
             client.completions.create(model=server.model, prompt="x", max_tokens=4, seed=seed, n=2)
@@ -91,6 +95,28 @@ def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
         assert server.end(signal.SIGINT) == 130
 
 
+def _responses_are_those_of_chat(client: openai.OpenAI, model: str, text: str | None) -> None:
+    """The same conversation over `/v1/responses`: the same text, complete, streamed, and continued by its id."""
+    seeded: Any = {"seed": 1}
+    asked: Any = {"model": model, "input": "hello", "max_output_tokens": 30, "extra_body": seeded}
+    response = client.responses.create(**asked)
+    assert response.output_text == text
+    with client.responses.stream(**asked) as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == text
+    assert response.usage is not None
+    assert response.usage.output_tokens <= 30
+    ids: Any = seeded | {"return_token_ids": True}
+    second = client.responses.create(
+        model=model, input="again", max_output_tokens=5, previous_response_id=response.id, extra_body=ids
+    )
+    history: Any = [{"role": "user", "content": "hello"}, *response.output, {"role": "user", "content": "again"}]
+    same = client.responses.create(model=model, input=history, max_output_tokens=5, extra_body=ids)
+    first_ids, same_ids = (one.prompt_token_ids for one in (second, same))
+    assert first_ids == same_ids
+    assert second.output_text == same.output_text
+
+
 def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     spec = runs.write_spec(model={"init": TINY, "warm_start": None})
@@ -101,3 +127,79 @@ def test_models_that_cannot_be_served_are_refused_with_the_reason(tmp_path: Path
     assert ended.code == 1
     assert "rollout.gateway.port" in ended.err
     assert "Traceback" not in ended.out + ended.err
+
+
+def _messages_are_those_of_chat(server: Server, messages: Any, text: str | None) -> None:
+    """The same conversation over `/v1/messages`: the same text, complete and streamed, and its tokens counted."""
+    base_url = server.base_url.removesuffix("/v1")
+    client = anthropic.Anthropic(base_url=base_url, api_key=server.api_key, max_retries=0)
+    asked: Any = {"model": server.model, "messages": messages, "max_tokens": 30, "extra_body": {"temperature": 0}}
+    answer = client.messages.create(**asked)
+    with client.messages.stream(**asked) as stream:
+        streamed = "".join(stream.text_stream)
+        last = stream.get_final_message()
+    (block,) = answer.content
+    assert block.type == "text"
+    assert block.text == streamed == text
+    assert (last.stop_reason, last.usage) == (answer.stop_reason, answer.usage)
+    assert client.messages.count_tokens(model=server.model, messages=messages).input_tokens == answer.usage.input_tokens
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**(asked | {"messages": [{"role": "user", "content": "x" * 300}]}))
+
+
+THINKER = """
+from asyncrl_cli.records.prompt import Prompt
+
+CALL = {"type": "function", "function": {"name": "calc", "arguments": {"e": "1+1"}}}
+
+
+class Thinker:
+    def reward(self, prompt, response, finished):
+        return 0.0
+
+    def prompts(self, split, size):
+        return [Prompt(f"{split}/{number}", f"{split} {number}?") for number in range(size)]
+
+    def demonstration(self, rng, clean):
+        reply = {"role": "assistant", "content": "let me see " * 5, "reasoning_content": "hard {1}" * 5}
+        reply |= {"tool_calls": [CALL]}
+        return [{"role": "user", "content": f"{rng.randint(1, 99)}?"}, reply]
+"""
+THINKERS_TEMPLATE = (
+    "{% for m in messages %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %} <tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}{{ eos_token if m.role == 'assistant' else ':' }}{% endfor %}"
+)
+
+
+def test_reasoning_and_content_stream_in_pieces_before_the_calls_of_tools(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    (tmp_path / "thinker.py").write_text(THINKER)
+    (tmp_path / "thinker.jinja").write_text(THINKERS_TEMPLATE)
+    warm = {"steps": 200, "clean_fraction": 1.0}
+    spec = runs.write_spec(
+        model={"init": TINY, "warm_start": warm, "chat_template": "thinker.jinja", "max_length": 256},
+        task={"use": "thinker:Thinker"},
+        data={"eval": {"size": 4}},
+        rollout={"reasoning_parser": "qwen3"},
+    )
+    tool: Any = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}
+    with serving(runs, spec) as server:
+        client: Any = server.client()
+        question = {"role": "user", "content": "7?"}
+        asked = {"model": server.model, "messages": [question], "tools": [tool], "temperature": 0}
+        (choice,) = client.chat.completions.create(**asked).choices
+        message = choice.message
+        assert (message.reasoning, message.content.strip()) == ("hard {1}" * 5, ("let me see " * 5).strip())
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("calc", {"e": "1+1"})
+
+        deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+        thoughts = [delta.reasoning for delta in deltas if getattr(delta, "reasoning", None)]
+        texts = [delta.content for delta in deltas if delta.content]
+        assert ("".join(thoughts), "".join(texts)) == (message.reasoning, message.content)
+        assert len(thoughts) + len(texts) > 2, "the engine delivers them in pieces"
+        (streamed,) = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+        assert (streamed.name, streamed.arguments) == (call.function.name, call.function.arguments)
+        short = client.chat.completions.create(**asked, max_tokens=12).choices[0]
+        assert (short.message.reasoning, short.message.content, short.finish_reason) == ("hard ", "", "length")

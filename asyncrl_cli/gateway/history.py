@@ -1,0 +1,108 @@
+"""Conversations, as they are compared: which of the earlier ones does a call continue?
+
+Messages are compared without their reasoning, by digests. The reasoning counts where a client sends it: a conversation
+continues another if each message of both either comes without reasoning now, or with the one it had. So a client may
+send the reasoning of replies back, or leave out that of any of them, and what it has changed is another conversation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from asyncrl_cli.gateway.chat import key
+from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.records.prompt import ChatError, Message, normalized
+
+REASONING = ("reasoning_content", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """The reasoning of the message that key number ``count`` ends with, and that of messages before it. One is kept of
+    every turn, so they share those before them."""
+
+    count: int
+    digest: str
+    before: Thought | None
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """A conversation up to some message: the number of keys, of the tools and each message; the last of them, which
+    follows from all; and the reasoning."""
+
+    count: int
+    last: str
+    thoughts: Thought | None = None
+
+    def then(self, message: Message) -> History:
+        """With another message."""
+        same = normalized(message)
+        count = self.count + 1
+        thoughts = self.thoughts
+        if reasoning := same.get("reasoning_content"):
+            thoughts = Thought(count, _digest(reasoning), thoughts)
+        return History(count, _chained(self.last, key(_spoken(same))), thoughts)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages in canonical form, with a key of the tools and of every beginning, and digests of the reasoning by the
+    number of keys up to it."""
+
+    messages: list[Message]
+    keys: tuple[str, ...]
+    thoughts: Mapping[int, str]
+    characters: int
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], tools: Tools | None) -> Conversation:
+        """Raises ``ChatError``."""
+        canonical = [normalized(message) for message in messages]
+        if not canonical:
+            raise ChatError("there are no messages")
+        texts = [key(list(tools or ())), *(key(_spoken(message)) for message in canonical)]
+        reasoning = {count: message.get("reasoning_content", "") for count, message in enumerate(canonical, 2)}
+        return cls(
+            canonical,
+            tuple(accumulate(texts, _chained, initial=""))[1:],
+            {count: _digest(text) for count, text in reasoning.items() if text},
+            sum(map(len, texts)) + sum(map(len, reasoning.values())),
+        )
+
+    def covered_by(self, history: History | None) -> int | None:
+        """How many of the keys an earlier history covers; None when the conversation does not begin with it."""
+        if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.last:
+            return None
+        known, thought = {}, history.thoughts
+        while thought is not None:
+            known[thought.count] = thought.digest
+            thought = thought.before
+        same = all(known.get(count) == digest for count, digest in self.thoughts.items() if count <= history.count)
+        return history.count if same else None
+
+    def after(self, history: History | None) -> History:
+        """All of it, where it continues a history; None: it continues none."""
+        covered, thoughts = (0, None) if history is None else (history.count, history.thoughts)
+        for count, digest in self.thoughts.items():
+            if count > covered:
+                thoughts = Thought(count, digest, thoughts)
+        return History(len(self.keys), self.keys[-1], thoughts)
+
+
+def _spoken(message: Message) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in REASONING}
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _chained(before: str, text: str) -> str:
+    """A digest of texts that are only compared, from that of all but the last (``before``): one is kept of every turn,
+    however many messages it has."""
+    return _digest(f"{before}/{text}")

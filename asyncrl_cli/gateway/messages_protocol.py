@@ -1,0 +1,251 @@
+"""What clients may send: the requests of Anthropic's Messages API, as far as a policy can serve them.
+
+As in protocol.py, other keys are accepted, and those that would have an effect that cannot be had are refused by
+``refuse_unsupported``. Marks for prompt caches (``cache_control``) are such other keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from asyncrl_cli.gateway import protocol
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.protocol import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Count,
+    Flag,
+    Stop,
+    Temperature,
+    Text,
+    Wire,
+)
+
+MANY: Any = Field(fail_fast=True)
+"""Of lists without a limit of their own: a long one ends with its first error."""
+
+
+class TextBlock(Wire):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ThinkingBlock(Wire):
+    """Reasoning of an earlier reply, as it was sent. Its signature is not checked."""
+
+    type: Literal["thinking"]
+    thinking: Text
+
+
+class RedactedThinkingBlock(Wire):
+    """Reasoning that another server has encrypted. The policy does not see it."""
+
+    type: Literal["redacted_thinking"]
+
+
+class ToolUseBlock(Wire):
+    """A call of a tool in an earlier reply."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+def _only(*kinds: str) -> BeforeValidator:
+    """Refuses blocks of other types with a reason. Pydantic's own message would be about the first type alone."""
+
+    def check(block: Any) -> Any:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if isinstance(kind, str) and kind not in kinds:
+            raise PydanticCustomError(
+                "block",
+                "blocks of type {kind} are not supported here, only {kinds}: the policy reads and writes text",
+                {"kind": kind[:64], "kinds": ", ".join(kinds)},
+            )
+        return block
+
+    return BeforeValidator(check)
+
+
+TextContent = Text | Annotated[list[Annotated[TextBlock, _only("text")]], MANY]
+
+
+class ToolResultBlock(Wire):
+    """What a call of a tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: TextContent | None = None
+    is_error: Flag | None = Field(None, description="The content is an error: the policy reads `Error: ` before it.")
+
+
+UserBlock = Annotated[
+    Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")],
+    _only("text", "tool_result"),
+]
+AssistantBlock = Annotated[
+    Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")],
+    _only("text", "thinking", "redacted_thinking", "tool_use"),
+]
+
+
+class UserMessage(Wire):
+    """A turn of the user: results of tools, and text."""
+
+    role: Literal["user"]
+    content: Text | Annotated[list[UserBlock], MANY]
+
+
+class AssistantMessage(Wire):
+    """A turn of the model."""
+
+    role: Literal["assistant"]
+    content: Text | Annotated[list[AssistantBlock], MANY]
+
+    @model_validator(mode="after")
+    def _not_too_many(self) -> AssistantMessage:
+        if sum(isinstance(block, ToolUseBlock) for block in self.content) > MAX_CALLS:
+            raise PydanticCustomError("messages", f"more than {MAX_CALLS} calls of tools in one message")
+        return self
+
+
+class SystemMessage(Wire):
+    """Instructions within the conversation. The policy reads those after the first turn as words of the user."""
+
+    role: Literal["system"]
+    content: TextContent
+
+
+AnyMessage = Annotated[UserMessage | AssistantMessage | SystemMessage, Field(discriminator="role")]
+
+
+class MessageTool(Wire):
+    """A tool that the model may call; ``input_schema`` is a JSON schema.
+
+    Anthropic's own tools have another ``type`` than ``custom`` and no schema. Without a session they are refused; in
+    sessions the policy does not see them.
+    """
+
+    type: Text | None = None
+    name: Annotated[str, Field(min_length=1, max_length=256, strict=True)] | None = None
+    description: Text | None = None
+    input_schema: dict[str, Any] | None = None
+
+    @property
+    def custom(self) -> bool:
+        """Whether the client has defined it."""
+        return self.type in (None, "custom")
+
+    @model_validator(mode="after")
+    def _complete(self) -> MessageTool:
+        if self.custom and (self.name is None or self.input_schema is None):
+            raise PydanticCustomError("tool", "a tool needs name and input_schema")
+        return self
+
+
+class ToolChoice(Wire):
+    """Which tools the model may call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = Field(None, description="For type `tool`.")
+
+
+class Thinking(Wire):
+    """How much the model may think. Accepted without an effect: the chat template decides."""
+
+    type: Text
+
+
+class CountRequest(Wire):
+    """A request of `/v1/messages/count_tokens`."""
+
+    model: Text | None = Field(
+        None, description="The served model, as `/v1/models` names it; optional. In sessions any name is served."
+    )
+    messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: TextContent | None = None
+    tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = Field(
+        None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
+    )
+    thinking: Thinking | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> CountRequest:
+        names = {tool.name for tool in self.tools or ()}
+        if self.tool_choice and self.tool_choice.type == "tool" and self.tool_choice.name not in names:
+            raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not among the tools")
+        return self
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model sees, in the shape that chat templates know."""
+        if self.tool_choice and self.tool_choice.type == "none":
+            return None
+        return [_function(tool) for tool in self.tools or () if tool.custom] or None
+
+
+class OutputConfig(Wire):
+    """The form of the model's text."""
+
+    format: dict[str, Any] | None = Field(None, description="`json_schema` with a `schema`.")
+
+
+class MessagesRequest(CountRequest):
+    """A request of `/v1/messages`."""
+
+    max_tokens: Count = Field(description="Most tokens to generate. More than fits is as many as fit.")
+    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = Field(
+        None, description="Strings that end the text, which does not have them."
+    )
+    temperature: Temperature | None = Field(
+        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
+    )
+    stream: Flag | None = Field(None, description="Answer with server-sent events.")
+    metadata: dict[str, Any] | None = Field(None, description="Accepted without an effect.")
+    output_config: OutputConfig | None = None
+
+    @model_validator(mode="after")
+    def _asks_for_a_reply(self) -> MessagesRequest:
+        if self.messages[-1].role == "assistant":
+            raise PydanticCustomError(
+                "messages", "the conversation must end with a user's message: a reply's beginning cannot be given"
+            )
+        return self
+
+
+def _function(tool: MessageTool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+def refuse_unsupported(request: CountRequest, fixed_sampling: bool) -> None:
+    """Raise ``ApiError`` for the first thing that cannot be served.
+
+    ``fixed_sampling``: in such sessions Anthropic's own tools and servers of tools are dropped instead, so that
+    programs run unmodified.
+    """
+    protocol.refuse_unsupported(request, fixed_sampling)
+    extra = request.model_extra or {}
+    if fixed_sampling:
+        return
+    if extra.get("mcp_servers"):
+        _refuse("mcp_servers", "this server calls no tools")
+    if extra.get("container"):
+        _refuse("container", "this server runs no code")
+    for index, tool in enumerate(request.tools or ()):
+        if not tool.custom:
+            _refuse(f"tools.{index}", f"this server has no tool of type {(tool.type or '')[:64]}")
+
+
+def _refuse(key: str, reason: str) -> None:
+    raise ApiError(400, f"{key} is not supported: {reason}", code="unsupported_parameter", param=key)

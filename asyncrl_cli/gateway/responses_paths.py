@@ -1,0 +1,66 @@
+"""The path of OpenAI's Responses API."""
+
+# Annotations are not postponed here: FastAPI reads those of functions inside of functions.
+
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import Response
+
+from asyncrl_cli.gateway import openapi
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.protocol import MAX_MESSAGES
+from asyncrl_cli.gateway.responses_answer import Repeated, ResponsesAnswer
+from asyncrl_cli.gateway.responses_items import chat_tools, messages_of, with_instructions
+from asyncrl_cli.gateway.responses_kept import Kept, KeptBySession
+from asyncrl_cli.gateway.responses_protocol import ResponsesRequest, refuse_unservable
+from asyncrl_cli.gateway.service import Prepared, Service, respond, session_for
+from asyncrl_cli.gateway.session import CallOptions, Render, Session
+from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
+from asyncrl_cli.records.prompt import Message
+
+
+def add_responses(router: APIRouter, service: Service, session_of: Callable[..., Awaitable[Session | None]]) -> None:
+    """Add the path to a router."""
+    kept = KeptBySession()
+    OwnSession = Annotated[Session | None, Depends(session_of)]
+
+    @router.post("/responses", **openapi.RESPONSES)
+    async def responses(request: Request, session: OwnSession) -> Response:
+        """The model's response to a text or to items."""
+        async with service.bodies.read(request, ResponsesRequest) as (body, render):
+            prepared = await _prepare(service, session, body, render, kept.of(session))
+            del body
+        return await respond(service, request, prepared)
+
+
+async def _prepare(
+    service: Service, named: Session | None, body: ResponsesRequest, render: Render, kept: Kept
+) -> Prepared:
+    session = session_for(service, named, body)
+    refuse_unservable(body, session.fixed_sampling)
+    before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
+    own_tools = body.own_tools()
+    tools = chat_tools(own_tools) if own_tools and body.tool_choice != "none" else None
+    # Without the instructions: those of a response are not taken over by the next one.
+    conversation = [*before, *await render(lambda: messages_of(body.input))]
+    if len(conversation) > MAX_MESSAGES:
+        raise ApiError(400, f"a conversation of more than {MAX_MESSAGES} messages", code="invalid_value", param="input")
+    rendered = await session.render_chat(with_instructions(body.instructions, conversation), tools, render)
+
+    def keep(response_id: str, reply: Message) -> None:
+        kept.add(response_id, (*conversation, reply))
+
+    asked = Repeated.of(body, service.model, session.fixed_sampling)
+    answer = ResponsesAnswer(asked, secrets.token_hex(16), service.chat.decode, keep if asked.store else None)
+    asked_format = flat_format(body.text.format if body.text else None, "text.format")
+    refuse_beside_tools(asked_format, tools is not None)
+    options = CallOptions(
+        max_tokens=body.max_output_tokens,
+        temperature=body.temperature,
+        seed=body.seed,
+        output_format=asked_format,
+    )
+    return Prepared(session, named is None, [rendered], options, answer, bool(body.stream))

@@ -1,0 +1,154 @@
+"""Answers and events of the Messages API fit the types of Anthropic's package, and a stream adds up to the answer."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message as TheirMessage
+from anthropic.types import RawMessageStreamEvent
+from anthropic.types.shared import ErrorResponse
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, TypeAdapter
+from test_messages_blocks import replies
+
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.messages_answer import MessagesAnswer
+from asyncrl_cli.gateway.messages_errors import error_body, error_status
+from asyncrl_cli.gateway.session import Reply
+from asyncrl_cli.gateway.text_stream import Kind, Part
+from asyncrl_cli.records.prompt import Message
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+FIELDS: dict[Kind, str] = {"reasoning": "reasoning_content", "content": "content"}
+
+
+def answer_of(*stops: str, text: str = "") -> MessagesAnswer:
+    return MessagesAnswer("tiny", "req_1", 7, stops, lambda _: text)
+
+
+def reply_of(message: Message, finish_reason: Any = "stop") -> Reply:
+    finish_reason = "tool_calls" if message.get("tool_calls") else finish_reason
+    return Reply(message, "", (1,) * 7, (2, 3), np.zeros(2, np.float32), finish_reason)
+
+
+def unknown(model: Any, path: str = "") -> list[str]:
+    """Keys that Anthropic's types do not have."""
+    if isinstance(model, list):
+        return [name for one in model for name in unknown(one, path)]
+    if not isinstance(model, BaseModel):
+        return []
+    known = [name for field in type(model).model_fields for name in unknown(getattr(model, field), f"{path}.{field}")]
+    return [f"{path}.{name}" for name in model.model_extra or ()] + known
+
+
+def parsed(stream: bytes) -> list[dict[str, Any]]:
+    """The events of a stream, each with its name in its data."""
+    events = []
+    for event in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+@st.composite
+def cut(draw: st.DrawFn, message: Message) -> list[Part]:
+    """Some beginning of a reply, piece by piece, as a session tells it: reasoning first."""
+    parts = []
+    for kind, name in FIELDS.items():
+        text = message.get(name) or ""
+        end = draw(st.integers(0, len(text)))
+        cuts = sorted({0, end, *draw(st.lists(st.integers(0, end), max_size=3))})
+        parts += [Part(kind, text[one:other]) for one, other in pairwise(cuts)]
+        if end < len(text):
+            break
+    return parts
+
+
+@given(replies(), st.data())
+def test_a_stream_adds_up_to_the_answer(message: Message, data: st.DataObject) -> None:
+    reply = reply_of(message)
+    whole = answer_of().complete([[reply]])
+    theirs = TheirMessage.model_validate(json.loads(json.dumps(whole)))
+    assert unknown(theirs) == []
+    answer, sent = answer_of(), dict.fromkeys(FIELDS, "")
+    stream = answer.opening(0)
+    for part in data.draw(cut(message)):
+        stream += answer.piece(0, part)
+        sent[part.kind] += part.text
+    stream += b"".join([*answer.closing(0, reply, sent), *answer.end([[reply]])])
+    snapshot: Any = None
+    buffers: dict[int, bytes] = {}
+    events = parsed(stream)
+    for body in events:
+        event = EVENT.validate_python(body)
+        assert unknown(event) == []
+        if event.type != "message_stop":
+            snapshot = accumulate_event(event=event, current_snapshot=snapshot, json_bufs=buffers)
+    streamed = TheirMessage.model_validate(snapshot.to_dict())
+    assert streamed.model_dump(exclude={"id"}) == theirs.model_dump(exclude={"id"})
+    kinds = [event["type"] for event in events]
+    assert (kinds[0], kinds[-2:]) == ("message_start", ["message_delta", "message_stop"])
+    index, is_open = -1, False
+    for event in events[1:-2]:
+        if event["type"] == "content_block_start":
+            assert not is_open
+            index, is_open = index + 1, True
+        assert is_open, "every delta is in a block"
+        assert event["index"] == index
+        is_open = event["type"] != "content_block_stop"
+    assert not is_open
+
+
+@pytest.mark.parametrize(
+    ("finish", "stops", "text", "expected"),
+    [
+        ("stop", (), "done", ("end_turn", None)),
+        ("stop", ("##", "#"), "a ##", ("stop_sequence", "#")),
+        ("stop", ("x", "##"), "a ##", ("stop_sequence", "##")),
+        ("stop", ("x",), "the session's own: !!", ("end_turn", None)),
+        ("length", ("x",), "on and", ("max_tokens", None)),
+        ("tool_calls", ("##",), "call ##", ("tool_use", None)),
+    ],
+)
+def test_why_a_reply_ended(finish: Any, stops: tuple[str, ...], text: str, expected: tuple[str, str | None]) -> None:
+    answer = answer_of(*stops, text=text)
+    whole = answer.complete([[reply_of({"content": "a"}, finish)]])
+    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "sent", "kind"),
+    [
+        (400, "invalid_value", 400, "invalid_request_error"),
+        (400, "context_length_exceeded", 400, "invalid_request_error"),
+        (401, "invalid_api_key", 401, "authentication_error"),
+        (404, "session_not_found", 404, "not_found_error"),
+        (408, "request_timeout", 408, "timeout_error"),
+        (410, "session_ended", 410, "not_found_error"),
+        (500, "internal_error", 500, "api_error"),
+        (503, "generation_failed", 503, "api_error"),
+        (503, "overloaded", 529, "overloaded_error"),
+    ],
+)
+def test_errors_fit_the_types(status: int, code: str, sent: int, kind: str) -> None:
+    error = ApiError(status, "so it is", code=code)
+    assert error_status(error) == sent
+    body = error_body(error, "req_1")
+    theirs = ErrorResponse.model_validate(body)
+    assert (theirs.error.type, theirs.request_id) == (kind, "req_1")
+    assert body["error"]["message"].endswith("so it is")
+    assert body["error"]["details"] == {"error_code": code}
+    (event,) = parsed(answer_of().failed(error))
+    assert event == body
+
+
+def test_programs_recognize_a_prompt_that_is_too_long() -> None:
+    error = error_body(ApiError(400, "9 tokens", code="context_length_exceeded"), "req_1")
+    assert error["error"]["message"] == "prompt is too long: 9 tokens"

@@ -1,0 +1,248 @@
+"""Reasoning: split off as vLLM does it, kept in tokens from turn to turn, and sent back or omitted by clients."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.reasoning import (
+    FORMS,
+    ReasoningParserError,
+    check_reasoning_parser,
+    divided,
+    vllm_reasoning_parser,
+)
+from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
+from asyncrl_cli.gateway.text_stream import Part
+from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
+from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer, end_of
+
+CALL = '<tool_call>{"name": "calc", "arguments": {"e": "1+1"}}</tool_call>'
+QUESTION: dict[str, Any] = {"role": "user", "content": "1+1?"}
+TEXTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "<thi", "</", "nk>", ">", "\n", " "])
+    | st.text("ab<é>", max_size=3),
+    max_size=10,
+).map("".join)
+
+
+def thinking_tokenizer(template: str | None = None, special: bool = False) -> Any:
+    """The byte tokenizer with a token for each mark."""
+    tokenizer = copy.deepcopy(byte_tokenizer())
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<seed:think>", "</seed:think>"]
+    tokenizer.add_tokens([*marks, "<seed:tool_call>", "</seed:tool_call>"], special_tokens=special)
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.slow  # vLLM's import
+@pytest.mark.parametrize("name", FORMS)
+@given(TEXTS)
+@settings(deadline=None)
+def test_forms_are_read_as_vllm_reads_them(name: str, text: str) -> None:
+    form = FORMS[name]
+    text = text.replace("<think>", form.opening).replace("</think>", form.closing)
+    text = text.replace("<tool_call>", *form.call[:1] or ["<tool_call>"])
+    if form.once:  # vLLM loses all that stands before an opening mark
+        assume(text.rfind(form.opening) <= 0)
+    theirs = vllm_reasoning_parser(name, thinking_tokenizer(), {})
+    assert divided(text, form) == theirs(text)
+
+
+def test_a_form_loses_no_text_but_its_marks() -> None:
+    r1, qwen3 = FORMS["deepseek_r1"], FORMS["qwen3"]
+    assert divided("<think>why</think>so", r1) == ("why", "so")
+    assert divided("why</think>so", r1) == ("why", "so"), "the prompt ended with the opening mark"
+    assert divided("a<think>why</think>so</think>", r1) == ("awhy", "so</think>")
+    assert divided("<think>why</think>so</think>", qwen3) == ("why", "so")
+    assert divided("<think>why <tool_call>x", qwen3) == ("why ", "<tool_call>x")
+    assert divided("<think>why </thi", qwen3) == ("why </thi", ""), "it has reached a limit"
+    assert divided("", qwen3) == ("", "")
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_reply_is_reasoning_content_and_calls(special: bool) -> None:
+    chat = ChatFormat(thinking_tokenizer(special=special), None, "qwen3")
+
+    def parsed(text: str, **asked: Any) -> dict[str, Any]:
+        return dict(chat.parse([1], [*chat.encode(text), end_of(chat)], **asked))
+
+    said: dict[str, Any] = {"role": "assistant", "reasoning_content": "why", "content": "so"}
+    assert parsed("<think>why</think>so") == said
+    assert list(parsed("<think>why</think>so")) == list(said)
+    assert parsed("<think></think>so") == {"role": "assistant", "content": "so"}
+    assert parsed("<think>why") == said | {"content": ""}
+    assert parsed("<think>why</think>so STOP it", stop=["STOP"]) == said | {"content": "so "}
+    assert parsed("<think>why STOP</think>so", stop=["STOP"]) == said | {"reasoning_content": "why ", "content": ""}
+    called = parsed(f"<think>why {CALL}</think>so{CALL}", tools=[CALC])
+    assert called["reasoning_content"] == "why "
+    assert len(called["tool_calls"]) == 2, "a call ends the reasoning of this model"
+    called = parsed(f"<think>why</think>{CALL}", tools=[CALC])
+    assert called["content"] is None and len(called["tool_calls"]) == 1
+    assert parsed(f"<think>why</think>{CALL}")["content"] == CALL
+    assert parsed("<think>why</think><tool_call>no", tools=[CALC])["content"] == "<tool_call>no"
+
+
+def test_a_call_within_the_reasoning_of_deepseek_is_reasoning() -> None:
+    chat = ChatFormat(thinking_tokenizer(), None, "deepseek_r1")
+    message = chat.parse([1], chat.encode(f"why {CALL}</think>so"), [CALC])
+    assert message == {"role": "assistant", "reasoning_content": f"why {CALL}", "content": "so"}
+
+
+def test_where_the_prompt_closes_the_reasoning_a_reply_is_content() -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}a:<think>{% if off %}\n</think>{% endif %}{% endif %}"
+    )
+    on = ChatFormat(thinking_tokenizer(template), None, "qwen3")
+    assert on.parse([1], on.encode("why</think>so"))["reasoning_content"] == "why"
+    off = ChatFormat(thinking_tokenizer(template), None, "qwen3", template_kwargs={"off": True})
+    assert off.parse([1], off.encode("so")) == {"role": "assistant", "content": "so"}
+
+
+def test_parsers_are_checked_by_name_and_against_the_tokenizer() -> None:
+    for name in (None, "qwen3", "deepseek_r1", "granite"):
+        check_reasoning_parser(name)
+    with pytest.raises(ReasoningParserError, match="did you mean `qwen3`"):
+        check_reasoning_parser("qwen33")
+
+
+@pytest.mark.slow  # vLLM's import
+def test_other_formats_are_vllms() -> None:
+    chat = ChatFormat(byte_tokenizer(), None, "granite")
+    text = "Here is my thought process: why Here is my response: so"
+    message = chat.parse([1], [*chat.encode(text), end_of(chat)])
+    assert (message["reasoning_content"].strip(), message["content"].strip()) == ("why", "so")
+    with pytest.raises(ReasoningParserError, match="does not fit this model's tokenizer"):
+        ChatFormat(byte_tokenizer(), None, "holo2")
+    with pytest.raises(ReasoningParserError, match="did you mean"):
+        ChatFormat(byte_tokenizer(), None, "granit")
+
+
+# -- in conversations
+
+KEEPS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Keeps the reasoning of every turn."""
+DROPS = KEEPS.replace("m.reasoning_content", "false")
+THOUGHT = "<think>one  and\none</think>2"
+
+
+class Script:
+    """Says one text after another."""
+
+    def __init__(self, template: str, *texts: str) -> None:
+        self.chat = ChatFormat(thinking_tokenizer(template), None, "qwen3")
+        self.texts = list(texts)
+
+    async def generate(self, request: RolloutRequest, on_segments: Any = None) -> Rollout:
+        full = [*self.chat.encode(self.texts.pop(0)), end_of(self.chat)]
+        ids = np.asarray(full[: request.sampling.max_tokens], np.int32)
+        for at in range(len(ids) - 1):
+            if on_segments is not None:
+                piece = ids[at : at + 1], np.zeros(1, np.float32)
+                on_segments([Segment(request.rollout_id, request.generated + at, 4, *piece)])
+        return Rollout(
+            *(ids, np.zeros(len(ids), np.float32), np.full(len(ids), 4, np.int32)),
+            rollout_id=request.rollout_id,
+            prompt_ids=request.prompt_ids,
+            text="",
+            finish_reason="stop" if len(ids) == len(full) else "length",
+        )
+
+    def session(self) -> Session:
+        limits = Limits(max_length=1000, max_call_tokens=500)
+        return Session("3-1", self.chat, self.generate, Sampling(1.0, 500, seed=3), limits, fixed_sampling=True)
+
+
+@pytest.mark.parametrize("template", [KEEPS, DROPS])
+@pytest.mark.parametrize("sent_back", ["reasoning_content", "reasoning", None])
+def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, sent_back: str | None) -> None:
+    script = Script(template, THOUGHT, f"<think>again</think>{CALL}", "so")
+
+    async def test() -> list[Reply]:
+        session, messages, replies = script.session(), [QUESTION], []
+        for after in (QUESTION, {"role": "tool", "content": "2"}, QUESTION):
+            (reply,) = await session.chat(messages, [CALC], CallOptions())
+            said = dict(reply.message)
+            reasoning = said.pop("reasoning_content")
+            messages = [*messages, said | ({sent_back: reasoning} if sent_back else {}), after]
+            replies.append(reply)
+        rollout = session.rollout()
+        assert rollout is not None and not rollout.branches
+        return replies
+
+    first, second, third = asyncio.run(test())
+    assert first.message["reasoning_content"] == "one  and\none" and first.message["content"] == "2"
+    for before, after in ((first, second), (second, third)):
+        known = (*before.prompt_ids, *before.token_ids)
+        assert after.prompt_ids[: len(known)] == known
+    assert second.finish_reason == "tool_calls"
+    assert third.message == {"role": "assistant", "reasoning_content": "so", "content": ""}
+
+
+@pytest.mark.parametrize(("template", "rendered"), [(KEEPS, "<think>two</think>2"), (DROPS, "\n2")])
+def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered: str) -> None:
+    script = Script(template, THOUGHT, "so", "so")
+
+    async def test() -> None:
+        session = script.session()
+        (reply,) = await session.chat([QUESTION], None, CallOptions())
+        changed = dict(reply.message) | {"reasoning_content": "two"}
+        (other,) = await session.chat([QUESTION, changed, QUESTION], None, CallOptions())
+        assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template says what is kept of it"
+        rollout = session.rollout()
+        assert rollout is not None and len(rollout.branches) == 1
+        (same,) = await session.chat([QUESTION, reply.message, QUESTION], None, CallOptions())
+        assert len(session.rollout().branches) == 1, "the first one continues"  # type: ignore[union-attr]
+        known = (*reply.prompt_ids, *reply.token_ids)
+        assert same.prompt_ids[: len(known)] == known
+
+    asyncio.run(test())
+
+
+def test_a_text_is_not_divided() -> None:
+    script = Script(KEEPS, THOUGHT)
+    parts: list[Part] = []
+
+    async def test() -> None:
+        (reply,) = await script.session().complete("a", CallOptions(), lambda _, part: parts.append(part))
+        assert reply.text == "".join(part.text for part in parts) == THOUGHT
+        assert {part.kind for part in parts} == {"content"}
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("most", [None, 4])
+def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int | None) -> None:
+    script = Script(KEEPS, f"<think>why </thi not</think>so{CALL}")
+    parts: list[Part] = []
+
+    async def test() -> Reply:
+        options = CallOptions(max_tokens=most)
+        (reply,) = await script.session().chat([QUESTION], [CALC], options, lambda _, part: parts.append(part))
+        return reply
+
+    reply = asyncio.run(test())
+    joined: dict[str, str] = {}
+    for part in parts:
+        joined[part.kind] = joined.get(part.kind, "") + part.text
+    if most:
+        assert reply.finish_reason == "length" and reply.message["content"] == ""
+        assert joined == {"reasoning": "why"}
+    else:
+        assert joined == {"reasoning": "why </thi not", "content": "so"}
+        assert len(parts) > 8
+        assert reply.finish_reason == "tool_calls"

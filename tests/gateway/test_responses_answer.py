@@ -1,0 +1,131 @@
+"""Every answer and every stream of events is one by OpenAI's own models, and a stream adds up to its response."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+from gateway_stand_ins import chat_format
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.types.responses import Response
+from test_responses import EVENT
+from test_responses_items import TOOLS, replies
+
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.responses_answer import Repeated, ResponsesAnswer
+from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
+from asyncrl_cli.gateway.session import Reply
+from asyncrl_cli.gateway.text_stream import Part
+from asyncrl_cli.records.prompt import Message
+
+
+def reply_of(message: Message, cut: bool = False) -> Reply:
+    reasoning = message.get("reasoning_content") or ""
+    text = f"{reasoning}|{message['content'] or ''}"
+    ids = tuple(chat_format().encode("".join(char for char in text if char.isascii())))
+    finish: Any = "tool_calls" if message.get("tool_calls") else "length" if cut else "stop"
+    return Reply(message, text, (1, 2, 3), ids, np.zeros(len(ids), np.float32), finish)
+
+
+def answer_of(kept: dict[str, Message] | None = None, **body: Any) -> ResponsesAnswer:
+    asked = ResponsesRequest.model_validate({"input": "", "tools": TOOLS, **body})
+    keep = None if kept is None else kept.__setitem__
+    return ResponsesAnswer(Repeated.of(asked, "tiny", fixed_sampling=False), "stem", chat_format().decode, keep)
+
+
+def parsed(stream: bytes) -> list[Any]:
+    blocks = stream.decode().removesuffix("\n\n").split("\n\n")
+    events = [json.loads(block.partition("\ndata: ")[2]) for block in blocks]
+    for event in events:
+        EVENT.validate_python(event, strict=True)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
+
+
+@given(replies(), st.booleans(), st.data())
+def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, data: st.DataObject) -> None:
+    reply, sent = reply_of(message, cut), {}
+    complete: Any = answer_of().complete([[reply]])
+    Response.model_validate(complete, strict=True)
+
+    kept: dict[str, Message] = {}
+    answer = answer_of(kept)
+    stream = answer.opening(0)
+    # Any beginning of the texts may have been sent before the end; the content only after all of the reasoning.
+    texts: Any = [("reasoning", message.get("reasoning_content") or ""), ("content", message["content"] or "")]
+    for kind, text in texts:
+        upto = data.draw(st.integers(0, len(text)))
+        while len(sent.get(kind, "")) < upto:
+            at = len(sent.get(kind, ""))
+            piece = text[at : data.draw(st.integers(at + 1, upto))]
+            sent[kind] = text[: at + len(piece)]
+            stream += answer.piece(0, Part(kind, piece))
+        if sent.get(kind, "") != text:
+            break
+    events = parsed(stream + b"".join(answer.closing(0, reply, sent)) + b"".join(answer.end([[reply]])))
+
+    first, second, *between, last = events
+    assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
+    assert last["type"] == f"response.{complete['status']}"
+    assert last["response"] | {"created_at": 0} == complete | {"created_at": 0}
+    assert kept == {complete["id"]: message}
+    deltas = [""] * len(complete["output"])
+    done = []
+    for event in between:
+        assert event["output_index"] == len(done), "one item after the other"
+        if event["type"].endswith(".delta"):
+            deltas[event["output_index"]] += event["delta"]
+        if event["type"] == "response.output_item.done":
+            done.append(event["item"])
+    assert done == complete["output"]
+    for delta, item in zip(deltas, complete["output"], strict=True):
+        texts = [part["text"] for part in item.get("content", ())]
+        assert delta == "".join(texts) + item.get("arguments", "") + item.get("input", "")
+
+
+def test_reasoning_is_an_item_before_the_message() -> None:
+    message = {"role": "assistant", "content": "7", "reasoning_content": "3+4"}
+    response = Response.model_validate(answer_of().complete([[reply_of(message)]]), strict=True)
+    reasoning, said = response.output
+    assert reasoning.type == "reasoning" and reasoning.content is not None
+    assert [part.text for part in reasoning.content] == ["3+4"]
+    assert said.type == "message" and response.output_text == "7"
+    assert response.usage is not None
+    assert response.usage.output_tokens_details.reasoning_tokens == 3
+
+    answer = answer_of()
+    stream = answer.opening(0) + answer.piece(0, Part("reasoning", "3+")) + answer.piece(0, Part("reasoning", "4"))
+    stream += answer.piece(0, Part("content", "7"))
+    stream += b"".join(answer.closing(0, reply_of(message), {"reasoning": "3+4", "content": "7"}))
+    assert [event["type"].removeprefix("response.") for event in parsed(stream)] == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done", "output_item.added", "content_part.added"),
+        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed"),
+    ]
+
+
+def test_a_failure_ends_the_stream() -> None:
+    for error, code in ((ApiError(503, "gone"), "server_error"), (ApiError(410, "gone"), "invalid_prompt")):
+        answer = answer_of()
+        events = parsed(answer.opening(0) + answer.piece(0, Part("content", "a")) + answer.failed(error))
+        assert events[-1]["type"] == "response.failed"
+        assert events[-1]["response"]["status"] == "failed"
+        assert events[-1]["response"]["error"] == {"code": code, "message": "gone"}
+
+
+def test_an_answer_repeats_its_request() -> None:
+    body = {
+        "tool_choice": {"type": "function", "name": "find"},
+        "temperature": 0.5,
+        "max_output_tokens": 7,
+        "previous_response_id": "resp_1",
+        "store": False,
+        "parallel_tool_calls": False,
+    }
+    response: Any = answer_of(**body).complete([[reply_of({"role": "assistant", "content": ""})]])
+    assert {key: response[key] for key in body} == body
+    assert response["tools"] == TOOLS
+    Response.model_validate(response, strict=True)
