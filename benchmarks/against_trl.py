@@ -1,0 +1,130 @@
+"""Samples per second beside TRL's GRPOTrainer: the quickstart's model and task, from the same initial weights.
+
+    make against-trl [STEPS=20]
+
+Runs the steps of the quickstart with asyncrl, then as many with TRL on the model that asyncrl began with: 256
+completions a step in groups of 8, up to 192 tokens, the same reward, learning rate and clipping. TRL generates with
+transformers, as it does without a GPU. Each has the machine to itself; start-up and the first steps are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+SKIPPED_STEPS = 3
+MICROBATCH = 64
+"""Completions of one pass of TRL."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each")
+    parser.add_argument("--asyncrl", default="asyncrl", help="the command")
+    arguments = parser.parse_args()
+    spec = yaml.safe_load(QUICKSTART.read_text())
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        ours = train_here(Path(folder), arguments.asyncrl, spec, arguments.steps)
+        (model,) = (path for path in Path(folder, "models").iterdir() if path.is_dir())
+        theirs = train_with_trl(model, spec, arguments.steps)
+    print("| | samples/s | s of a step | tokens of a response |\n|-|-|-|-|")
+    for name, figures in (("asyncrl", ours), ("TRL", theirs)):
+        print(f"| {name} | {figures['rate']:.1f} | {figures['step_s']:.2f} | {figures['length']:.1f} |")
+    print(f"\nasyncrl over TRL: {ours['rate'] / theirs['rate']:.2f}")
+
+
+def samples_per_step(spec: dict[str, Any]) -> int:
+    return int(spec["rollout"]["group_size"] * spec["pipeline"]["groups_per_step"])
+
+
+def train_here(folder: Path, command: str, spec: dict[str, Any], steps: int) -> dict[str, float]:
+    """A run of asyncrl, whose pipeline drains at its end: those steps are not timed either."""
+    staleness = spec["pipeline"]["max_staleness"]
+    changes = {"stop": {"steps": steps + staleness + 1}, "tracking": {"mlflow": False}, "runs_dir": str(folder)}
+    path = folder / "spec.yaml"
+    path.write_text(yaml.safe_dump({**spec, **changes, "evaluation": {"every": 0, "prompts": 8}}))
+    subprocess.run([command, "train", str(path)], check=True, stdout=sys.stderr)
+    (metrics,) = folder.glob("*/metrics.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()][SKIPPED_STEPS - 1 : steps]
+    step_s = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
+    length = statistics.fmean(row["response/tokens_mean"] for row in rows[1:])
+    return {"rate": samples_per_step(spec) / step_s, "step_s": step_s, "length": length}
+
+
+def train_with_trl(model: Path, spec: dict[str, Any], steps: int) -> dict[str, float]:
+    """As many steps of TRL's trainer."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from asyncrl_cli.tasks.ready.chain_sum import ChainSum
+
+    task, samples = ChainSum(**spec["task"]["options"]), samples_per_step(spec)
+    group, optimizer = spec["rollout"]["group_size"], spec["trainer"]["optimizer"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = task.prompts("train", samples // group * (steps + 1))
+    by_text = {str(prompt.content): prompt for prompt in prompts}
+    ended: list[float] = []
+    lengths: list[float] = []
+
+    class Clock(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ended.append(time.monotonic())
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        lengths.append(statistics.fmean(map(len, completion_ids)))
+        scored = []
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            scored.append(task.reward(by_text[prompt], text, ids[-1] == tokenizer.eos_token_id))
+        return scored
+
+    with tempfile.TemporaryDirectory(prefix="trl-") as out:
+        trainer = GRPOTrainer(
+            model=str(model),
+            processing_class=tokenizer,
+            reward_funcs=reward,
+            train_dataset=Dataset.from_list([{"prompt": str(prompt.content)} for prompt in prompts]),
+            callbacks=[Clock()],
+            args=GRPOConfig(
+                output_dir=out,
+                use_cpu=True,
+                bf16=False,
+                max_steps=steps,
+                per_device_train_batch_size=MICROBATCH,
+                gradient_accumulation_steps=samples // MICROBATCH,
+                num_generations=group,
+                max_completion_length=spec["rollout"]["max_response_tokens"],
+                temperature=1.0,
+                beta=0.0,
+                loss_type="grpo",
+                epsilon_high=spec["algorithm"]["clip_high"],
+                learning_rate=optimizer["learning_rate"],
+                adam_beta1=optimizer["betas"][0],
+                adam_beta2=optimizer["betas"][1],
+                max_grad_norm=optimizer["max_grad_norm"],
+                lr_scheduler_type="constant",
+                gradient_checkpointing=False,
+                report_to=[],
+                save_strategy="no",
+                disable_tqdm=True,
+            ),
+        )
+        trainer.train()
+    step_s = (ended[-1] - ended[SKIPPED_STEPS - 1]) / (len(ended) - SKIPPED_STEPS)
+    length = statistics.fmean(lengths[SKIPPED_STEPS:])
+    return {"rate": samples / step_s, "step_s": step_s, "length": length}
+
+
+if __name__ == "__main__":
+    main()
