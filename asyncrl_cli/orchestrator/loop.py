@@ -141,14 +141,18 @@ class Orchestrator:
             raise _first_cause(group) from None
 
     async def settle(self) -> None:
-        """After an interruption: wait until the trainer's step in flight, if any, is done, and report it.
+        """After an interruption: wait until the trainer's step and the publish in flight, if any, are done, and report
+        the step.
 
-        Raises ``RunError`` when it failed, and when recovery was interrupted: the ranks may still be at a step, so the
+        Raises ``RunError`` when one failed, and when recovery was interrupted: the ranks may still be at a step, so the
         weights are of no step that can be saved.
         """
         if self._in_flight is not None:
             taken, training = self._in_flight
             self._steps.report(taken, await training, None, self._trainer.version)
+        # A checkpoint after the next step holds the weights of this version no more, and a resumed run publishes every
+        # version that the journal lacks.
+        await self._finish_publish()
         await self._steps.flush()
         if not self._trainer.between_steps:
             raise RunError("interrupted during recovery", location="trainer-0")
@@ -259,7 +263,9 @@ class Orchestrator:
         self._publish_wait_s = time.monotonic() - begun
         written = await self._trainer.write(self._written + 1)
         self._written = written.version
-        self._publishing = self._tasks.create_task(self._deliver(written, self._publish_wait_s))
+        # Ctrl-C does not stop what engines load: ``settle`` waits for it.
+        self._publishing = asyncio.create_task(self._deliver(written, self._publish_wait_s))
+        self._tasks.create_task(self._delivered(self._publishing))  # an error ends the run at once
 
     async def _deliver(self, written: Written, waited_s: float) -> None:
         what = f"every engine to load version {written.version}"
@@ -273,8 +279,13 @@ class Orchestrator:
     async def _finish_publish(self) -> None:
         """Return when no publish is in flight."""
         if self._publishing is not None:
-            await self._publishing
+            await self._delivered(self._publishing)
         self._publishing = None
+
+    @staticmethod
+    async def _delivered(publishing: asyncio.Task[None]) -> None:
+        """Return when a publish is done; it goes on when this is cancelled."""
+        await asyncio.shield(publishing)
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
         """The trainer has caught up by one step. Those that this driver has taken are reported by the loop."""

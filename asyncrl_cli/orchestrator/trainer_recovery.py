@@ -142,7 +142,7 @@ class ResilientTrainer:
 
     async def _catch_up(self, step: int) -> None:
         if self._down or not self.between_steps:  # the latter when a step was cancelled
-            newest = await asyncio.to_thread(newest_undamaged, self._run)
+            newest = await asyncio.to_thread(newest_undamaged, self._run, step)
             self.step, folder = (newest.step, newest.folder) if newest else (0, None)
             await self._ranks.restart(folder)
             self._down, self.between_steps = False, True

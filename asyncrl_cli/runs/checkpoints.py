@@ -174,10 +174,11 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None) -> Checkpoin
     )
 
 
-def newest_undamaged(run: RunDirectory) -> Checkpoint | None:
-    """The newest checkpoint that is as it was written, for a run that is active: older ones only repeat more steps."""
+def newest_undamaged(run: RunDirectory, step: int) -> Checkpoint | None:
+    """The newest checkpoint of ``step`` or an earlier one that is as it was written, for a run that is active: older
+    ones only repeat more steps."""
     found = reversed(complete_checkpoints(run.path / "checkpoints"))
-    return next((checkpoint for checkpoint in found if not verify(checkpoint)), None)
+    return next((checkpoint for checkpoint in found if checkpoint.step <= step and not verify(checkpoint)), None)
 
 
 class Cancelled(Exception):

@@ -101,6 +101,8 @@ class Fate:
         self.victims = list(victims)
         self.faults = faults
         self.met: list[str] = []
+        self.interrupts = 0.5
+        """Probability that the end of a driver is Ctrl-C and no SIGKILL."""
         self.gone: set[str] = set()
         self.driver = asyncio.Event()
         self.training = 0
@@ -468,6 +470,7 @@ class Simulation:
         self.fate = fate
         self.view = View()
         self.drivers = 0
+        self.starts: list[Start] = []
         self._actors: list[Actor] = []
 
     def play(self) -> None:
@@ -483,6 +486,7 @@ class Simulation:
     async def _drive(self, start: Start) -> bool:
         """One driver's life; whether it reached the end."""
         self.drivers += 1
+        self.starts.append(start)
         self.fate.driver.clear()
         before = asyncio.all_tasks()
         orchestrator = await self._start(start)
@@ -495,7 +499,7 @@ class Simulation:
         else:
             running.cancel()
             await asyncio.wait([running])
-            if self.fate.random.random() < 0.5:  # Ctrl-C, and no SIGKILL
+            if self.fate.random.random() < self.fate.interrupts:
                 await _save_before_leaving(orchestrator, Reporter(self.recorder, self.view))
         dying.cancel()
         for actor in self._actors:

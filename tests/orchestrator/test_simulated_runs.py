@@ -235,6 +235,29 @@ def test_the_trainer_trains_while_engines_load_what_it_published(tmp_path: Path,
     assert fate.loaded_meanwhile == (staleness > 0), "with S = 0 there is nothing to train before"
 
 
+class InterruptedPublish(Fate):
+    """Ctrl-C comes when a rank trains while an engine loads the version before."""
+
+    def __init__(self) -> None:
+        super().__init__(Random(0), 0)
+        self.interrupts = 1.0
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "loaded_meanwhile" and value and not self.loaded_meanwhile:
+            self.driver.set()
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_ctrl_c_while_engines_load_saves_a_checkpoint_that_the_run_resumes_from(tmp_path: Path, every: int) -> None:
+    fate = InterruptedPublish()
+    finished = simulated(tmp_path, small_spec(pipeline={"publish_every": every}), fate)
+    first, second = finished.simulation.starts
+    assert first.checkpoint is None
+    assert every > 1 or second.checkpoint is not None
+    assert not [text for text in finished.simulation.view.shown if text.startswith("!")], "no rank was restarted"
+
+
 def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> ExperimentSpec:
     """In sync, with engines that share their GPUs with ranks. The simulated ranks check who has the GPUs."""
     return small_spec(

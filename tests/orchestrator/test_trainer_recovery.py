@@ -105,9 +105,9 @@ class Harness:
             repeated=self._repeated,
         )
 
-    def newest(self) -> Checkpoint | None:
-        step = max(self.ranks.checkpoints, default=0)
-        return Checkpoint(Path(str(step)), step) if step else None
+    def newest(self, step: int) -> Checkpoint | None:
+        newest = max((saved for saved in self.ranks.checkpoints if saved <= step), default=0)
+        return Checkpoint(Path(str(newest)), newest) if newest else None
 
     async def at(self, step: int, method: str) -> Any:
         """Have the ranks do something with the weights after so many steps."""
@@ -313,6 +313,20 @@ def test_a_version_that_is_lost_while_the_trainer_trains_on_is_made_again() -> N
         await harness.trainer.train(batch(3))
         assert harness.ranks.weights == (0, 1, 2, 3)
         assert harness.trained == [2], "the step that had been trained since was repeated from the journal"
+
+    run(check())
+
+
+def test_a_version_is_made_from_a_checkpoint_before_it() -> None:
+    """The newest checkpoint may be a later one, in a run that was resumed."""
+
+    async def check() -> None:
+        ranks = Ranks(weights=(0, 1, 2, 3))
+        ranks.checkpoints = {2: (0, 1), 4: (0, 1, 2, 3)}
+        harness = Harness(ranks, version=2, publish_every=1)
+        assert (await harness.publish_next()).version == 3
+        assert harness.served == [(3, (0, 1, 2))]
+        assert len(harness.losses) == 1
 
     run(check())
 

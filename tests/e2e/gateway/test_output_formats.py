@@ -147,11 +147,7 @@ def test_log_probs_are_of_the_distribution_that_the_format_leaves(server: Server
         ({"guided_json": {"$ref": "#/$defs/a"}}, "guided_json", "Cannot find field"),
         ({"guided_json": {"type": "integer", "minimum": 2, "maximum": 1}}, "guided_json", "Invalid range"),
         (
-            {
-                "guided_json": {
-                    "anyOf": [{"type": "string", "pattern": f"a{{{i * j}}}"} for i in range(20) for j in range(20)]
-                }
-            },
+            {"guided_json": {"anyOf": [{"type": "string", "pattern": f"a{{{count}}}"} for count in (200, 400)]}},
             "guided_json",
             "the engine cannot compile it",
         ),
