@@ -60,6 +60,10 @@ class Ended:
     err: str
 
 
+STARTED: list[subprocess.Popen[str]] = []
+"""Every command that a test here has started."""
+
+
 @dataclass(frozen=True)
 class Runs:
     """A runs folder and the commands a user has for it."""
@@ -81,7 +85,7 @@ class Runs:
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
         """Start `asyncrl ARGUMENTS` and go on."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             self.command(*arguments),
             cwd=self.folder,
             stdout=subprocess.PIPE,
@@ -89,6 +93,8 @@ class Runs:
             text=True,
             env=os.environ | {"COLUMNS": "120"},
         )
+        STARTED.append(process)
+        return process
 
     def run(self, *arguments: str | Path, limit_s: float = LIMIT_S) -> Ended:
         """Run `asyncrl ARGUMENTS` to its end."""
@@ -182,9 +188,14 @@ def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Every test here ends with the temporary folder and /dev/shm as it found them."""
-    before = litter()
+    """Every test here ends with the temporary folder and /dev/shm as it found them, also a failed one, whose runs
+    would slow those after it."""
+    before, started = litter(), len(STARTED)
     yield
+    for process in STARTED[started:]:  # those of wider fixtures were started before
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
     until(lambda: not litter() - before, f"{litter() - before} to be removed", 30)
 
 

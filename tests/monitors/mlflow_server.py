@@ -11,7 +11,8 @@ import time
 import urllib.request
 from pathlib import Path
 
-START_S = 120.0
+START_S = 300.0
+"""Seconds that a server may take to answer, beside runs that use all processors."""
 
 
 class Server:
