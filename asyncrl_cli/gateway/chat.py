@@ -44,7 +44,7 @@ class ChatFormat:
         (``train.tokenizer.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
         ``model.chat_template_kwargs``.
 
-        Raises ``ToolParserError`` and ``ReasoningParserError``. A format of vLLM's own imports vLLM (12 s).
+        Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
         self._template_kwargs = template_kwargs or {}

@@ -10,16 +10,12 @@ what a complete reply is divided into, and no text is lost but the marks themsel
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.gateway.text_stream import Kind, Part, overlap
-from asyncrl_cli.rollout.engine_settings import reasoning_parsers
+from asyncrl_cli.gateway.vllm_parsers import REASONING, quiet
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,46 +106,25 @@ ReasoningParser = Callable[[str], tuple[str, str]]
 """Gives the reasoning and the content of a reply."""
 
 
-class ReasoningParserError(ConfigError):
-    """``rollout.reasoning_parser`` names no parser, or one that this model's tokenizer has no tokens for."""
-
-
 def check_reasoning_parser(name: str | None) -> None:
-    """Raises ``ReasoningParserError`` when ``rollout.reasoning_parser`` is none that asyncrl or vLLM has; imports no
-    vLLM."""
-    known = reasoning_parsers() if name is not None and name not in FORMS else None
-    if known is not None and name not in known:
-        raise _unknown(str(name), known)
-
-
-def _unknown(name: str, known: Collection[str]) -> ReasoningParserError:
-    hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
-    return ReasoningParserError(
-        f"vLLM has no reasoning parser {name!r}", location="rollout.reasoning_parser", hint=hint
-    )
+    """Raises ``ParserError`` when ``rollout.reasoning_parser`` is none that asyncrl or vLLM has; imports no vLLM."""
+    if name is not None:
+        REASONING.check(name, FORMS)
 
 
 def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[str, Any]) -> ReasoningParser:
-    """vLLM's own parser of a name. Raises ``ReasoningParserError``."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log lines would break the live view
+    """vLLM's own parser of a name. Raises ``ParserError``."""
+    quiet()
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.reasoning import ReasoningParserManager
 
-    known = ReasoningParserManager.list_registered()
-    if name not in known:
-        raise _unknown(name, known)
-    for package in ("vllm.reasoning", "vllm.parser"):
-        logging.getLogger(package).setLevel(logging.CRITICAL)
-    parser_class = ReasoningParserManager.get_reasoning_parser(name)
     kwargs = dict(template_kwargs)
-    try:
-        parser_class(tokenizer, chat_template_kwargs=kwargs)
-    except Exception as error:
-        raise ReasoningParserError(
-            f"the reasoning parser {name} does not fit this model's tokenizer: {error}",
-            location="rollout.reasoning_parser",
-            hint="name the parser of the model's own format",
-        ) from error
+    parser_class = REASONING.load(
+        name,
+        known=ReasoningParserManager.list_registered(),
+        get=ReasoningParserManager.get_reasoning_parser,
+        build=lambda parser: parser(tokenizer, chat_template_kwargs=kwargs),
+    )
     request = ChatCompletionRequest(messages=[], model="", chat_template_kwargs=kwargs)
 
     def parse(text: str) -> tuple[str, str]:

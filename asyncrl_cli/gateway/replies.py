@@ -30,7 +30,7 @@ class ReplyFormat:
     ) -> None:
         """The arguments are ``ChatFormat``'s; ``prompt_end`` gives what the template puts before a reply.
 
-        Raises ``ToolParserError`` and ``ReasoningParserError``. A format that asyncrl does not read imports vLLM.
+        Raises ``ParserError``. A format that asyncrl does not read imports vLLM.
         """
         self._tokenizer = tokenizer
         self._ends = end_tokens

@@ -12,17 +12,13 @@ Every other format is vLLM's own parser.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.gateway.layouts import HERMES
-from asyncrl_cli.rollout.engine_settings import tool_parsers
+from asyncrl_cli.gateway.vllm_parsers import TOOLS, quiet
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -41,26 +37,16 @@ class ToolCalls:
 ToolParser = Callable[[str, Tools], ToolCalls | None]
 
 
-class ToolParserError(ConfigError):
-    """``rollout.tool_parser`` names no parser, or one that this model's tokenizer has no tokens for."""
-
-
 def tool_parser(name: str | None, tokenizer: Any, reasoning: bool = False) -> ToolParser:
     """The parser of a name; None means ``hermes``. With ``reasoning``, it gets what follows a reply's reasoning;
-    otherwise reasoning is content. Raises ``ToolParserError``."""
+    otherwise reasoning is content. Raises ``ParserError``."""
     return hermes if name in (None, HERMES) else _of_vllm(name, tokenizer, reasoning)
 
 
 def check_tool_parser(name: str | None) -> None:
-    """Raises ``ToolParserError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has; imports no vLLM."""
-    known = tool_parsers() if name not in (None, HERMES) else None
-    if known is not None and name not in known:
-        raise _unknown(str(name), known)
-
-
-def _unknown(name: str, known: Collection[str]) -> ToolParserError:
-    hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
-    return ToolParserError(f"vLLM has no tool parser {name!r}", location="rollout.tool_parser", hint=hint)
+    """Raises ``ParserError`` when ``rollout.tool_parser`` is none that asyncrl or vLLM has; imports no vLLM."""
+    if name is not None:
+        TOOLS.check(name, (HERMES,))
 
 
 def hermes(text: str, tools: Tools) -> ToolCalls | None:
@@ -75,25 +61,16 @@ def hermes(text: str, tools: Tools) -> ToolCalls | None:
 
 
 def _of_vllm(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its log lines would break the live view
+    quiet()
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    known = ToolParserManager.list_registered()
-    if name not in known:
-        raise _unknown(name, known)
-    # vLLM logs every malformed call of the model with its traceback.
-    for package in ("vllm.tool_parsers", "vllm.parser"):
-        logging.getLogger(package).setLevel(logging.CRITICAL)
-    parser_class = ToolParserManager.get_tool_parser(name)
-    try:
-        parser_class(tokenizer)
-    except Exception as error:
-        raise ToolParserError(
-            f"the tool parser {name} does not fit this model's tokenizer: {error}",
-            location="rollout.tool_parser",
-            hint="name the parser of the model's own format",
-        ) from error
+    parser_class = TOOLS.load(
+        name,
+        known=ToolParserManager.list_registered(),
+        get=ToolParserManager.get_tool_parser,
+        build=lambda parser: parser(tokenizer),
+    )
 
     def parse(text: str, tools: Tools) -> ToolCalls | None:
         try:

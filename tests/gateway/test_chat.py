@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from asyncrl_cli.gateway.chat import ChatFormat, key
 from asyncrl_cli.gateway.replies import cut
 from asyncrl_cli.gateway.text_stream import INCOMPLETE, TextStream
-from asyncrl_cli.gateway.tool_calls import ToolParserError, hermes, tool_parser
+from asyncrl_cli.gateway.tool_calls import hermes, tool_parser
+from asyncrl_cli.gateway.vllm_parsers import ParserError
 from asyncrl_cli.records.prompt import ChatError, normalized
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 from tests.gateway.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
@@ -236,9 +237,9 @@ def test_other_formats_are_vllms_and_unknown_ones_are_refused() -> None:
         "arguments": '{"e": "1+1"}',
     }
     assert chat.parse([], chat.encode("[calc(e="), [CALC]) == {"role": "assistant", "content": "[calc(e="}
-    with pytest.raises(ToolParserError, match="did you mean `hermes`"):
+    with pytest.raises(ParserError, match="did you mean `hermes`"):
         tool_parser("hermez", byte_tokenizer())
-    with pytest.raises(ToolParserError, match="does not fit this model's tokenizer"):
+    with pytest.raises(ParserError, match="does not fit this model's tokenizer"):
         tool_parser("mistral", byte_tokenizer())
 
 

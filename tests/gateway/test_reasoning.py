@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.reasoning import (
     FORMS,
-    ReasoningParserError,
     check_reasoning_parser,
     divided,
     vllm_reasoning_parser,
 )
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
 from asyncrl_cli.gateway.text_stream import Part
+from asyncrl_cli.gateway.vllm_parsers import ParserError
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer, end_of
 
@@ -111,7 +111,7 @@ def test_where_the_prompt_closes_the_reasoning_a_reply_is_content() -> None:
 def test_parsers_are_checked_by_name_and_against_the_tokenizer() -> None:
     for name in (None, "qwen3", "deepseek_r1", "granite"):
         check_reasoning_parser(name)
-    with pytest.raises(ReasoningParserError, match="did you mean `qwen3`"):
+    with pytest.raises(ParserError, match="did you mean `qwen3`"):
         check_reasoning_parser("qwen33")
 
 
@@ -121,9 +121,9 @@ def test_other_formats_are_vllms() -> None:
     text = "Here is my thought process: why Here is my response: so"
     message = chat.parse([1], [*chat.encode(text), end_of(chat)])
     assert (message["reasoning_content"].strip(), message["content"].strip()) == ("why", "so")
-    with pytest.raises(ReasoningParserError, match="does not fit this model's tokenizer"):
+    with pytest.raises(ParserError, match="does not fit this model's tokenizer"):
         ChatFormat(byte_tokenizer(), None, "holo2")
-    with pytest.raises(ReasoningParserError, match="did you mean"):
+    with pytest.raises(ParserError, match="did you mean"):
         ChatFormat(byte_tokenizer(), None, "granit")
 
 
