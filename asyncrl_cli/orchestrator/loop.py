@@ -284,7 +284,7 @@ class Orchestrator:
 
     @staticmethod
     async def _delivered(publishing: asyncio.Task[None]) -> None:
-        """Return when a publish is done; it goes on when this is cancelled."""
+        """Return when a publish is done; it continues when this is cancelled."""
         await asyncio.shield(publishing)
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:

@@ -122,6 +122,8 @@ class Runs:
 
     def logs(self) -> str:
         """The ends of the newest run's logs, for a failure's message."""
+        if not any(self.folder.glob("*/manifest.json")):
+            return "no run was started"
         logs = sorted(self.newest().glob("logs/*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
 
