@@ -25,6 +25,7 @@ READY_TASKS = {
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
     "bugfix": "asyncrl_cli.tasks.ready.bugfix.task:Bugfix",
+    "bugfix_command": "asyncrl_cli.tasks.ready.bugfix.by_command:BugfixByCommand",
     "command": "asyncrl_cli.tasks.ready.command:Command",
 }
 """The tasks that come with asyncrl, and their classes."""

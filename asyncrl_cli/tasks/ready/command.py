@@ -44,6 +44,8 @@ LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel takes 128 KiB."""
 ROW_FILE, ERRORS = "prompt.json", "errors.txt"
 """Files in a command's folder: its prompt's row; what it prints on its error stream in a sandbox."""
+CWD = "cwd"
+"""The folder in it in which the command is started, without the option ``cwd``."""
 PIPES_S = 1.0
 """Seconds in which what a command has printed must have come through, after its end."""
 
@@ -88,19 +90,24 @@ class Command:
         self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
     ) -> float | RewardResult | None:
         """Play one episode. Raises ``CommandFailed``."""
+        printed = await self.play(prompt, model, sandbox)
+        return None if self._reward is not None else _reward_in(_last_line(printed))
+
+    async def play(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None) -> str:
+        """Run the command, which gets the prompt's row; what it printed. Raises ``CommandFailed``."""
         status, printed, errors = await (
             self._run_here(prompt, model) if sandbox is None else self._run_inside(prompt, model, sandbox)
         )
         if status != 0:
             last = _last_line(errors) or _last_line(printed) or "it printed nothing"
             raise CommandFailed(f"it ended with status {status}: {last}")
-        return None if self._reward is not None else _reward_in(_last_line(printed))
+        return printed
 
     async def _run_here(self, prompt: Prompt, model: ModelAccess) -> tuple[int, str, str]:
         with tempfile.TemporaryDirectory(prefix="asyncrl-episode-", ignore_cleanup_errors=True) as scratch:
             row = json.dumps(row_of(prompt), default=str)
             Path(scratch, ROW_FILE).write_text(row)
-            cwd = Path(scratch, "cwd")
+            cwd = Path(scratch, CWD)
             cwd.mkdir()
             if self._cwd is not None:
                 cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
@@ -113,9 +120,9 @@ class Command:
     async def _run_inside(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> tuple[int, str, str]:
         row = json.dumps(row_of(prompt), default=str)
         await sandbox.write_file(ROW_FILE, row.encode())
-        where = (await sandbox.run("mkdir cwd && pwd")).output.strip()
+        where = (await sandbox.run(f"mkdir -p {CWD} && pwd")).output.strip()
         spec_folder = os.environ.get(SPEC_FOLDER, "")
-        cwd = os.path.join(where, "cwd") if self._cwd is None else os.path.join(spec_folder, self._cwd)
+        cwd = os.path.join(where, CWD) if self._cwd is None else os.path.join(spec_folder, self._cwd)
         if sandbox.base_url is not None:
             model = replace(model, base_url=sandbox.base_url)
         for name, text in home_files(model).items():

@@ -132,7 +132,7 @@ class Bugfix(ToolTask):
 
     def judge(self, prompt: Prompt, text: str, sandbox: BlockingSandbox) -> RewardResult:  # type: ignore[override]
         """The reward of the files in the sandbox, whatever the answer says."""
-        return self.judge_files(prompt, _modules(sandbox, prompt.fields["files"]))
+        return self.judge_files(prompt, left_in(sandbox.read_file, prompt.fields["files"]))
 
     def judge_files(self, prompt: Prompt, left: Mapping[str, str] | None) -> RewardResult:
         """The reward of the modules that an episode has left; None: one of them is gone, or no text any more.
@@ -171,12 +171,12 @@ def shown(result: CommandResult) -> str:
     return output if result.status == 0 else f"{output}\n(exit status {result.status})".lstrip("\n")
 
 
-def _modules(sandbox: BlockingSandbox, files: Mapping[str, str]) -> dict[str, str] | None:
-    """The modules as they are now. Raises ``SandboxError``."""
+def left_in(read: Callable[[str], bytes], files: Mapping[str, str]) -> dict[str, str] | None:
+    """The modules as ``read`` finds them now; None where one is gone or no text. Raises ``SandboxError``."""
     left = {}
     for name in filter(_is_module, files):
         try:
-            left[name] = sandbox.read_file(name).decode()
+            left[name] = read(name).decode()
         except SandboxError:
             raise
         except (OSError, UnicodeDecodeError):

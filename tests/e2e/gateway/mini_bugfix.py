@@ -1,0 +1,48 @@
+"""The task ``bugfix_command``, played by mini-swe-agent, with demonstrations in its words.
+
+The module is copied beside the spec of a run and imported by its processes, so it imports nothing of the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
+
+TOOL = "bash"
+FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
+"""Characters that mini-swe-agent writes in another way in observations: Jinja's ``tojson`` does."""
+
+
+class MiniBugfix(BugfixByCommand):
+    """Bugfix, with a warm start for mini-swe-agent."""
+
+    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
+        """A conversation of ``bugfix`` with mini-swe-agent's tool, observations and last command."""
+        return [self._translated(message) for message in super().demonstration(rng, clean)]
+
+    def _translated(self, message: Message) -> Message:
+        if message["role"] == "tool":
+            return message | {"content": observation(message["content"])}
+        if message["role"] != "assistant":
+            return message
+        calls = message.get("tool_calls") or [{"id": "call2", "type": "function", "function": {}}]
+        arguments = calls[0]["function"].get("arguments") or json.dumps({"command": FINISH})
+        content = message["content"] if message.get("tool_calls") else None
+        return {
+            "role": "assistant",
+            "content": content,
+            "tool_calls": [calls[0] | {"function": {"name": TOOL, "arguments": arguments}}],
+        }
+
+
+def observation(output: str) -> str:
+    """What mini-swe-agent tells the model of a command that has succeeded."""
+    text = json.dumps(output + "\n" if output else "")
+    for character, escaped in ESCAPED.items():
+        text = text.replace(character, escaped)
+    return f'{{\n  "returncode": 0,\n  "output": {text}\n}}'
