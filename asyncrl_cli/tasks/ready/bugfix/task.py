@@ -68,7 +68,7 @@ class Bugfix(ToolTask):
             instruction: the first message; None is one that tells a general model what to do.
             partial: the reward is the share of bugs that are gone, if all other tests pass; else 1.0 or 0.0.
             careful: of the demonstrations that are not clean, the share that says what is needed and makes that
-                change; the rest make another.
+                change; half of the rest make another, and half make none.
             time_s: seconds for the hidden tests.
             sandbox: of the hidden tests, as for ``unit_tests``.
 
