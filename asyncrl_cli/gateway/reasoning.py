@@ -119,12 +119,10 @@ def vllm_reasoning_parser(name: str, tokenizer: Any, template_kwargs: Mapping[st
     from vllm.reasoning import ReasoningParserManager
 
     kwargs = dict(template_kwargs)
-    parser_class = REASONING.load(
-        name,
-        known=ReasoningParserManager.list_registered(),
-        get=ReasoningParserManager.get_reasoning_parser,
-        build=lambda parser: parser(tokenizer, chat_template_kwargs=kwargs),
-    )
+    REASONING.check_registered(name, ReasoningParserManager.list_registered())
+    parser_class = ReasoningParserManager.get_reasoning_parser(name)
+    with REASONING.fits(name):
+        parser_class(tokenizer, chat_template_kwargs=kwargs)
     request = ChatCompletionRequest(messages=[], model="", chat_template_kwargs=kwargs)
 
     def parse(text: str) -> tuple[str, str]:

@@ -65,12 +65,10 @@ def _of_vllm(name: str, tokenizer: Any, reasoning: bool) -> ToolParser:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager
 
-    parser_class = TOOLS.load(
-        name,
-        known=ToolParserManager.list_registered(),
-        get=ToolParserManager.get_tool_parser,
-        build=lambda parser: parser(tokenizer),
-    )
+    TOOLS.check_registered(name, ToolParserManager.list_registered())
+    parser_class = ToolParserManager.get_tool_parser(name)
+    with TOOLS.fits(name):
+        parser_class(tokenizer)
 
     def parse(text: str, tools: Tools) -> ToolCalls | None:
         try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
@@ -38,35 +38,26 @@ class ParserKind:
     def check(self, name: str, own: Collection[str]) -> None:
         """Raise ``ParserError`` when neither asyncrl (``own``) nor vLLM has a parser of that name. Imports no vLLM."""
         known = None if name in own else self.names()
-        if known is not None and name not in known:
-            raise self._unknown(name, known)
+        if known is not None:
+            self.check_registered(name, known)
 
-    def load(self, name: str, known: Collection[str], get: Callable[[str], Any], build: Callable[[Any], object]) -> Any:
-        """The class of vLLM's parser of a name.
-
-        Args:
-            known: the names that vLLM has registered.
-            get: gives the class of a name.
-            build: makes a parser of a class.
-
-        Raises ``ParserError`` when there is none, or when ``build`` cannot make one.
-        """
+    def check_registered(self, name: str, known: Collection[str]) -> None:
+        """Raise ``ParserError`` when a name is none of those that vLLM has registered."""
         if name not in known:
-            raise self._unknown(name, known)
-        parser_class = get(name)
+            hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
+            raise ParserError(f"vLLM has no {self.what} {name!r}", location=self.location, hint=hint)
+
+    @contextmanager
+    def fits(self, name: str) -> Iterator[None]:
+        """Raise ``ParserError`` when a parser of vLLM's cannot be made for the model's tokenizer in this block."""
         try:
-            build(parser_class)
+            yield
         except Exception as error:
             raise ParserError(
                 f"the {self.what} {name} does not fit this model's tokenizer: {error}",
                 location=self.location,
                 hint="name the parser of the model's own format",
             ) from error
-        return parser_class
-
-    def _unknown(self, name: str, known: Collection[str]) -> ParserError:
-        hint = did_you_mean(name, known, f"use one of {', '.join(sorted(known))}")
-        return ParserError(f"vLLM has no {self.what} {name!r}", location=self.location, hint=hint)
 
 
 REASONING = ParserKind("reasoning parser", "rollout.reasoning_parser", reasoning_parsers)
