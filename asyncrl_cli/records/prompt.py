@@ -39,16 +39,15 @@ def normalized(message: Message) -> Message:
     """A message in canonical form: what templates are given, and what messages are compared in.
 
     It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` where they are set; other keys
-    go. Content is text: None is "", text parts are joined. Of an assistant's message it is "" if it is but white space,
-    which clients drop beside tool calls. The arguments of tool calls are parsed. An assistant's message has
-    ``reasoning_content`` and ``reasoning``, two names of one text, where one of them is set to text. Raises
-    ``ChatError`` for what is not a message.
+    go. Content is text: None is "", text parts are joined. Beside tool calls or reasoning, white space alone is "":
+    clients drop it. The arguments of tool calls are parsed. An assistant's message has ``reasoning_content`` and
+    ``reasoning``, two names of one text, where one of them is set to text.
+
+    Raises ``ChatError`` for what is not a message.
     """
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise ChatError("a message is an object with a role")
     same: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
-    if role == "assistant" and same["content"].isspace():
-        same["content"] = ""
     for name in ("name", "tool_call_id"):
         if message.get(name):
             same[name] = message[name]
@@ -58,6 +57,8 @@ def normalized(message: Message) -> Message:
             same |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls := message.get("tool_calls"):
         same["tool_calls"] = [_call(call) for call in _list(calls, "tool_calls")]
+    if same["content"].isspace() and ("tool_calls" in same or "reasoning" in same):
+        same["content"] = ""
     return same
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat, key
@@ -69,6 +69,9 @@ def written(message: dict[str, Any], before: str, after: str) -> str:
 
 
 @given(chats())
+@example(
+    ([{"role": "user", "content": ""}, {"role": "assistant", "content": " "}, {"role": "user", "content": ""}], [1])
+)
 @settings(deadline=None)
 def test_turns_rendered_one_by_one_are_the_tokens_of_the_conversation(chat_of: tuple[Messages, list[int]]) -> None:
     messages, replies = chat_of
