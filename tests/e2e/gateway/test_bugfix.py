@@ -20,7 +20,7 @@ def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     given: dict[str, Any] = yaml.safe_load((ROOT / "specs/bugfix-agent.yaml").read_text())
     run = runs.train(
-        model=given["model"] | {"warm_start": given["model"]["warm_start"] | {"steps": 150}},
+        model=given["model"] | {"warm_start": {"steps": 150, "clean_fraction": 1.0}},
         task=given["task"],
         data={"train": given["data"]["train"], "eval": {"size": 8}},
         rollout=given["rollout"] | {"group_size": 4, "max_running_rollouts": 32},
