@@ -31,7 +31,8 @@ MARK = "###"
 """Before the question, so that a template finds it in whatever a program writes around it."""
 IN_A_BOX = (
     'exec bwrap --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --ro-bind "$AGENTS" "$AGENTS" '
-    '--bind "$ASYNCRL_SCRATCH" "$ASYNCRL_SCRATCH" --unshare-pid --die-with-parent --chdir "$PWD" '
+    '--ro-bind "$HERE" "$HERE" --bind "$ASYNCRL_SCRATCH" "$ASYNCRL_SCRATCH" '
+    '--unshare-pid --die-with-parent --chdir "$PWD" '
 )
 QUIETLY = (
     'out=$ASYNCRL_SCRATCH/out; ( {} ) >"$out" 2>&1 || '
@@ -131,7 +132,9 @@ class Agents:
 
     def _command(self, kind: str, question: str) -> Command:
         line = QUIETLY.format(f'{IN_A_BOX} sh -c {_quoted(PROGRAMS[kind].line)} {kind} "$1"')
-        environment = {"PATH": f"{self._path}:{os.environ['PATH']}", "AGENTS": str(Path(self._path).resolve().parent)}
+        # The worker's path of modules would lead a program of another Python to the wrong ones.
+        environment = {"PATH": f"{self._path}:{os.environ['PATH']}", "HERE": str(HERE), "PYTHONPATH": ""}
+        environment["AGENTS"] = str(Path(self._path).resolve().parent)
         return Command(["/bin/sh", "-c", line, kind, question], env=environment)
 
     async def _recording(self) -> Recorder:

@@ -23,7 +23,7 @@ from tests.e2e.gateway.installed import AGENTS, installed
 pytestmark = pytest.mark.stack
 
 HERE = Path(__file__).parent
-STEPS, GROUPS, GROUP_SIZE = 2, 2, 4
+STEPS, GROUPS, GROUP_SIZE = 2, 1, 4
 COMMAND = (
     'mini -y --exit-immediately -c mini.yaml -c agent.step_limit=4 -o "$HOME/trajectory.json" -t "Fix calc.py." '
     '>"$HOME/log" 2>&1 || tail -n 3 "$HOME/log" >&2'  # at its limit of steps it ends with an error
