@@ -21,6 +21,9 @@ Split = Literal["train", "eval"]
 
 SPEC_FOLDER = "ASYNCRL_FOLDER"
 """Environment variable with the folder of the spec file, for agents, environments and their commands."""
+GIVEN_PYTHONPATH = "ASYNCRL_GIVEN_PYTHONPATH"
+"""Environment variable with ``PYTHONPATH`` as the run has it. A worker's own has all of the run's module path, which is
+for this Python alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, ModelAccess
 from asyncrl_cli.tasks.mix import task_name
 from asyncrl_cli.workers.folder import WorkerFolder
 from asyncrl_cli.workers.messages import (
@@ -124,6 +124,7 @@ class WorkerProcess:
             | {
                 # The task is looked for where this process would find it.
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                GIVEN_PYTHONPATH: os.environ.get("PYTHONPATH", ""),
                 "TMPDIR": str(self._folder.path),
             },
             start_new_session=True,  # with what it starts itself, it is one group to kill

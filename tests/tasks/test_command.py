@@ -15,7 +15,7 @@ import pytest
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.system.process_tree import adopt_orphans
-from asyncrl_cli.tasks.base import AgentTask, ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, AgentTask, ModelAccess, RewardResult
 from asyncrl_cli.tasks.ready.command import Command, CommandFailed
 
 PROMPT = Prompt("row/1", "What is it?", {"answer": 42})
@@ -55,6 +55,18 @@ def test_a_command_finds_policy_and_prompt_in_its_environment(tmp_path: Path) ->
     assert found == [], "an empty folder to work in"
     assert not Path(cwd).exists(), "which is gone after the episode"
     assert not Path(scratch).exists()
+
+
+@pytest.mark.parametrize(("given", "seen"), [("/mine", "/spec:/mine"), ("", "/spec")])
+def test_the_workers_module_path_is_not_the_commands(
+    given: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the standard library of this Python, and a program may be of another."""
+    monkeypatch.setenv(SPEC_FOLDER, "/spec")
+    monkeypatch.setenv(GIVEN_PYTHONPATH, given)
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    assert play(f"printenv PYTHONPATH > {tmp_path / 'path'}; echo 1") == 1.0
+    assert (tmp_path / "path").read_text().strip() == seen
 
 
 def test_a_prompt_too_long_for_the_environment_is_in_the_file() -> None:

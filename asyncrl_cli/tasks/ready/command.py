@@ -33,7 +33,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.base import YEAR_S
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
-from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult, Use
+from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, RewardResult, Use
 from asyncrl_cli.tasks.function_task import row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
@@ -114,7 +114,7 @@ class Command:
             for name, text in home_files(model).items():
                 Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
                 Path(scratch, name).write_text(text)
-            inherited = inherited_by_agents(os.environ, model)
+            inherited = inherited_by_agents(os.environ, model) | _module_path(os.environ)
             return await _run(self._words, cwd, inherited | _variables(row, scratch, model) | self._env)
 
     async def _run_inside(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> tuple[int, str, str]:
@@ -141,6 +141,12 @@ class Command:
             raise CommandFailed("the task `command` has no option `reward`")
         value: float | RewardResult = self._reward(row_of(prompt), response)
         return value
+
+
+def _module_path(variables: Mapping[str, str]) -> dict[str, str]:
+    """``PYTHONPATH`` of a command, which may be another Python's: the spec's folder, and what the run was given."""
+    paths = variables.get(SPEC_FOLDER), variables.get(GIVEN_PYTHONPATH, variables.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _variables(row: str, scratch: str, model: ModelAccess) -> dict[str, str]:

@@ -132,8 +132,7 @@ class Agents:
 
     def _command(self, kind: str, question: str) -> Command:
         line = QUIETLY.format(f'{IN_A_BOX} sh -c {_quoted(PROGRAMS[kind].line)} {kind} "$1"')
-        # The worker's path of modules would lead a program of another Python to the wrong ones.
-        environment = {"PATH": f"{self._path}:{os.environ['PATH']}", "HERE": str(HERE), "PYTHONPATH": ""}
+        environment = {"PATH": f"{self._path}:{os.environ['PATH']}", "HERE": str(HERE)}
         environment["AGENTS"] = str(Path(self._path).resolve().parent)
         return Command(["/bin/sh", "-c", line, kind, question], env=environment)
 
