@@ -13,13 +13,14 @@ import numpy as np
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
-from asyncrl_cli.orchestrator.rollout_scheduler import Ended, rollout_seed
+from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.open_requests import Ended
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 Score = Scored | RewardFailure

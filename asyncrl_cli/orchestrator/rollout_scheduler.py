@@ -31,9 +31,9 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.rollout.open_requests import Ended
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 Spawn = Callable[[Coroutine[Any, Any, object]], object]
 
 ADMIT_S = 0.02

@@ -16,16 +16,13 @@ from asyncrl_cli.records.generation import (
     EngineActivity,
     EngineRequest,
     Residence,
-    Rollout,
     RolloutFailure,
     RolloutRequest,
     Segment,
 )
 from asyncrl_cli.rollout.client import EngineLost, GenerationClient
-from asyncrl_cli.rollout.open_requests import EngineState
+from asyncrl_cli.rollout.open_requests import Ended, EngineState
 from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, collecting, request, rollout, run, segment
-
-Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 
 
 class Owner:
