@@ -113,7 +113,8 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
         signature.bind(**options, **further)
     except TypeError as error:
         accepted = list(signature.parameters)
-        hints = [did_you_mean(option, accepted) for option in options if option not in accepted]
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+        hints = [did_you_mean(option, accepted) for option in options if option not in accepted and not takes_any]
         hints.append(f"it is constructed as {found.__name__}{signature.replace(return_annotation=signature.empty)}")
         raise TaskError(
             f"the options do not fit {use}: {error}", location=OPTIONS, hint=" ".join(filter(None, hints))

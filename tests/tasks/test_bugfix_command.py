@@ -9,7 +9,8 @@ import pytest
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
-from asyncrl_cli.tasks.base import ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
+from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 from asyncrl_cli.tasks.ready.command import CommandFailed
@@ -60,6 +61,21 @@ def test_the_command_gets_the_first_message_and_no_tests() -> None:
     assert result.reward == 1.0
 
 
+def test_rows_beside_the_spec_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the hidden tests."""
+    monkeypatch.setenv(SPEC_FOLDER, str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("the tests")
+
+    async def play() -> RewardResult:
+        task = BugfixByCommand(f"test ! -e {rows} && sed -i 's/-/+/' calc.py")
+        async with episode_sandbox(task, SandboxSpec(network="none"), ACCESS.base_url) as sandbox:
+            assert sandbox is not None
+            return await task.run(ADD, ACCESS, sandbox)
+
+    assert asyncio.run(play()).reward == 1.0
+
+
 def test_a_command_that_fails_fails_the_episode() -> None:
     with pytest.raises(CommandFailed, match="status 7: no model"):
         played("echo no model >&2; exit 7")
@@ -75,3 +91,6 @@ def test_options_are_those_of_bugfix_and_it_needs_a_sandbox(tmp_path: Path) -> N
         load_task(spec.model_copy(update={"sandbox": None}), tmp_path)
     with pytest.raises(TaskError, match="unexpected keyword argument 'function'"):
         load_task(spec.model_copy(update={"options": options | {"function": 1}}), tmp_path)
+    with pytest.raises(TaskError, match="missing a required argument: 'command'") as missing:
+        load_task(spec.model_copy(update={"options": {"functions": 1}}), tmp_path)
+    assert "did you mean" not in missing.value.hint

@@ -2,7 +2,8 @@
 
 The agent is a command, as in the task ``command``. It runs in the episode's sandbox, in the folder with the repository.
 
-Invariant: of a row the command gets the first message alone. The row has the hidden tests, too.
+Invariant: of a row the command gets the first message alone. The row has the hidden tests, too; so the folder of the
+spec, which may have the rows, cannot be read in the sandbox.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 class BugfixByCommand:
     """The task ``bugfix_command``."""
-
-    sandbox_reads_spec_folder = True
 
     def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
         """``command`` and ``env``: as of ``Command``; the other options are those of ``Bugfix``.
