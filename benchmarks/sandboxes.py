@@ -1,6 +1,6 @@
 """What sandboxes for commands cost: to start, to keep, to run a command in, and to close.
 
-    python benchmarks/sandboxes.py --sandboxes 64
+    python benchmarks/sandboxes.py --sandboxes 64 --kind bubblewrap
 
 The memory is the proportional set size (PSS) of all processes of a sandbox: a page that N processes share counts 1/N
 for each. A command's processor time is that of all processes, the command `true` and its shell included; beside it
@@ -21,14 +21,14 @@ from pathlib import Path
 import psutil
 
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings, ShellSandbox
+from asyncrl_cli.tasks.shell_sandbox.settings import Kind, SandboxSettings, ShellSandbox
 
 GATEWAY = "http://127.0.0.1:9/v1"
 
 
-async def opened(stack: AsyncExitStack, count: int) -> list[ShellSandbox]:
+async def opened(stack: AsyncExitStack, count: int, kind: Kind) -> list[ShellSandbox]:
     """That many sandboxes, started at the same time."""
-    settings = SandboxSettings()
+    settings = SandboxSettings(kind=kind)
     return await asyncio.gather(
         *(stack.enter_async_context(open_sandbox(settings, gateway=GATEWAY)) for _ in range(count))
     )
@@ -52,15 +52,15 @@ def processor_s(pids: list[int]) -> float:
     return total
 
 
-async def measure(count: int, commands: int) -> None:
+async def measure(count: int, commands: int, kind: Kind) -> None:
     """Print the rows of a table."""
     async with AsyncExitStack() as stack:  # so that programs are in the page cache, and modules imported
-        await opened(stack, 2)
+        await opened(stack, 2, kind)
     threads = os.cpu_count()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
     async with AsyncExitStack() as stack:
-        sandboxes = await opened(stack, count)
+        sandboxes = await opened(stack, count, kind)
         print(f"{count} sandboxes started, s, {threads} cores | {time.perf_counter() - began:.2f}")
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         print(f"processes of one | {len(pids) / count:.1f}")
@@ -90,8 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sandboxes", type=int, default=64)
     parser.add_argument("--commands", type=int, default=1280)
+    parser.add_argument("--kind", choices=("bubblewrap", "gvisor"), default="bubblewrap")
     arguments = parser.parse_args()
-    asyncio.run(measure(arguments.sandboxes, arguments.commands))
+    asyncio.run(measure(arguments.sandboxes, arguments.commands, arguments.kind))
 
 
 if __name__ == "__main__":

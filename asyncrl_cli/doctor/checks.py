@@ -6,7 +6,6 @@ anything except folders of its own, which it removes; none of them raises.
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import os
 import platform
@@ -40,8 +39,9 @@ from asyncrl_cli.orchestrator.checks.machine import (
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
-from asyncrl_cli.tasks.sandbox.process import missing
 from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, choose, run
+from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER
+from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, problem
 
 MIN_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
 """Memory of the smallest run: one engine, one rank."""
@@ -123,6 +123,7 @@ def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator
     yield _check_ports()
     yield check_sandbox()
     yield check_shell_sandbox()
+    yield check_gvisor()
     yield judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
     yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
     for name, program in () if quick else IMPORTS.items():
@@ -317,25 +318,20 @@ def check_sandbox() -> Finding:
 
 def check_shell_sandbox() -> Finding:
     """Run one command as `task.sandbox` does."""
-    from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-    from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, SandboxSettings
-
-    name, hint = "sandbox for commands", "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)"
-    if reason := missing("bubblewrap"):
-        return Finding(name, "warning", f"none, so task.sandbox is refused: {reason}", hint)
-
-    async def echo() -> str:
-        async with open_sandbox(SandboxSettings()) as sandbox:
-            return (await sandbox.run("ls /root/.bashrc /etc/shadow 2>/dev/null; echo inside $(pwd)")).output.strip()
-
-    try:
-        answer = asyncio.run(echo())
-    except OSError as error:
-        hint = "allow user namespaces, or run as root with the right to make namespaces"
-        return Finding(name, "warning", f"none, so episodes with task.sandbox fail: {error}", hint)
-    if answer != f"inside {WORK_FOLDER}":
-        return Finding(name, "failure", f"a command answered {answer!r}", "do not use task.sandbox here")
+    name = "sandbox for commands"
+    if reason := problem("bubblewrap"):
+        return Finding(name, "warning", f"none, so task.sandbox is refused: {reason}", HINTS["bubblewrap"])
     return Finding(name, "ok", f"bubblewrap: a command ran in {WORK_FOLDER}")
+
+
+def check_gvisor() -> Finding:
+    """Run one command as `task.sandbox` does with `kind: gvisor`, where there is gVisor."""
+    name = "sandbox in gVisor"
+    if shutil.which("runsc") is None:
+        return Finding(name, "ok", "runsc is not installed; task.sandbox needs it for kind: gvisor alone")
+    if reason := problem("gvisor"):
+        return Finding(name, "warning", f"none, so kind: gvisor is refused: {reason}", HINTS["gvisor"])
+    return Finding(name, "ok", f"gvisor: a command ran in {WORK_FOLDER}")
 
 
 def _has_headers() -> bool:

@@ -1,7 +1,6 @@
-"""The objective: which algorithm by name, and every choice in it by a key of its own.
+"""The objective: an algorithm by name (`preset`), and a key for each of its choices.
 
-A preset is a table of defaults. What the spec says beside it wins, so that an algorithm and a variation of it read
-alike; docs/algorithms.md has the formulas.
+A preset is a table of defaults; the spec's own keys take precedence over it. docs/algorithms.md has the formulas.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": _ALL_GROUPS_TEACH
     | {"advantage": GAE, "whiten_advantages": True, "kl_estimator": "k1", "kl_placement": "reward"},
 }
-"""What each algorithm sets; every other key has its field's default."""
+"""The keys that each algorithm preset sets; every other key has its field's default."""
 
 CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "truncated": {"level": "token", "cap": 2.0},
@@ -62,7 +61,7 @@ CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_log_linear": {"proximal": "log_linear", "level": "token", "cap": 2.0},
     "off": {"proximal": "behaviour"},
 }
-"""What each correction sets; every other key has its field's default."""
+"""The keys that each correction preset sets; every other key has its field's default."""
 
 
 def _by_preset(presets: Mapping[str, Mapping[str, Any]], key: str, default: Any, **field: Any) -> Any:
@@ -94,8 +93,8 @@ class _Named:
 
 
 class CorrectionSpec(Section):
-    """Correction for rollouts that were sampled by another policy than the trainer's: by older weights, or by the same
-    weights in the engine's arithmetic.
+    """Off-policy correction: rollouts were sampled by another policy than the trainer's current one, with older weights
+    or with the engine's numerics.
 
     The importance weight is proximal / behaviour. An omitted key has the value of `preset`. See
     docs/algorithms.md.
@@ -126,14 +125,14 @@ class CorrectionSpec(Section):
     )
     """Reject single tokens, or whole sequences by the mean, sum or maximum over their tokens."""
     reject_low: float | None = _correction("reject_low", None, gt=0)
-    """Lower bound of `k1`, as a ratio of probabilities. null: 1 / `reject_high`."""
+    """Lower bound for `k1`, as a ratio of probabilities. null: 1 / `reject_high`."""
     reject_high: float | None = _correction("reject_high", None, gt=0)
     """Upper bound: a ratio of probabilities for `k1`, nats for `k2` and `k3`."""
 
 
 class CriticSpec(Section):
     """The value network of `advantage: gae`: a second model with the policy's architecture and initial weights, and a
-    head that predicts one number per token. The trainer's ranks train it beside the policy."""
+    head that predicts one number per token. The trainer's ranks train it together with the policy."""
 
     learning_rate: LearningRate = 1e-5
     """Peak learning rate; the schedule is the policy's."""
@@ -144,9 +143,9 @@ class CriticSpec(Section):
 
 
 class AlgorithmSpec(Section):
-    """The objective: an algorithm by name, and what differs from it. An omitted key has the value of `preset`.
-    A file or `--set` that sets the preset replaces the files below it for all keys that the preset decides. See
-    docs/algorithms.md."""
+    """The objective: an algorithm by name, and the keys that differ from it. An omitted key has the value of `preset`.
+    A file or `--set` that sets the preset also replaces the values that the files below it have for the preset's keys.
+    See docs/algorithms.md."""
 
     preset: AlgorithmName = "grpo"
     """The algorithm. `ppo` has a critic."""
@@ -165,9 +164,9 @@ class AlgorithmSpec(Section):
     """The policy loss: `clip` (PPO), `gspo` (sequence ratios), `cispo` (clipped weights; every token has a gradient),
     `sapo` (soft gate), or `module:function`."""
     clip_low: float = _algorithm("clip_low", 0.2, gt=0, le=1)
-    """The ratio is clipped below 1 - this."""
+    """The ratio is clipped to at least 1 - `clip_low`."""
     clip_high: float = _algorithm("clip_high", 0.2, gt=0)
-    """The ratio is clipped above 1 + this."""
+    """The ratio is clipped to at most 1 + `clip_high`."""
     dual_clip: float | None = Field(None, gt=1)
     """With `clip`: upper bound of the ratio where the advantage is negative (dual-clip PPO)."""
     sapo_temperatures: tuple[Positive, Positive] = Field((1.0, 1.05), strict=False)
@@ -187,9 +186,9 @@ class AlgorithmSpec(Section):
     kl_placement: Literal["loss", "reward"] = _algorithm("kl_placement", "loss")
     """Where the KL penalty goes: added to the loss, or subtracted from the rewards."""
     reference_update_every: NonNegative = 0
-    """Steps between two updates of the reference model to the policy; 0 keeps the initial model."""
+    """Steps between two updates of the reference model to the policy's weights; 0 keeps the initial model."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)
-    """Correction for rollouts of another policy than the trainer's."""
+    """Correction for rollouts that another policy than the trainer's current one sampled."""
     overlong_penalty: float = _algorithm("overlong_penalty", 0.0, ge=0)
     """Subtracted from the reward of a response of `rollout.max_response_tokens`, and proportionally less from one that
     ends within `overlong_buffer` (soft overlong punishment)."""
@@ -204,8 +203,8 @@ class AlgorithmSpec(Section):
     """The critic of `advantage: gae`."""
     router_replay: bool = False
     """For a mixture of experts: record which experts the engine chose for each token, and have the trainer use the same
-    (rollout routing replay, R3). The trainer computes their weights, so the router is trained. Each token takes as many
-    bytes more as it has experts in all layers."""
+    (rollout routing replay, R3). The trainer computes their weights, so the router is trained. Each token takes one
+    byte more for each expert that it uses in each layer."""
 
     @property
     def needs_critic(self) -> bool:

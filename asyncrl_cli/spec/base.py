@@ -1,4 +1,4 @@
-"""What sections of a spec are made of."""
+"""The base class of the spec's sections, and the types that their fields share."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MODULE_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 def _fits_a_file_system(path: Path | str | None) -> Path | str | None:
-    """Refuse what no path can have: a NUL character, or a name of more than 255 bytes."""
+    """Refuse invalid paths: with a NUL character, or with a name of more than 255 bytes."""
     text = str(path)
     if NUL in text:
         raise PydanticCustomError("nul", "a path cannot contain a NUL character")
@@ -50,7 +50,7 @@ SystemPath = AfterValidator(_fits_a_file_system)
 
 
 def _whole_or_share(gpus: float) -> float:
-    """1.0 is 1; one GPU and a half is nothing that Ray can give."""
+    """A number of GPUs, with 1.0 as 1. Above 1 Ray assigns whole GPUs only, so 1.5 is refused."""
     if gpus > 1 and gpus != int(gpus):
         raise PydanticCustomError("gpus", "must be a whole number, or a share of one GPU such as 0.5")
     return int(gpus) if gpus == int(gpus) else gpus

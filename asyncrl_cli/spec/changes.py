@@ -1,5 +1,5 @@
-"""What of a spec may change when a run is resumed: everything, except what the journal's rows depend on (the position
-of a prompt in the data, the size of a batch, the distribution that a token was sampled from).
+"""The keys of a spec that may change when a run is resumed: all except those that the journal's rows depend on (the
+position of a prompt in the data, the size of a batch, the distribution that a token was sampled from).
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ ALLOWED = re.compile(
 def check_changes(
     before: ExperimentSpec, after: ExperimentSpec, references: Mapping[tuple[str, ...], str] | None = None
 ) -> list[str]:
-    """The keys that changed, as `key=value`; a value in ``references`` (``LoadedSpec.references``) is written as there.
+    """The keys that changed, as `key=value`. A value with an entry in ``references`` (``LoadedSpec.references``) is
+    written as its reference.
 
-    Raises ``SpecError`` when one of them may not.
+    Raises ``SpecError`` if one of the keys must not change.
     """
     old, new = _flat(before), _flat(after)
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key) and key != "runs_dir")

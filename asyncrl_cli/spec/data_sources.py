@@ -3,7 +3,7 @@
 hf:owner/name       a data set of the Hugging Face hub
 module:function     a Python function that yields rows
 *.jsonl, *.ndjson   JSON Lines
-*.parquet, *.csv    these
+*.parquet, *.csv    Parquet, or CSV with a header
 no suffix           a folder that Hugging Face `datasets` saved
 """
 
@@ -22,7 +22,7 @@ FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 def kind_of(path: str) -> Kind | None:
-    """The kind of a source; None for a file whose suffix names none."""
+    """The kind of a source; None for a file with an unknown suffix."""
     if path.startswith(HUB):
         return "hub"
     if FUNCTION.fullmatch(path):
@@ -32,7 +32,7 @@ def kind_of(path: str) -> Kind | None:
 
 
 def names_a_file(path: str) -> bool:
-    """Whether it is the path of a file or folder."""
+    """Whether the text is the path of a file or folder (not a hub id or a function)."""
     return kind_of(path) not in ("hub", "function")
 
 

@@ -47,7 +47,7 @@ class WarmStart(Section):
     batch_size: Count = 24
     """Demonstrations per update."""
     clean_fraction: Fraction = 0.75
-    """Fraction of the steps, at the beginning, that sees clean demonstrations only. The rest sees the task's mixture.
+    """Fraction of the steps, at the beginning, that use only clean demonstrations. The others use the task's mixture.
     """
     matrix_learning_rate: LearningRate = 0.03
     """Muon's peak learning rate."""
@@ -56,13 +56,13 @@ class WarmStart(Section):
     weight_decay: Decay = 0.01
     """Weight decay of Muon."""
     warmup_steps: NonNegative = 30
-    """Updates of linear warm-up; a cosine follows."""
+    """Updates of linear warm-up; a cosine schedule follows."""
     threads: Count = 2
     """CPU threads during the warm start."""
 
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks of vLLM's slots for adapters; the rest of a slot is zero."""
+"""The ranks that vLLM's slots for adapters can have; an adapter of lower rank is padded with zeros."""
 
 
 class LoraSpec(Section):
@@ -79,13 +79,13 @@ class LoraSpec(Section):
     """Names of the layers that get an adapter, such as `q_proj`. `all-linear`: every linear layer except the output
     head."""
     serve: Literal["merged", "adapter"] = "merged"
-    """What a publish brings to the engines. `merged`: all weights, with the adapters added to them. `adapter`: the
-    adapters alone, which vLLM applies beside the weights of the initial model; engines read those from its folder when
-    they start, so every host of engines must have it."""
+    """What the engines get with each weight version. `merged`: all weights, with the adapters merged into them.
+    `adapter`: only the adapters, which vLLM applies on top of the initial model's weights. Engines read these weights
+    from the model's folder when they start, so every host with engines must have it."""
 
     @property
     def slot_rank(self) -> int:
-        """The rank of the slots in which vLLM has these adapters."""
+        """The rank of the slot in which vLLM stores these adapters: the smallest one that is large enough."""
         return next((rank for rank in SLOT_RANKS if rank >= self.rank), self.rank)
 
 
@@ -99,8 +99,8 @@ class ModelSpec(Section):
     warm_start: WarmStart | None = None
     """Train on the task's demonstrations first. The result is cached by content."""
     lora: LoraSpec | None = None
-    """Train adapters instead of all weights. Saved models have them merged into the weights; so have engines, unless
-    `serve` is `adapter`."""
+    """Train adapters instead of all weights. In saved models they are merged into the weights, and in engines, too,
+    unless `serve` is `adapter`."""
     max_length: Count = 1024
     """Longest sequence in tokens: prompt and response together."""
     chat_template: Annotated[Text | None, SystemPath] = None
@@ -111,13 +111,13 @@ class ModelSpec(Section):
 
     @property
     def published_adapter(self) -> LoraSpec | None:
-        """The adapters, where they are all that a publish brings to the engines."""
+        """The adapters if the engines get only these with each version (`serve: adapter`), otherwise None."""
         return self.lora if self.lora is not None and self.lora.serve == "adapter" else None
 
 
 class EpisodeSpec(Section):
     """Limits of an episode: one rollout that an environment, an agent or a command plays. At `max_calls` or
-    `max_tokens` the episode ends with the reward it has; at `timeout_s` it fails."""
+    `max_tokens` the episode ends with its reward so far; at `timeout_s` it fails."""
 
     max_calls: Count = 32
     """Calls of the model in one episode."""
@@ -141,14 +141,14 @@ class SplitSpec(Section):
     optionally with `@revision`), or a `module:function` that yields rows. Relative to this file. Without a path the
     task makes its own prompts."""
     size: Count | None = None
-    """Number of prompts: the first rows of the file, or how many the task makes."""
+    """Number of prompts: the file's first rows, or the number that the task generates. Default: all rows."""
     prompt_column: Text = "prompt"
     """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
     uid_column: Text = "uid"
     """The column with the unique name of each row. If there is no column `uid`, rows are named by number and content; a
     column of another name must exist."""
     template: str | None = None
-    r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a brace."""
+    r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a literal brace."""
     system: str | None = None
     """A system message to put before the prompt. A text prompt becomes a chat of this message and a user message."""
     config: str | None = None
@@ -158,7 +158,7 @@ class SplitSpec(Section):
 
 
 class CurriculumStage(Section):
-    """The rows that one part of the training prompts comes from, by difficulty."""
+    """One stage of a curriculum: the range of difficulty from which its training prompts come."""
 
     until_prompt: Count | None = None
     """The stage ends when this many prompts have been drawn since the run began. Only the last stage may have no end.
@@ -173,7 +173,7 @@ class CurriculumSpec(Section):
     """Training prompts in stages of difficulty. After the last stage they come from all rows."""
 
     field: str
-    """The column with a row's difficulty, a number (of the task's own prompts: the field)."""
+    """The column with a row's difficulty, a number (for a task's own prompts: the field)."""
     stages: Annotated[list[CurriculumStage], Field(min_length=1)]
     """The stages, in order."""
 
@@ -182,10 +182,10 @@ class PromptFilterSpec(Section):
     """Online filtering: training prompts that are solved are excluded."""
 
     solved_streak: Count = 1
-    """A prompt is excluded after this many visits in a row in which every rollout of its group was correct."""
+    """A prompt is excluded after this many consecutive groups in which every rollout was correct."""
     revisit_fraction: Fraction = 0.0
-    """Fraction of its turns that an excluded prompt keeps. If it is no longer solved in one of them, it is included
-    again."""
+    """Fraction of the times that an excluded prompt is still used when its turn comes. If it is not solved then, it is
+    included again."""
 
 
 class DataSpec(Section):
@@ -200,7 +200,7 @@ class DataSpec(Section):
     curriculum: CurriculumSpec | None = None
     """Stages of difficulty."""
     apply_chat_template: bool = True
-    """Give a text prompt to the model as a user's message, by its chat template. `false`: as plain text, for base
+    """Render a text prompt as a user message with the model's chat template. `false`: use it as plain text, for base
     models and for texts that already have the template's tokens. Models without a chat template always get plain text,
     and prompts that are chat messages always go through the template."""
     filter: PromptFilterSpec | None = None
@@ -213,9 +213,9 @@ class SandboxSpec(Section):
     A `command` runs inside; agents, environments and tools get it as `sandbox`. See docs/agents.md.
     """
 
-    kind: Literal["bubblewrap", "none"] = "bubblewrap"
-    """`bubblewrap`: in namespaces of its own. `none`: nothing is confined; commands may do all that your user may do.
-    """
+    kind: Literal["bubblewrap", "gvisor", "none"] = "bubblewrap"
+    """`bubblewrap`: in namespaces of its own. `gvisor`: in gVisor, too, which has a kernel of its own; every node needs
+    its `runsc`. `none`: nothing is confined; commands may do all that your user may do."""
     time_s: Seconds = 60.0
     """Seconds that one command in it may take (of the task `command`: `task.episode.timeout_s` holds instead)."""
     memory_mb: MemoryMB = 1024
@@ -238,15 +238,15 @@ class TaskMember(Section):
     weight: float = Field(1.0, gt=0, le=1_000_000_000)
     """Its share of the prompts, relative to the weights of the other tasks."""
     use: str
-    """As `task.use`."""
+    """The task, as in `task.use`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """As `task.options`."""
+    """Arguments of the task's class, as in `task.options`."""
     reward_timeout_s: Seconds | None = None
-    """As `task.reward_timeout_s`, which is the default."""
+    """Seconds that a reward of this task may take. Default: `task.reward_timeout_s`."""
     train: SplitSpec | None = None
-    """Its training prompts. Default: the task makes as many as its share needs."""
+    """Its training prompts. Default: the task generates as many as its share needs."""
     eval: SplitSpec | None = None
-    """Its held-out prompts. Default: the task makes them."""
+    """Its held-out prompts. Default: the task generates them."""
 
 
 class TaskSpec(Section):

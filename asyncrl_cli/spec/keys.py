@@ -1,6 +1,6 @@
-"""Every key of a spec by its dotted path, for suggestions, the reference and the schema.
+"""All keys of a spec by dotted path, for suggestions, the reference and the schema.
 
-The path has `*` for names that a spec chooses, and for indices of lists: `evaluation.sets.*.data`.
+In a path, `*` stands for a name that the spec chooses, or for an index of a list: `evaluation.sets.*.data`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key: the section class that holds it, its field, and the section class that it opens, if any; ``many`` of
-    them by name or in a list, or one."""
+    """One key: the section class that it belongs to, its field, and the section class of its value, if it has one.
+    ``many``: the value is a mapping or a list of such sections."""
 
     holder: type[Section]
     name: str
@@ -34,12 +34,13 @@ class Key:
 
     @property
     def follows(self) -> bool:
-        """Whether the default follows from other keys."""
+        """Whether the default depends on other keys."""
         return bool(self.field.default_factory_takes_validated_data)
 
     @property
     def default(self) -> Any:
-        """The value of an omitted key; ``PydanticUndefined`` if there is none, or it follows from other keys."""
+        """The value of an omitted key; ``PydanticUndefined`` if the key is required or its default depends on
+        others."""
         return PydanticUndefined if self.follows else self.field.get_default(call_default_factory=True)
 
 

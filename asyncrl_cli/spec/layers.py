@@ -1,6 +1,6 @@
 """A spec is a stack of layers: the files it extends, the file itself, then `--set` overrides.
 
-Mappings are merged key by key, everything else replaces the value below. Each node keeps its location.
+Mappings are merged key by key; any other value replaces the one of the layer below. Each node keeps its location.
 
 `pipeline.mode` and the presets of algorithms decide the defaults of other keys. A layer that sets one drops the values
 of these keys in the layers below, so `--set pipeline.mode=sync` works on any spec.
@@ -18,9 +18,9 @@ from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, Node, read_yaml
 
 MAX_FILES = 32
-"""Files of one spec, and in one `extends`."""
+"""Largest number of files of one spec, and of entries of one `extends`."""
 MAX_BYTES = 128 * 1024
-"""Largest file: PyYAML reads this in about a second."""
+"""Largest size of a file in bytes: PyYAML reads this in about a second."""
 
 
 def _following(section: type[Section]) -> tuple[str, ...]:
@@ -32,11 +32,11 @@ PRESETS = {
     "algorithm.preset": _following(AlgorithmSpec),
     "algorithm.correction.preset": _following(CorrectionSpec),
 }
-"""Keys that are presets, each with the keys beside it that it decides, or that belong to one value of it."""
+"""The preset keys, each with the keys of its section whose defaults it sets, or that belong to one of its values."""
 
 
 def merge(base: Node, over: Node) -> Node:
-    """``over`` on top of ``base``."""
+    """``base`` with the values of ``over`` merged into it."""
     if over is base:
         return base
     if not (isinstance(base.value, dict) and isinstance(over.value, dict)):
@@ -59,7 +59,7 @@ class Layers:
         self._done: dict[str, Node | None] = {}
 
     def read(self, path: str, data: bytes | None = None) -> Node | None:
-        """The file merged onto everything it extends; None if it cannot be read itself.
+        """The file, merged onto all files that it extends; None if the file itself cannot be read.
 
         ``data`` is the file's content if it comes from elsewhere, such as standard input.
         """

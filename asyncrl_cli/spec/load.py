@@ -1,7 +1,7 @@
-"""From a spec file to a checked ``ExperimentSpec``: layers, then types, then the rules between fields.
+"""Loads a spec file as a checked ``ExperimentSpec``: first the layers, then types, then the rules between fields.
 
-All mistakes are reported at once, and one mistake gives one problem: what a later stage finds at a key that an earlier
-stage has blamed is dropped.
+All mistakes are reported at once, each as one problem: if an earlier stage has reported a key, the problems that later
+stages find at this key are dropped.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LoadedSpec:
     files: tuple[Path, ...]
     warnings: tuple[Problem, ...]
     references: Mapping[tuple[str, ...], str]
-    """Values with environment variables, as they were written: ``dump_spec`` writes them so."""
+    """Values that contain environment variables, in their written form, by path: ``dump_spec`` writes this form."""
 
 
 def load_spec(
@@ -79,9 +79,9 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     file = run / "spec.yaml"
     if not file.exists():
         raise ConfigError(
-            "the run's folder has no spec.yaml, in which the start of the run recorded its spec",
+            "the run's folder has no spec.yaml, in which the run's spec was recorded when it started",
             location=str(run),
-            hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` do without it",
+            hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` work without it",
         )
     return load_spec(file, overrides, recorded=True)
 
@@ -128,7 +128,8 @@ def _load(
 
 
 def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:
-    """Why the spec, written as one file, could not be loaded again; empty if it could."""
+    """The limit that the spec would exceed when written as one file, so that it could not be loaded again; empty if
+    none."""
     count, length = _measure(root.plain())
     if length < MAX_BYTES // 32:  # even if every character is written as an escape; dumping takes time
         return ""
@@ -141,7 +142,7 @@ def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, 
 
 
 def _measure(value: Any) -> tuple[int, int]:
-    """How many values, and about how many bytes at least."""
+    """The number of values, and a lower bound of their size in bytes."""
     if not isinstance(value, (dict, list)):
         return 1, len(str(value)) + 1
     below = [_measure(inner) for inner in (value.values() if isinstance(value, dict) else value)]
@@ -150,9 +151,9 @@ def _measure(value: Any) -> tuple[int, int]:
 
 
 def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
-    """A path made absolute, relative to the folder of its file.
+    """The node with its path made absolute, if its text is a path. Relative paths start at the folder of its file.
 
-    ``is_path(text, path)``: whether the text, which would be that path, means one.
+    ``is_path(text, path)``: whether the text is a path (and not, for example, a hub id); ``path`` is its absolute form.
     """
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
@@ -167,7 +168,7 @@ def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
 
 
 def _path_keys() -> dict[str, Callable[[str, str], bool]]:
-    """The keys that hold a path, or a path or a name, and which text means a path."""
+    """The keys whose values may be paths, each with a function that decides whether a value is one (``_absolute``)."""
     splits = [name for name, key in keys().items() if key.holder is SplitSpec and name.endswith(".path")]
     return {
         "model.path": looks_like_path,
@@ -178,7 +179,7 @@ def _path_keys() -> dict[str, Callable[[str, str], bool]]:
 
 
 def looks_like_path(text: str, path: str) -> bool:
-    """Whether a name means a path: it starts like one, or ``path`` or the folder that would hold it exists."""
+    """Whether ``text`` is a path and not a name: it starts like a path, or ``path`` or its parent folder exists."""
     if text == CHARACTERS:
         return False
     folder = os.path.dirname(path) if "/" in text else path
@@ -186,12 +187,12 @@ def looks_like_path(text: str, path: str) -> bool:
 
 
 def _literal(text: str) -> str:
-    """The text, escaped so that it is read unchanged."""
+    """The text with ``${env:`` escaped, so that reading it gives the text itself."""
     return re.sub(r"\$+\{env:", r"$\g<0>", text)
 
 
 def _is_public(key: str, value: object) -> bool:
-    """Whether a value is written although it came from the environment."""
+    """Whether a value is written although it came from an environment variable."""
     if is_fixed(key):
         return re.match(r"task\.(mix\.\d+\.)?options\.", key) is None
     return general(key) in keys() and not isinstance(value, (str, Path))

@@ -1,6 +1,6 @@
-"""What other trainers (verl, TRL, OpenRLHF, prime-rl, AReaL, slime) call the keys of a spec.
+"""The names that other trainers (verl, TRL, OpenRLHF, prime-rl, AReaL, slime) have for the keys of a spec.
 
-A name may have the sections above it in front, as in `rollout.n`.
+A name may include its sections, as in `rollout.n`.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ _HINTS = {
     "every step is logged; remove it": "logging_steps",
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }
-"""What to do instead, and the names to which no key corresponds."""
+"""Hints for names of other trainers that have no corresponding key, each with these names."""
 
 CONVERTIBLE = {
     "actor_rollout_ref": "verl",
@@ -184,7 +184,7 @@ CONVERTIBLE = {
     "num_generations": "trl",
     "per_device_train_batch_size": "trl",
 }
-"""Top-level keys that tell a whole configuration of a trainer whose files `asyncrl convert` reads."""
+"""Top-level keys by which a complete configuration of another trainer is recognized, if `asyncrl convert` reads it."""
 
 KEYS = {name: keys.split() for keys, names in _KEYS.items() for name in names.split()}
 HINTS = {name: hint for hint, names in _HINTS.items() for name in names.split()}

@@ -13,7 +13,7 @@ from asyncrl_cli.core.errors import Severity, UserError, diagnostic
 from asyncrl_cli.core.terminal import printable
 
 SHOWN = 50
-"""Problems that a message lists; the others are only counted."""
+"""Largest number of problems that a message lists; further ones are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One mistake: an ``error``, or a ``warning``, which does not stop anything."""
+    """One mistake: an ``error``, which refuses the spec, or a ``warning``, which does not."""
 
     path: str
     message: str

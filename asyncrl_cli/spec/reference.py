@@ -1,6 +1,6 @@
-"""The reference of the spec, made from its models: docs/spec.md.
+"""Generates the reference of the spec, docs/spec.md, from its models.
 
-`python -m asyncrl_cli.spec.reference > docs/spec.md` writes the page; a test holds it to the models.
+`python -m asyncrl_cli.spec.reference > docs/spec.md` writes the page; a test compares it with the models.
 """
 
 from __future__ import annotations

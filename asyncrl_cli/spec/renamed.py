@@ -1,6 +1,6 @@
-"""Keys of earlier versions. A spec that has one is refused with a hint that names its successor; the specs of recorded
-runs, which are only read, are translated. A key that a recorded spec lacks because it is newer than the run gets the
-value that says what earlier versions did, where that is not its default."""
+"""Keys of earlier versions. A spec with such a key is refused, with a hint that names its successor. The specs of
+recorded runs, which are only read, are translated. If a recorded spec lacks a key that is newer than the run, the key
+gets the value that corresponds to what earlier versions did, which may differ from its default."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ RENAMED = {
     "data.filter.revisit": "revisit_fraction",
     "evaluation.pin": "fix_version",
 }
-"""The dotted key (below sections that have their present names), and its present name in the same section."""
+"""Earlier key -> present key. Both are dotted paths; the sections above the last part have their present names."""
 REPLACED = {"rollout.max_failures": "max_failed_share"}
-"""The same, where a value of the old key means nothing to the new one: recorded runs get the new one's default."""
+"""Likewise, but values of the earlier key have no meaning for the present one: recorded runs get its default."""
 BEFORE = {"data.apply_chat_template": False}
-"""Newer keys, and what was done before there were any: a recorded spec is complete, so it lacks no other key."""
+"""Newer keys, and the value that corresponds to what earlier versions did. A recorded spec is complete, so it lacks no
+other keys."""
 
 
 def successor(path: str) -> tuple[str, str] | None:
-    """The present key of an earlier one, and the hint that names it; None for any other key."""
+    """For an earlier key its present key, and a hint that names it; None for any other key."""
     section, _, _ = path.rpartition(".")
     if path in REPLACED:
         present = f"{section}.{REPLACED[path]}"

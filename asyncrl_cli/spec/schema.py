@@ -1,7 +1,7 @@
 """The JSON schema of a spec file, for editors. It accepts every file that `asyncrl validate-spec` accepts.
 
 `python -m asyncrl_cli.spec.schema > specs/spec.schema.json` writes the copy that the specs of the repository name in
-their first line; a test holds it to the models. `asyncrl init` writes one beside the spec that it copies.
+their first line; a test compares it with the models. `asyncrl init` writes a copy beside the spec that it copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ABOUT = ("description", "title", "default", "examples")
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema (draft 2020-12). Nothing is required of a file that extends others: they may have it."""
+    """The schema (draft 2020-12). In a file that extends others no key is required, as the others may have it."""
     model = ExperimentSpec.model_json_schema()
     entries = _list_entries(model)
     for name, section in {"": model, **model["$defs"]}.items():
@@ -53,7 +53,7 @@ def _list_entries(schema: dict[str, Any]) -> set[str]:
 
 
 def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a value: also `${env:NAME}` in place of a scalar, and null in place of a section."""
+    """The schema of a value, which also accepts `${env:NAME}` for a scalar, and null for a section."""
     schema = dict(schema)
     for part in ("items", "additionalProperties"):
         if isinstance(schema.get(part), dict):
@@ -71,7 +71,7 @@ def _or_variable(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _required() -> dict[str, Any]:
-    """What a file that extends no other must have, from the top down."""
+    """The required keys of a file that does not extend others, as a nested schema."""
     root: dict[str, Any] = {}
     for path, key in keys().items():
         *above, name = path.split(".")

@@ -50,7 +50,7 @@ class SamplingSpec(Section):
     """
 
     temperature: Temperature = 1.0
-    """Softmax temperature; log-probs are computed at it."""
+    """Softmax temperature. Log-probs are computed at the same temperature."""
     stop: list[Text] = Field(default_factory=list)
     """Strings that end a response, in addition to the end token."""
 
@@ -59,7 +59,7 @@ class GatewaySpec(Section):
     """The OpenAI-compatible server in front of the engines."""
 
     host: Annotated[str, pattern(_HOST, "must be a host name or an address")] = "127.0.0.1"
-    """Address to listen on. Other hosts can reach any address but a loopback address."""
+    """Address to listen on. Other hosts can reach it unless it is a loopback address."""
     port: int = Field(0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
     max_body_mb: Count = 2
@@ -67,16 +67,16 @@ class GatewaySpec(Section):
 
 
 class EngineRange(Section):
-    """How many engines a run has. It starts with `min`, and takes more as Ray has room for them."""
+    """The number of engines of a run. It starts with `min`, and adds more when Ray has room for them."""
 
     min: Count
-    """Engines that the run starts with, and asks for again when it loses one."""
+    """Number of engines that the run starts with. When it loses one, it asks for another."""
     max: Count
-    """The most engines."""
+    """Largest number of engines."""
 
 
 def _number_or_range(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """One mistake gives one problem: pydantic would report what is wrong as a number, and as a mapping."""
+    """Report one problem for one mistake: pydantic would report two, one for each alternative."""
     if isinstance(value, dict):
         return EngineRange.model_validate(value)
     try:
@@ -90,13 +90,13 @@ class RolloutSpec(Section):
 
     engines: Annotated[Count | EngineRange, WrapValidator(_number_or_range)] = 1
     """vLLM engines, each in a Ray actor of its own: a number, or `{min: 1, max: 4}`. The run starts with `min`. More
-    engines join as Ray has room for them, and others take their requests when they leave (docs/clusters.md). `asyncrl
-    serve` has `min` engines."""
+    engines join when Ray has room for them. When an engine leaves, the others continue its requests
+    (docs/clusters.md). `asyncrl serve` starts `min` engines."""
     threads_per_engine: Count = 1
     """CPU threads of an engine (ignored on GPU)."""
     gpus_per_engine: Gpus = 0
-    """GPUs of an engine (its tensor-parallel size); 0 runs vLLM on the CPU. A share such as 0.5 has each engine on one
-    GPU with a trainer rank."""
+    """GPUs of an engine (its tensor-parallel size); 0 runs vLLM on the CPU. With a share such as 0.5,
+    each engine is on one GPU together with a trainer rank."""
     group_size: Count = 8
     """Rollouts per prompt."""
     max_running_rollouts: Count = 256
@@ -126,13 +126,13 @@ class RolloutSpec(Section):
     ..., "arguments": {...}}</tool_call>`."""
     reasoning_parser: Text | None = None
     """How the model writes its reasoning: the name of one of vLLM's reasoning parsers, such as `qwen3` or
-    `deepseek_r1`. Default: a reply is content alone."""
+    `deepseek_r1`. Default: the entire reply is content."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the vLLM engine, passed on unchanged."""
 
     @property
     def longest_rollout(self) -> int:
-        """Tokens of a longest prompt with a longest response."""
+        """Tokens of the longest prompt and the longest response together."""
         return self.max_prompt_tokens + self.max_response_tokens
 
     @property
@@ -142,7 +142,7 @@ class RolloutSpec(Section):
 
     @property
     def max_engines(self) -> int:
-        """Engines that the run has at most."""
+        """Largest number of engines of the run."""
         return self.engines.max if isinstance(self.engines, EngineRange) else self.engines
 
 
@@ -158,7 +158,7 @@ class OptimizerSpec(Section):
     weight_decay: Decay = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """The gradient's norm is clipped to this."""
+    """The norm of the gradient is clipped to this value."""
 
 
 class ScheduleSpec(Section):
@@ -178,10 +178,11 @@ class TrainerSpec(Section):
     ranks: Count = 1
     """Trainer processes, one Ray actor each."""
     threads_per_rank: Count = 1
-    """CPU threads of a rank. On GPU they compute the optimizer's step with `offload`, one of them about 0.8 billion
-    weights a second, and little else."""
+    """CPU threads of a rank. On GPU they matter only with `offload`: they compute the optimizer's step, each thread
+    about 0.8 billion weights per second."""
     gpus_per_rank: OneGpu = 0
-    """1 trains on GPU with NCCL, 0 on CPU with gloo. A share such as 0.5 has each rank on one GPU with an engine."""
+    """1 trains on GPU with NCCL, 0 on CPU with gloo. With a share such as 0.5, each rank is on one GPU together
+    with an engine."""
     dtype: DType = "float32"
     """Dtype of the trained weights."""
     optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec)
@@ -204,8 +205,8 @@ class TrainerSpec(Section):
     """Ranks that share each sequence (DeepSpeed's Ulysses), for sequences that are too long for one. Each rank has a
     slice of the positions, and in attention a share of the heads."""
     expert_parallel: Count = 1
-    """Ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens travel to the ranks that have
-    their experts, and a rank gathers the weights of its own experts alone. Needs ZeRO-3."""
+    """Ranks that divide the experts of a mixture of experts (DeepSpeed's AutoEP). Tokens are sent to the ranks that
+    have their experts, and a rank gathers the weights of its own experts only. Needs ZeRO-3."""
     gradient_checkpointing: bool = False
     """Recompute activations to save memory."""
     offload: Literal["none", "optimizer", "all"] = "none"
@@ -214,19 +215,19 @@ class TrainerSpec(Section):
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default_factory=lambda data: 3 if data.get("ranks", 1) > 1 or data.get("offload") == "all" else 2
     )
-    """DeepSpeed ZeRO stage. Default: 3, which shards the weights, or 2 for a single rank, which has all of them anyway
-    and would gather them layer by layer for nothing (3 with `offload: all`)."""
+    """DeepSpeed ZeRO stage. Default: 3, which shards the weights. For a single rank 2, because a single rank has all
+    weights anyway, and stage 3 would only add work (3 with `offload: all`)."""
     max_skipped_updates: Count = 10
     """The run stops after this many consecutive updates that were skipped because the loss or gradient was not finite.
     """
 
 
 class PipelineSpec(Section):
-    """How generation and training overlap. Everything follows from one number, `max_staleness`."""
+    """How generation and training overlap. The main setting is `max_staleness`."""
 
     mode: Literal["sync", "one_step_off", "async"] = "async"
-    """A preset: `sync` is staleness 0 with `drain`, `one_step_off` is staleness 1 with `drain`, `async` leaves both to
-    you. A file or `--set` that sets the mode replaces `max_staleness`, `weight_update` and `partial_rollouts` of the
+    """A preset: `sync` is staleness 0 with `drain`, `one_step_off` is staleness 1 with `drain`, with `async` you set
+    both. A file or `--set` that sets the mode replaces `max_staleness`, `weight_update` and `partial_rollouts` of the
     files below it."""
     partial_rollouts: bool = False
     """With mode `sync`: generation stops when a batch is complete. Unfinished rollouts keep their tokens and continue
@@ -252,9 +253,9 @@ class PipelineSpec(Section):
     """What happens to a group that would miss its deadline: `wait` for it, `requeue` its prompt, or `train` on it late
     and count it. `requeue` favours short responses: in simulations the mean length fell by 18 to 20 %."""
     ahead: Count | None = None
-    """No new group is admitted while this many batches of finished groups wait for the trainer: they would only get
-    staler. 2 is for a trainer that is always the slower side; where response lengths vary much it costs speed. null:
-    only `max_staleness` limits them."""
+    """No new group is admitted while this many batches of finished groups wait for the trainer, because they would only
+    get staler. 2 is useful if the trainer is always the slower side; if response lengths vary a lot, it costs speed.
+    null: only `max_staleness` limits them."""
     stall_minutes: float = Field(10.0, ge=0.01, le=YEAR_S // 60)
     """The run stops after this long without progress, and names what it was waiting for."""
     max_restarts: NonNegative = 10
@@ -268,7 +269,7 @@ class EvaluationSet(Section):
     """Further prompts to evaluate on, of any task and split."""
 
     data: SplitSpec
-    """The prompts. Without a path the task makes them: those of its split `eval`, or of `train` if `split` is `train`.
+    """The prompts. Without a path the task generates them: its split `eval`, or `train` if `split` is `train`.
     """
     task: TaskSpec | None = None
     """The task that scores them. Default: the task of the run."""
@@ -313,13 +314,13 @@ class CheckpointSpec(Section):
 
 
 class JournalSpec(Section):
-    """The durable record of the run: every group, rollout, batch and published version."""
+    """The durable record of the run: all groups, rollouts, batches and published versions."""
 
     segment_seconds: Seconds = 10.0
     """Tokens of unfinished rollouts are recorded at every publish, and at least this often."""
     keep: Literal["all"] | Count = "all"
     """`all` keeps the tokens of every rollout. A number N deletes the tokens of groups that were trained before the Nth
-    newest checkpoint. Whatever a resume from a kept checkpoint needs is never deleted."""
+    newest checkpoint. Data that a resume from a kept checkpoint needs is never deleted."""
 
 
 class WandbSpec(Section):
@@ -330,12 +331,12 @@ class WandbSpec(Section):
     entity: Text | None = None
     """User or team that owns the project. Default: that of your account."""
     mode: Literal["online", "offline"] = "online"
-    """`online` needs an API key (`WANDB_API_KEY`, or `wandb login`). `offline` writes to the run's folder alone: `wandb
+    """`online` needs an API key (`WANDB_API_KEY`, or `wandb login`). `offline` writes to the run's folder only: `wandb
     sync RUN/wandb/offline-*` uploads it later."""
 
 
 class TrackingSpec(Section):
-    """Where the run is logged beside its own folder: MLflow, TensorBoard, Weights & Biases, monitors of your own."""
+    """Where the run is logged besides its own folder: MLflow, TensorBoard, Weights & Biases, your own monitors."""
 
     mlflow: bool = True
     """Log parameters, metrics and artifacts to MLflow."""
@@ -350,7 +351,7 @@ class TrackingSpec(Section):
     tensorboard: bool = False
     """Write TensorBoard's event files to the run's folder. Needs the extra `tensorboard`."""
     wandb: WandbSpec | None = None
-    """Log metrics to Weights & Biases. Default: do not."""
+    """Log metrics to Weights & Biases. Default: off."""
     monitors: list[Annotated[str, pattern(MODULE_NAME, "must be module:Class")]] = Field(default_factory=list)
     """Your own monitors, each as `module:Class`: subclasses of `asyncrl_cli.monitors.base.Monitor` in modules beside
     the spec or on Python's path."""
@@ -360,7 +361,7 @@ Notice = Literal["finish", "failure", "stall"]
 
 
 class NotifySpec(Section):
-    """Notices about the run. If a notice cannot be delivered, there is a warning, and the run continues."""
+    """Notifications about the run. If one cannot be delivered, a warning is shown and the run continues."""
 
     webhook: str | None = Field(None, pattern=r"^(https?://\S+|env:[A-Za-z_][A-Za-z0-9_]*)$")
     """URL that gets a POST request with JSON. `env:NAME` reads the URL from that environment variable, so that it is
@@ -369,12 +370,12 @@ class NotifySpec(Section):
     """A shell command. It has `ASYNCRL_EVENT`, `ASYNCRL_RUN_ID`, `ASYNCRL_MESSAGE` and `ASYNCRL_FOLDER` in its
     environment, the webhook's JSON on its standard input, and 30 s of time."""
     on: list[Notice] = Field(list(get_args(Notice)))
-    """Events to send: `finish` (the last step is done), `failure` (the run failed), `stall` (the run has made no
+    """Events to notify of: `finish` (the last step is done), `failure` (the run failed), `stall` (the run has made no
     progress for half of `pipeline.stall_minutes`)."""
 
 
 class NodeSelector(Section):
-    """Which nodes of a joined cluster may be used; without `nodes` and `labels` all of them."""
+    """The nodes of a joined cluster that may be used; without `nodes` and `labels` all of them."""
 
     nodes: list[Annotated[str, pattern(_HOST, "must be a host name or an address")]] = Field(default_factory=list)
     """Addresses or host names, as `ray status -v` shows them."""
@@ -396,21 +397,22 @@ class ClusterSpec(Section):
     engines: NodeSelector = Field(default_factory=NodeSelector)
     """Nodes for the engines. An engine has all its GPUs on one node."""
     gpu_memory_gb: float | None = Field(None, gt=0, le=10_000)
-    """Memory of a GPU in GB (10⁹ bytes), for the memory estimate (docs/sizing.md). Default: that of this machine's."""
+    """Memory of a GPU in GB (10⁹ bytes), for the memory estimate (docs/sizing.md). Default: that of this machine's
+    smallest GPU."""
     host_memory_gb: float | None = Field(None, gt=0, le=1_000_000)
     """Memory of a host in GB, for the memory estimate. Default: what is available on this machine."""
     gpus_per_host: Count = 8
     """GPUs of a host, for the memory estimate."""
     autoscaling: bool = False
-    """The cluster adds nodes when Ray asks for them. A run is then not refused for what the cluster lacks at its start;
-    it waits."""
+    """The cluster adds nodes when Ray asks for them. If it lacks resources at the start, the run then waits for them
+    instead of being refused."""
 
 
 class WeightsSpec(Section):
-    """How weight versions get to the engines."""
+    """How weight versions are transferred to the engines."""
 
     mover: Literal["http"] = "http"
-    """How a host fetches what it lacks of a version from other hosts. `http` needs nothing but TCP between them."""
+    """How a host fetches the missing parts of a version from other hosts. `http` needs only TCP between them."""
 
 
 class StopSpec(Section):
@@ -426,7 +428,7 @@ class ExperimentSpec(Section):
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)
     """Prefix of the run id."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Seed of everything random in the run."""
+    """Seed of all random numbers of the run."""
     runs_dir: Annotated[Path, SystemPath] = Field(Path("runs"), strict=False)
     """Folder of all runs, relative to the current folder."""
     model: ModelSpec = Field(examples=[{"path": "Qwen/Qwen3-0.6B"}])
@@ -442,7 +444,7 @@ class ExperimentSpec(Section):
     trainer: TrainerSpec = Field(default_factory=TrainerSpec)
     """Training."""
     pipeline: PipelineSpec = Field(default_factory=PipelineSpec)
-    """Overlap and staleness."""
+    """Overlap of generation and training, and staleness."""
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     """Evaluation."""
     checkpoints: CheckpointSpec = Field(default_factory=CheckpointSpec)
@@ -452,10 +454,10 @@ class ExperimentSpec(Section):
     tracking: TrackingSpec = Field(default_factory=TrackingSpec)
     """Experiment tracking."""
     notify: NotifySpec = Field(default_factory=NotifySpec)
-    """Notices of the run's end and of stalls."""
+    """Notifications of the run's end and of stalls."""
     cluster: ClusterSpec = Field(default_factory=ClusterSpec)
     """Ray."""
     weights: WeightsSpec = Field(default_factory=WeightsSpec)
-    """Weight versions."""
+    """Transfer of weight versions."""
     stop: StopSpec = Field(examples=[{"steps": 100}])
     """When the run ends."""

@@ -1,4 +1,4 @@
-"""What pydantic found, in plain words, with the key that was probably meant."""
+"""Turns pydantic's errors into problems with plain messages, and suggests the key that was probably meant."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ _MESSAGES = {
     "less_than": "must be less than {lt:.12g}, not {shown}",
 }
 _SUGGESTED = 100
-"""Unknown keys that get a suggestion; looking for one takes milliseconds, and a wrong file may have thousands."""
+"""Largest number of unknown keys that get a suggestion: each takes milliseconds, and a file may have thousands."""
 
 
 def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[Problem, bool]]:
     """Each of pydantic's errors as a problem, and whether it is the key (rather than the value) that is wrong.
 
-    Of a ``partial`` spec, of which a file could not be read, nothing is called missing.
+    In a ``partial`` spec (one of its files could not be read), no key is reported as missing.
     """
     details, words = _without_kinds(error.errors(include_url=False))
     meant: set[str] = set()
@@ -74,9 +74,10 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
 
 
 def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[Location, str]]:
-    """For a key that takes a word or another type, pydantic has an error for each, with the type in its location.
+    """Merge the errors of keys that take either a word or another type: pydantic reports an error for each alternative,
+    with the type in its location.
 
-    Returns the errors of the other type, at the key itself, and for each location the words that are valid there, too.
+    Returns the errors of the other type, located at the key itself, and the words that are valid, by location.
     """
     kept: list[ErrorDetails] = []
     words: dict[Location, str] = {}
@@ -98,7 +99,8 @@ def _is_leaf(location: Location) -> bool:
 
 
 def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
-    """The unknown keys to report: those within a section of another trainer that have an answer, or the one."""
+    """The unknown keys to report for an unknown one: if it is a section of another trainer, the keys in it that have a
+    counterpart here; otherwise the key itself."""
     answered = any(elsewhere(*_parent(location)))
     if not isinstance(value, dict) or answered or (not inside and _known(location)[0]):
         return [location] if not inside or answered or _known(location)[0] else []
@@ -108,7 +110,7 @@ def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Lo
 
 
 def _known(location: Location) -> tuple[list[str], str]:
-    """The keys that an unknown one may have been meant to be, and the hint that names them."""
+    """Suggestions for an unknown key, and the hint that names them."""
     if renamed := successor(general(_dotted(location))):
         return [renamed[0]], renamed[1]
     parent, key = _parent(location)
@@ -133,14 +135,14 @@ def _missing_hint(path: str) -> str:
 
 
 def _flow(value: Any) -> str:
-    """A value as YAML writes it in a line."""
+    """A value as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {_flow(inner)}' for key, inner in value.items())}}}"
     return f"[{', '.join(map(_flow, value))}]" if isinstance(value, list) else str(value)
 
 
 def _message(detail: ErrorDetails, words: str = "") -> str:
-    """What is wrong; ``words`` would be right, too."""
+    """The message of an error; ``words`` are further valid values."""
     kind, value = detail["type"], detail["input"]
     if kind in _MESSAGES:
         return _MESSAGES[kind].format(**detail.get("ctx", {}), shown=_shown(value), length=len(str(value)))
@@ -215,10 +217,10 @@ def _shown(value: Any) -> str:
 
 
 def suggest(parent: str, key: str) -> list[str]:
-    """The dotted keys that an unknown ``key`` under ``parent`` may have been meant to be, likeliest first.
+    """Suggestions for an unknown ``key`` under ``parent``: dotted keys, the most likely first.
 
-    Another trainer's name comes before a similar one, unless its counterpart is in another section, and the similar
-    one in this section.
+    The counterpart of another trainer's name comes before a key with a similar name, unless the counterpart is in
+    another section and the similar key in this one.
     """
     parent = general(parent)
     prefix = f"{parent}." if parent else ""
@@ -249,8 +251,8 @@ def suggest(parent: str, key: str) -> list[str]:
 
 
 def elsewhere(parent: str, key: str) -> tuple[list[str], str]:
-    """What another trainer means by a key, under the longest part of its path that is known: the keys to use, or what
-    to do instead. Both are empty for an unknown one."""
+    """The counterparts of another trainer's key, found by the longest known part of its path: the keys to use, or a
+    hint on what to do instead. Both are empty for an unknown key."""
     known = next((name for name in _suffixes(parent, key) if name in KEYS or name in HINTS), "")
     return KEYS.get(known, []), HINTS.get(known, "")
 

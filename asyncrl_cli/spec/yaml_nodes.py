@@ -1,9 +1,9 @@
-"""YAML text becomes a tree of nodes that remember where they were written.
+"""Reads YAML text as a tree of nodes that keep their locations in the file.
 
 Scalars follow YAML 1.2: `1e-4` is a number, `no` and `2024-01-01` are text. `${env:NAME}` and
-`${env:NAME:-default}` stand for environment variables; a value that held one is read again afterwards, so that
-numbers work, and `$${env:` writes a literal `${env:`. Problems are collected, never raised: the reader continues
-behind a mistake, with the text as it is.
+`${env:NAME:-default}` are replaced by environment variables, and a scalar that contained one is interpreted after the
+replacement, so that numbers work; `$${env:` is a literal `${env:`. Problems are collected, never raised: the reader
+continues after a mistake, with the text unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.yaml_syntax import explain_syntax
 
 MAX_VALUES = 10_000
-"""Values of one document, aliases written out: without a limit, a kilobyte of nested aliases makes billions."""
+"""Largest number of values of one document, with aliases expanded: without a limit, a kilobyte of nested aliases could
+expand to billions."""
 MAX_DEPTH = 64
 """Deepest nesting, far below Python's recursion limit."""
 
@@ -36,7 +37,7 @@ SCALARS = {
     ),
     _TAG + "merge": re.compile(r"<<\Z"),
 }
-# The lookbehind and the excluded brace keep this linear in texts of many dollars or unfinished variables.
+# The lookbehind and the excluded brace keep matching linear in texts with many dollars or unfinished variables.
 _REFERENCE = re.compile(r"(?<!\$)(\$+)\{env:(?:([A-Za-z_][A-Za-z0-9_]*)(?::-([^{}]*))?\})?")
 
 
@@ -81,10 +82,10 @@ class Node:
     location: Location
     key_location: Location | None = None
     reference: str | None = None
-    """The text as it was written, when environment variables were put into it."""
+    """The original text, if environment variables were replaced in it."""
 
     def plain(self) -> Any:
-        """The value alone, as dicts, lists and scalars."""
+        """The value without locations, as dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         return [node.plain() for node in self.value] if isinstance(self.value, list) else self.value
@@ -98,7 +99,8 @@ class Node:
         return None
 
     def changed(self, keys: list[str], change: Callable[[Node], Node | None]) -> Node:
-        """The tree with every node under a path (``*`` is any key or index) changed; None removes an entry."""
+        """A copy of the tree in which ``change`` is applied to every node at the path ``keys`` (``*``: any key or
+        index). If it returns None, the entry is removed."""
         first, *rest = keys
 
         def below(child: Node) -> Node | None:
@@ -112,7 +114,7 @@ class Node:
         return replace(self, value={name: child for name, child in chosen.items() if child is not None})
 
     def references(self, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-        """Where environment variables were put in, as keys and indices, each with the text as it was written."""
+        """The paths (keys and indices) at which environment variables were replaced, each with the original text."""
         if self.reference is not None:
             yield path, self.reference
         below = dict(enumerate(self.value)) if isinstance(self.value, list) else self.value
@@ -120,9 +122,9 @@ class Node:
             yield from node.references((*path, str(name)))
 
     def location_of(self, path: str, *, key: bool = False) -> Location:
-        """Where a dotted path is written: its value, or with ``key`` its key.
+        """The location of a dotted path's value, or with ``key`` of its key.
 
-        A path that is not written belongs to the nearest key above it.
+        For a path that is not in the file, the location of the nearest key above it.
         """
         node, names = self, path.split(".") if path else []
         while names:
@@ -219,7 +221,7 @@ class _Reader:
         return {**merged, **own}
 
     def merged(self, source: yaml.Node, path: str) -> Iterator[tuple[str, Node]]:
-        """What `<<` brings in; of a list, the earlier mapping wins."""
+        """The entries that `<<` merges in; in a list, earlier mappings take precedence."""
         for part in reversed(source.value) if isinstance(source, yaml.SequenceNode) else [source]:
             node = self.node(part, path)
             if isinstance(node.value, dict):
@@ -228,7 +230,7 @@ class _Reader:
                 self.report(path, "`<<` needs a mapping, or a list of mappings", node.location)
 
     def scalar(self, tag: str, text: str, path: str, location: Location) -> tuple[Scalar, bool]:
-        """A scalar's value, and whether environment variables were put into it."""
+        """A scalar's value, and whether environment variables were replaced in it."""
         expanded, substituted = self.expand(text, path, location)
         if substituted:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
@@ -245,7 +247,8 @@ class _Reader:
         return value, substituted
 
     def characters(self, text: str, path: str, location: Location) -> str:
-        """The text with escaped surrogates (as JSON writes rare characters) joined; half of a pair is a mistake."""
+        """The text with pairs of escaped surrogates (as JSON writes rare characters) joined; half a pair is a
+        mistake."""
         if text.isascii():
             return text
         try:
@@ -255,7 +258,7 @@ class _Reader:
             return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
-        """The text with its environment variables, and whether it had any."""
+        """The text with environment variables replaced, and whether it had any."""
         substituted = False
 
         def value(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Explains what the YAML parser could not read: where to look, and what to write instead."""
+"""Explains errors of the YAML parser: the location, and what to write instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mistake(NamedTuple):
 
 
 def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
-    """The parser's error in ``text``, in words for the author of a spec."""
+    """The parser's error in ``text``, with a message and a hint for the author of a spec."""
     at = error.problem_mark or error.context_mark
     problem, context = error.problem or "", error.context or ""
     if at is None:
@@ -72,7 +72,7 @@ class _Spot:
 
 
 def _bracket(opened: _Spot, here: _Spot) -> Mistake:
-    """An entry in brackets is followed by something that is neither a comma nor the closing bracket."""
+    """The mistake when an entry in brackets is followed by neither a comma nor the closing bracket."""
     bracket = opened.character
     closing = _CLOSING.get(bracket, "]")
     if here.line == opened.line or len(here.indentation) > len(opened.indentation):
@@ -82,7 +82,7 @@ def _bracket(opened: _Spot, here: _Spot) -> Mistake:
 
 
 def _open_quote(text: str, index: int) -> Mistake | None:
-    """The quote before ``index`` that was closed only in a later line, by the opening quote of another text."""
+    """The mistake when a quote before ``index`` was closed only in a later line, by another text's opening quote."""
     last: yaml.ScalarToken | None = None
     try:
         for token in yaml.scan(text[:index], Loader=yaml.SafeLoader):

@@ -19,8 +19,6 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, TaskMix, Use
 from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings, ShellSandbox
 
-INSTALL = "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2); see `asyncrl doctor`"
-
 
 def parameter_use(function: Callable[..., Any]) -> Use:
     """Whether a function has a parameter ``sandbox``, and needs a value for it."""
@@ -44,7 +42,7 @@ def sandbox_use(task: object) -> Use:
 
 def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task") -> None:
     """Raise ``TaskError`` for a sandbox that the task cannot use, that it lacks, or that cannot be had here."""
-    from asyncrl_cli.tasks.sandbox.process import missing
+    from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, problem
 
     uses = [sandbox_use(member) for member in (task.members.values() if isinstance(task, TaskMix) else [task])]
     location = f"{location}.sandbox"
@@ -63,8 +61,8 @@ def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task"
             hint="remove task.sandbox; or use the task `command`, or give the agent, the environment, or a tool task's "
             "`tools` or `judge` a parameter `sandbox`",
         )
-    if reason := missing(spec.kind):
-        raise TaskError(f"no sandbox can be started here: {reason}", location=location, hint=INSTALL)
+    if reason := problem(spec.kind):
+        raise TaskError(f"no sandbox can be started here: {reason}", location=location, hint=HINTS[spec.kind])
     for index, path in enumerate(spec.readable):
         if not _from_spec(path).exists():
             raise TaskError(f"there is no {path}", location=f"{location}.readable.{index}", hint="correct the path")

@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_or_not_writable(tmp_path: Path, monkeypatch: pytest
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
     findings = list(examine(tmp_path / "not" / "there", quick=True))
-    assert len({finding.check for finding in findings}) == len(findings) == 15
+    assert len({finding.check for finding in findings}) == len(findings) == 16
     assert list(tmp_path.iterdir()) == []
     by_check = {finding.check: finding for finding in findings}
     assert by_check["journal"].status in ("ok", "warning") and "a commit takes" in by_check["journal"].found
@@ -154,11 +154,11 @@ def _lives(pid: int) -> bool:
 def test_quick_and_deep_choose_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
     monkeypatch.setattr(checks, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
-    usual = [(one.check, one.found) for one in examine(tmp_path)][15:]
+    usual = [(one.check, one.found) for one in examine(tmp_path)][16:]
     assert usual == [("vLLM", "imported"), ("DeepSpeed", "imported"), ("Ray", "imported")]
-    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][15:]
+    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][16:]
     assert deep == [("vLLM", "started"), ("DeepSpeed", "started"), ("Ray", "imported")]
-    assert len(list(examine(tmp_path, quick=True))) == 15
+    assert len(list(examine(tmp_path, quick=True))) == 16
 
 
 def test_deep_checks_use_the_devices_of_a_run() -> None:

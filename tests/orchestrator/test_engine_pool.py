@@ -210,7 +210,7 @@ def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens()
 def test_numbers_outside_the_bounds_are_refused() -> None:
     async def check(scene: Scene) -> None:
         for count in (0, 3):
-            with pytest.raises(ValueError, match=f"{count} is not from 1 to 2"):
+            with pytest.raises(ValueError, match=f"{count} is not between 1 and 2"):
                 scene.pool.want(count)
         assert scene.pool.wanted == 2
 

@@ -85,7 +85,7 @@ def test_a_webhook_from_an_unset_variable_is_doubtful(monkeypatch: pytest.Monkey
     found = machine.check_notify(changed("notify", webhook="env:NO_HOOK"))
     assert isinstance(found, Finding) and found.status == "warning" and "NO_HOOK" in found.found
     monkeypatch.setenv("NO_HOOK", "https://example.com")
-    assert machine.check_notify(changed("notify", webhook="env:NO_HOOK")) == "as the spec says"
+    assert machine.check_notify(changed("notify", webhook="env:NO_HOOK")) == "configured"
 
 
 @pytest.mark.parametrize(

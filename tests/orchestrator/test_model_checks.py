@@ -96,7 +96,7 @@ def test_models_that_no_engine_can_be_given_weights_of_are_refused(kind: str) ->
         "quantized": Qwen3Config(quantization_config=quantized),
         "quantized_text": Gemma3Config(text_config=Gemma3TextConfig(quantization_config=quantized)),
     }[kind]
-    says = "past the reload" if "gpt" in kind else r"the checkpoint is quantized \(gptq\)"
+    says = "does not support reloading weights" if "gpt" in kind else r"the checkpoint is quantized \(gptq\)"
     with pytest.raises(ConfigError, match=says) as refused:
         check_served(config, "model.path")
     assert refused.value.location == "model.path"

@@ -191,7 +191,10 @@ def test_unknown_keys_without_a_similar_one_list_the_keys(write: Write) -> None:
 def test_missing_keys_point_at_their_parent(write: Write) -> None:
     problems = mistakes(write("model: {path: org/model}\ntask:\n  mix:\n  - {name: a}\n"))
     assert [(p.path, p.line, p.column) for p in problems] == [("stop", 1, 1), ("task.mix.0.use", 4, 5)]
-    assert [p.hint for p in problems] == ["add it, such as `stop: {steps: 100}`", "add `use`: as `task.use`"]
+    assert [p.hint for p in problems] == [
+        "add it, such as `stop: {steps: 100}`",
+        "add `use`: the task, as in `task.use`",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, Repository, Shap
 from asyncrl_cli.tasks.ready.bugfix.task import Bugfix
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings
+from asyncrl_cli.tasks.shell_sandbox.settings import Kind, SandboxSettings
+from tests.tasks.sandbox_kinds import KINDS
 
 TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
 shapes = st.builds(
@@ -315,13 +316,13 @@ def test_modules_that_import_each_other_are_judged_together() -> None:
 # -- the episode, in a real sandbox
 
 
-def episode(commands: list[str], prompt: Prompt = ADD) -> tuple[list[str], RewardResult]:
+def episode(commands: list[str], prompt: Prompt = ADD, kind: Kind = "bubblewrap") -> tuple[list[str], RewardResult]:
     """What the commands show, and the reward of a first answer after them."""
 
     async def played() -> tuple[list[str], RewardResult]:
         task = Bugfix(**TINY)
         shown, metrics = [], Counter[str]()
-        async with open_sandbox(SandboxSettings(network="none")) as sandbox:
+        async with open_sandbox(SandboxSettings(kind=kind, network="none")) as sandbox:
             blocking = BlockingSandbox(sandbox, asyncio.get_running_loop())
             environment = await asyncio.to_thread(task.environment, prompt, blocking)
             for command in commands:
@@ -338,8 +339,9 @@ def episode(commands: list[str], prompt: Prompt = ADD) -> tuple[list[str], Rewar
 
 
 @pytest.mark.slow
-def test_an_episode_that_fixes_the_code_is_rewarded() -> None:
-    shown, result = episode(["cat calc.py", "sed -i '2s/-/+/' calc.py", "ls; ls nothing"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_that_fixes_the_code_is_rewarded(kind: Kind) -> None:
+    shown, result = episode(["cat calc.py", "sed -i '2s/-/+/' calc.py", "ls; ls nothing"], kind=kind)
     assert shown[0] == WRONG.rstrip("\n")
     assert shown[1] == ""
     assert shown[2].startswith("calc.py\n")

@@ -1,4 +1,4 @@
-"""Has vLLM check a spec's engine settings, and starts nothing.
+"""Has vLLM check a spec's engine settings, without starting an engine.
 
     python -m asyncrl_cli.orchestrator.checks.engine SPEC FOLDER PARENT
 

@@ -1,4 +1,4 @@
-"""What a check found: `asyncrl doctor` looks at a machine, `asyncrl train --dry-run` at a spec on this machine."""
+"""The result of one check of `asyncrl doctor` (a machine) or `asyncrl train --dry-run` (a spec on this machine)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Status = Literal["ok", "warning", "failure"]
-"""``failure``: a run cannot work. ``warning``: some runs cannot, or slowly."""
+"""``failure``: a run cannot work. ``warning``: some runs cannot work, or are slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found, and what to do about it unless it is ``ok``."""
+    """What one check found, and a hint on what to do unless the status is ``ok``."""
 
     check: str
     status: Status

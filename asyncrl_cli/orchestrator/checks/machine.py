@@ -1,4 +1,4 @@
-"""What this machine must have before a run starts. Each check says what it found, or raises a ``UserError``.
+"""Checks of this machine before a run starts. Each check returns what it found, or raises a ``UserError``.
 
 Nothing is started or changed, and nothing heavy is imported.
 """
@@ -39,7 +39,7 @@ SERVER_S = 3.0
 
 
 def check_memory(spec: ExperimentSpec) -> str:
-    """Memory for a local run, without its weights."""
+    """Whether there is enough memory for a local run, without its weights."""
     if spec.cluster.address is not None:
         return "the cluster's"
     needed, available = memory_without_weights(spec), available_memory()
@@ -54,7 +54,7 @@ def check_memory(spec: ExperimentSpec) -> str:
 
 
 def check_run_folder(spec: ExperimentSpec) -> str:
-    """The folder of runs is writable, or can be made, and has room."""
+    """Whether the folder of runs is writable, or can be created, and its disk has room."""
     folder = spec.runs_dir.absolute()
     if JOB_FOLDERS in str(folder):
         raise ConfigError(
@@ -84,7 +84,7 @@ def folder_problem(folder: Path, free: int) -> str | None:
 
 
 def check_packages(_: ExperimentSpec) -> str:
-    """The packages whose processes a run starts are installed."""
+    """Whether the packages that a run needs are installed."""
     versions = package_versions()
     if problem := package_problem(versions):
         raise RunError(problem[0], location="this environment", hint=problem[1])
@@ -118,7 +118,7 @@ def wanted_gpus(spec: ExperimentSpec) -> int:
 
 
 def check_devices(spec: ExperimentSpec) -> str:
-    """The GPUs that a local run wants are there, and vLLM is the build for them."""
+    """Whether the machine has the GPUs that a local run needs, and vLLM is the build for GPUs."""
     wanted = wanted_gpus(spec)
     if not wanted:
         return f"CPU only, {os.cpu_count()} cores"
@@ -145,7 +145,7 @@ def check_devices(spec: ExperimentSpec) -> str:
 
 
 def _visible(value: str, installed: int) -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES leaves: CUDA ignores the first invalid entry, and all that follow it."""
+    """The number of GPUs that CUDA_VISIBLE_DEVICES allows: CUDA ignores the first invalid entry and all after it."""
     seen: set[str] = set()
     for entry in (part.strip() for part in value.split(",")):
         valid = int(entry) < installed if entry.isdecimal() else entry.startswith(("GPU-", "MIG-"))
@@ -179,7 +179,8 @@ def installed_gpus() -> tuple[str, ...]:
 
 
 def check_gateway(spec: ExperimentSpec, used: bool) -> str:
-    """The gateway's address is one of this host, and its port is free if the run uses it (``used``)."""
+    """Whether the gateway's address belongs to this host and, if the run uses the gateway (``used``), its port is
+    free."""
     gateway = spec.rollout.gateway
     port = gateway.port if used else 0
     family = family_of(gateway.host)
@@ -198,7 +199,7 @@ def check_gateway(spec: ExperimentSpec, used: bool) -> str:
 
 
 def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
-    """Where MLflow logs to; with ``ask`` a server is asked whether it is there."""
+    """Where MLflow logs to. With ``ask``, whether a tracking server answers."""
     uri = spec.tracking.uri
     if not spec.tracking.mlflow:
         return "off"
@@ -216,7 +217,7 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
 
 
 def _check_local_store(uri: str) -> None:
-    """The folder of a local store is there and writable; MLflow makes the folders of a file store, and no others."""
+    """Whether the folder of a local store exists and is writable; MLflow creates only the folders of a file store."""
     scheme, separator, rest = uri.partition("://")
     if separator and scheme.partition("+")[0] == "sqlite":
         path = rest.partition("?")[0].removeprefix("/")
@@ -241,7 +242,7 @@ def _check_local_store(uri: str) -> None:
 
 
 def check_notify(spec: ExperimentSpec) -> str | Finding:
-    """An environment variable that the webhook's address is read from is set."""
+    """Whether the environment variable of the webhook's URL is set, and the command's program exists."""
     webhook = spec.notify.webhook
     if webhook is not None and webhook.startswith("env:"):
         name = webhook.removeprefix("env:")
@@ -250,11 +251,11 @@ def check_notify(spec: ExperimentSpec) -> str | Finding:
             return Finding("notify", "warning", found, f"set {name}, or remove notify.webhook")
     if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
         return Finding("notify", "warning", f"there is no program {missing}", "correct notify.command, or install it")
-    return "off" if webhook is None and spec.notify.command is None else "as the spec says"
+    return "off" if webhook is None and spec.notify.command is None else "configured"
 
 
 def _missing_program(command: str) -> str | None:
-    """The program that a shell command begins with, if the shell finds none; None where that is unknown."""
+    """The program of a shell command if the shell cannot find it; None if it is found, or cannot be determined."""
     first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)
     if first is None:
         return None
@@ -263,7 +264,7 @@ def _missing_program(command: str) -> str | None:
 
 
 def available_memory() -> int:
-    """Bytes that new programs can get, as the kernel estimates; in a container, of what it may use."""
+    """Bytes available to new programs, as the kernel estimates; in a container at most what its limit leaves."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
@@ -271,7 +272,7 @@ def available_memory() -> int:
 
 
 def _rest_of_limit(folder: Path) -> int | None:
-    """Bytes below a control group's limit, with the files that it caches; None without a limit."""
+    """Bytes that a control group may still use, with the file cache counted as free; None without a limit."""
     try:
         limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
         cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
@@ -281,7 +282,7 @@ def _rest_of_limit(folder: Path) -> int | None:
 
 
 def existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """The path, or the nearest parent folder that exists."""
     while not path.exists() and not path.is_symlink():
         path = path.parent
     return path

@@ -1,7 +1,7 @@
 """Whether a run fits into the memory of GPUs and hosts.
 
-`asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate everything. A start counts no activations, which
-take seconds to find out: that is a lower bound, and what is clearly above cannot run.
+`asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start does not count activations,
+because estimating them takes seconds: its result is a lower bound, and a run whose lower bound is too large is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ CHECK = "memory with weights"
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> str | Finding:
-    """Each GPU and host has what the run needs. Raises ``ConfigError``.
+    """Whether each GPU and host has the memory that the run needs. Raises ``ConfigError`` if not.
 
-    ``thorough``: with the activations of a micro-batch.
+    ``thorough``: include the activations of a micro-batch.
     """
     if not thorough:
         model = replace(model, activations=lambda *_: 0)
@@ -40,7 +40,7 @@ def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: boo
 
 
 def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:
-    """The estimate for ``gpu_bytes``, or for what the spec says of GPUs and hosts, or for this machine's."""
+    """The estimate for GPUs of ``gpu_bytes``; None: of the memory that the spec gives, or else of this machine."""
     cluster = spec.cluster
     if gpu_bytes is None:
         gpu_bytes = int(cluster.gpu_memory_gb * GB) if cluster.gpu_memory_gb is not None else installed_gpu_memory()
@@ -52,7 +52,7 @@ def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | No
 
 
 def refuse(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> None:
-    """Raise ``ConfigError`` for the first problem with which no run can work; its hint says what to change."""
+    """Raise ``ConfigError`` for the first problem that makes every run fail; its hint says what to change."""
     for problem in problems:
         if problem.cannot:
             key, advice = _advice(spec, problem.device)
@@ -66,7 +66,7 @@ def refuse(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> N
 
 
 def warnings(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> list[tuple[str, str]]:
-    """The message and the hint of each problem that a run may have."""
+    """Message and hint of each problem that may make a run fail."""
     return [(problem.message, _set(_remedies(spec, model, problem))) for problem in problems if not problem.cannot]
 
 
@@ -104,7 +104,7 @@ def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
     largest = max(device.parts, key=lambda part: part.bytes).name
     if largest == "key-value caches":
         if rollout.kv_cache_mb is not None:
-            return "rollout.kv_cache_mb", "lower it, or leave it out"
+            return "rollout.kv_cache_mb", "lower it, or remove it"
         average = rollout.longest_rollout // 2
         if spec.model.max_length > rollout.max_running_rollouts * average:
             return "model.max_length", "lower it: the cache of each engine has room for one sequence of this length"

@@ -1,5 +1,5 @@
-"""What a spec's model and functions must be before a run starts. Each check says what it found, or raises a
-``UserError``. Weights are neither read nor made: the model is built on torch's meta device.
+"""Checks of a spec's model and functions before a run starts. Each check returns what it found, or raises a
+``UserError``. No weights are read or made: the model is built on torch's meta device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_LAYERS = 1000
 
 
 def check_saved_model(model: ModelSpec) -> str | Finding:
-    """A ``model.path`` is a saved model's folder, or a model that the hub has."""
+    """Whether ``model.path`` is the folder of a saved model, or a model of the hub."""
     if model.path is None:
         return f"made from model.init ({model.init.architecture if model.init else ''})"
     folder = Path(model.path)
@@ -39,7 +39,7 @@ def check_saved_model(model: ModelSpec) -> str | Finding:
 
 
 def _check_hub_model(name: str) -> str | Finding:
-    """One quick question, since transformers itself asks six times, for half a minute, before it fails."""
+    """Whether the hub has the model, with one quick request: transformers itself tries six times, for half a minute."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
@@ -55,7 +55,7 @@ def _check_hub_model(name: str) -> str | Finding:
     except RepositoryNotFoundError:
         hint = "correct its name; a private model needs HF_TOKEN in the environment"
         raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
-    except Exception as error:  # of the network, in many types
+    except Exception as error:  # network errors have many types
         if cached:
             found = f"{name}, from the cache; the hub does not answer"
             return Finding("model files", "warning", found, "set HF_HUB_OFFLINE=1 to start without asking it")
@@ -82,7 +82,8 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
 
 
 def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str, SizedModel]:
-    """transformers builds the model, the adapters find their layers, and tokens and lengths are within its tables."""
+    """Whether transformers can build the model, the adapters find their layers, and the vocabulary and the lengths
+    fit."""
     key = "model.init.config" if spec.model.init is not None else "model.path"
     _check_config(config.get_text_config(), key)
     check_served(config, key)
@@ -126,7 +127,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
 
 
 def _check_config(config: Any, key: str) -> None:
-    """Values that transformers takes, and with which no model works."""
+    """Refuse values that transformers accepts, but with which no model works."""
     layers = getattr(config, "num_hidden_layers", None)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         message = f"num_hidden_layers is {layers:,}, more than {MOST_LAYERS:,}"
@@ -135,14 +136,14 @@ def _check_config(config: Any, key: str) -> None:
     for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
         theta = settings.get("rope_theta") if isinstance(settings, dict) else None
         if isinstance(theta, int | float) and not theta > 0:
-            hint = "set a positive number, such as 10000, or leave it out"
+            hint = "set a positive number, such as 10000, or remove it"
             raise ConfigError(f"rope_theta is {theta}: it must be more than 0", location=key, hint=hint)
 
 
 def check_served(config: Any, key: str) -> None:
     """Raise ``ConfigError`` for a model whose published weights no engine can load, or that has none to train.
 
-    ``config`` is the model's, ``key`` what of the spec it is from.
+    ``config`` is the model's config, ``key`` the key of the spec that it comes from.
     """
     kinds = {config.model_type, config.get_text_config().model_type}
     for kind in kinds & UNSERVED.keys():
@@ -161,7 +162,8 @@ def check_served(config: Any, key: str) -> None:
 
 
 def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
-    """A CPU engine's key-value cache has room for a longest sequence, and better for a group of them."""
+    """Whether a CPU engine's key-value cache has room for the longest sequence; a warning if not for a group of
+    them."""
     from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token, kv_cache_bytes
 
     config = config.get_text_config()
@@ -170,7 +172,7 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
     try:
         per_token = cache_bytes_per_token(spec, config)
     except AttributeError:  # of a model without attention, such as mamba
-        found = f"not checked: the config of {config.model_type} does not say how much a token takes"
+        found = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
         if spec.rollout.kv_cache_mb is None:
             raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb") from None
         return Finding("engine cache", "warning", found, "try a short run first")
@@ -191,7 +193,7 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
 
 
 def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None]) -> str:
-    """The objective's functions are there, and the user's own give what they must for a small batch."""
+    """Whether the objective's functions can be imported, and the user's own return valid results for a small batch."""
     import torch
 
     from asyncrl_cli.train.algorithms.advantages import check_advantages

@@ -1,4 +1,4 @@
-"""What a spec's prompts and chat template must be before a run starts. Each check says what it found, or raises a
+"""Checks of a spec's prompts and chat template before a run starts. Each check returns what it found, or raises a
 ``UserError``.
 """
 
@@ -18,20 +18,21 @@ from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
 
 SPREAD = 1000
-"""Prompts of one pass over a split, evenly spread, when not all can be tried in time."""
+"""Number of prompts of one pass over a split, evenly spread, when not all can be tried in time."""
 ENOUGH = 100
-"""So many prompts tried, all of them too long, and the split is refused though others were not tried."""
+"""If at least this many prompts were tried and all are too long, the split is refused although others were not
+tried."""
 SHOWN_CHARACTERS = 1000
-"""Of the first prompt."""
+"""Number of characters of the first prompt that are shown."""
 REPLY = "The answer is four."
-"""A reply that shows how the chat template ends one."""
+"""An example reply, to find out how the chat template ends a reply."""
 GIVEN = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
         *("bos_token", "eos_token", "pad_token", "unk_token"),
     }
 )
-"""What transformers itself gives to a chat template."""
+"""Variables that transformers itself passes to a chat template."""
 
 
 def check_prompts(
@@ -44,9 +45,9 @@ def check_prompts(
 ) -> str | Finding:
     """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
 
-    How many those are depends on the load of the machine, so what a run leaves out is a warning here, too. ``locate``
-    gives the place of a row, counted from 0. Raises ``DataError`` when all prompts are skipped, or all of ``ENOUGH``,
-    and ``RunError`` for a chat without a template.
+    Their number depends on the load of the machine, so prompts that a run skips are only a warning here, too.
+    ``locate`` gives the location of a row, counted from 0. Raises ``DataError`` when all prompts are skipped, or all of
+    ``ENOUGH``, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
     unusable: list[tuple[int, DataError]] = []
@@ -88,9 +89,9 @@ def check_prompts(
 
 
 def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: Any) -> str | Finding:
-    """The first prompt as the model gets it: its tokens' number, and their text with special tokens and line breaks.
+    """The first prompt as the model gets it: the number of tokens, and their text with special tokens and line breaks.
 
-    A warning for a text that has the chat template's tokens already, and would get them twice.
+    A warning if the text already has the chat template's tokens, so that the prompt would have them twice.
     """
     try:
         prompt = prompts[0]
@@ -112,7 +113,7 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
 
 
 def check_conversation(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """The chat template of a model that plays episodes takes a conversation. Raises ``ConfigError``."""
+    """Whether the chat template accepts a conversation, as episodes need. Raises ``ConfigError`` if not."""
     chat = ChatFormat(tokenizer, template_kwargs=template_kwargs)
     try:
         ids = chat.render([{"role": "user", "content": "Hello"}])
@@ -122,9 +123,9 @@ def check_conversation(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> st
 
 
 def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
-    """The chat template reads each of ``model.chat_template_kwargs``: Jinja ignores what it does not read.
+    """Whether the chat template reads every one of ``model.chat_template_kwargs``: Jinja silently ignores others.
 
-    Raises ``ConfigError``.
+    Raises ``ConfigError`` if not.
     """
     known = template_variables(tokenizer) if template_kwargs else None
     unknown = next((name for name in template_kwargs if known is not None and name not in known), None)
@@ -139,7 +140,7 @@ def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
 
 
 def template_variables(tokenizer: Any) -> frozenset[str] | None:
-    """What a chat template reads, beside what transformers gives it; None if that cannot be known."""
+    """The variables that a chat template reads, without those of transformers; None if they cannot be determined."""
     from jinja2 import Environment, TemplateError, meta, nodes
 
     if tokenizer.chat_template is None:
@@ -156,7 +157,7 @@ def template_variables(tokenizer: Any) -> frozenset[str] | None:
 
 
 def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mapping[str, Any]) -> str | Finding:
-    """Engines stop at the token with which the chat template ends a reply; a warning if they do not, because every
+    """Whether engines stop at the token with which the chat template ends a reply. A warning if not, because every
     reply would then continue to ``max_response_tokens``."""
     shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
     found = f"replies end at {shown}"
@@ -165,7 +166,7 @@ def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mappi
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": REPLY}]
     try:
         text = str(tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs))
-    except Exception:  # of a template; prompts of another form may suit it
+    except Exception:  # an error of the template, which may accept prompts of another form
         return found
     written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
     # Some templates leave the end to the next message, and some write text that no model has as an end token.
@@ -177,6 +178,6 @@ def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mappi
 
 
 def _spread(count: int) -> Iterator[int]:
-    """All rows, in passes that are each spread over all of them."""
+    """All row indices, in passes that are each evenly spread over the rows."""
     step = max(1, count // SPREAD)
     return (row for first in range(step) for row in range(first, count, step))

@@ -1,9 +1,9 @@
-"""All that a start does short of processes, one check after another: `asyncrl train` begins with it, and
-`asyncrl train --dry-run` does nothing else.
+"""The checks of a start, one after another, without starting processes: `asyncrl train` begins with them, and
+`asyncrl train --dry-run` makes only them.
 
-Invariant: no run folder, no MLflow run and no process of a run exists before these checks have passed. A thorough
-look (`--dry-run`) also has vLLM check the engine's settings, in a process of its own that takes ten seconds, and has
-more time for prompts. A check that needs what a failed one should have given is not made.
+Invariant: no run folder, no MLflow run and no process of a run exists before these checks have passed. With
+``thorough`` (`--dry-run`) vLLM also checks the engine's settings, in a separate process that takes ten seconds, and
+there is more time for prompts. A check that depends on a failed one is skipped.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from asyncrl_cli.system.reaper import running_reaper
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
 PROMPT_CHECKS = frozenset({"task and data", "model files", "tokenizer", "chat template", "first prompt"})
-"""Those that show what the model is given."""
+"""The checks that show what the model gets as a prompt."""
 MODEL_CHECKS = frozenset({"model files", "tokenizer", "model"})
-"""Those that say how large the model is: what `asyncrl doctor --cluster` needs."""
+"""The checks that determine the model's size, which `asyncrl doctor --cluster` needs."""
 ENGINE_S = 180.0
 """Seconds that vLLM may take to check its settings; a cold disk takes most of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check; ``look`` gives what it found, or raises a ``UserError``. ``needs``: checks that must have passed."""
+    """One check. ``look`` returns what it found, or raises a ``UserError``. ``needs``: checks that must have passed."""
 
     name: str
     look: Callable[[], str | Finding]
@@ -65,8 +65,8 @@ class Check:
 
 
 class StartChecks:
-    """The checks of one spec. Use it as a context: it has a folder for temporary files, and a signal raises
-    ``KeyboardInterrupt``."""
+    """The checks of one spec. Use it as a context manager: within it there is a folder for temporary files, and signals
+    raise ``KeyboardInterrupt``."""
 
     def __init__(
         self,
@@ -76,8 +76,9 @@ class StartChecks:
         thorough: bool = False,
         references: Mapping[tuple[str, ...], str] | None = None,
     ) -> None:
-        """``search_path``: where the user's own modules lie. ``notice`` gets what takes long. ``references``: as
-        ``LoadedSpec`` has them; without them a value from the environment would stand in a temporary file."""
+        """``search_path``: the folder of the user's own modules. ``notice`` is called with a text when something takes
+        long. ``references``: those of ``LoadedSpec``; without them, temporary files would contain values from the
+        environment."""
         self._spec = spec
         self._search_path = search_path
         self._notice = notice
@@ -122,12 +123,13 @@ class StartChecks:
         return self._experiment
 
     def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
-        """What every check found, failures too. With ``only``: of these checks, and of the cluster's hosts."""
+        """What each check found, including failures. With ``only``: only these checks, and those of the cluster's
+        hosts."""
         yield from self._found(only)
         yield from self._hosts()
 
     def prompt_findings(self) -> Iterator[Finding]:
-        """What the checks of chat template and first prompt found, and those that they need."""
+        """What the checks of the chat template and the first prompt found, and the checks that these need."""
         yield from self._found(PROMPT_CHECKS)
 
     def _found(self, only: Collection[str] | None) -> Iterator[Finding]:
@@ -151,7 +153,7 @@ class StartChecks:
                 yield found if isinstance(found, Finding) else Finding(check.name, "ok", found)
 
     def _checks(self) -> Iterator[Check]:
-        """In the order of what they cost."""
+        """All checks, the cheapest first."""
         spec = self._spec
         yield Check("devices", partial(machine_checks.check_devices, spec))
         yield Check("memory", partial(machine_checks.check_memory, spec))
@@ -231,7 +233,7 @@ class StartChecks:
         }
         for location, (name, prompts, split) in splits.items():
             if name in experiment.episodic:
-                continue  # its task says what the model is given, while an episode runs
+                continue  # in episodes the task decides what the model gets
 
             def look(location: str = location, prompts: Any = prompts, split: SplitSpec = split) -> str | Finding:
                 locate = partial(row_location, split, self._search_path, location)
@@ -265,8 +267,8 @@ class StartChecks:
         return model_checks.check_algorithm(self._spec, self._search_path, self._notice)
 
     def _hosts(self) -> Iterator[Finding]:
-        """The cluster that the run joins has what it wants, and its hosts can work together. Last, because the hosts'
-        memory depends on the model."""
+        """Whether the cluster that the run joins has the resources, and its hosts can work together. The last check,
+        because the memory that hosts need depends on the model."""
         if self._spec.cluster.address is None:
             return
         yield from examine_cluster(self._spec.cluster.address, self._spec, self._spec.runs_dir, self._replica_bytes)
@@ -276,7 +278,7 @@ class StartChecks:
         return version_bytes(self._spec, self._sized) if self._sized is not None else 0
 
     def _engine(self) -> str:
-        """Have vLLM check its settings, in a process of its own: importing it here would take 700 MB until the end."""
+        """Have vLLM check its settings, in a separate process: an import here would keep 700 MB until the end."""
         spec_file = self._folder / "spec.yaml"
         spec_file.write_text(dump_spec(self._spec, self._references))
         try:
@@ -305,12 +307,12 @@ class StartChecks:
 
 
 def _result(check: Check) -> str | Finding:
-    """What a check found. An exception that it did not expect becomes its error."""
+    """What a check found. An unexpected exception becomes a ``UserError`` of the check."""
     try:
         return check.look()
     except UserError:
         raise
-    except Exception as error:  # of libraries, for unusual values
+    except Exception as error:  # libraries raise such errors for unusual values
         message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = "change that part of the spec, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error

@@ -1,7 +1,7 @@
 """Rules between fields: small functions that yield problems, each with the key that it is about.
 
-A rule sees a spec whose fields are each right by themselves. A hint names the numbers that would work. The docstrings
-are the sentences that docs/spec.md shows, in the order of these imports.
+A rule gets a spec whose fields are valid one by one. Hints name values that would work. docs/spec.md shows the
+docstrings of the rules, in the order of these imports.
 """
 
 from asyncrl_cli.spec.rules import model, data, sizes, objective, machine, quantization  # noqa: I001

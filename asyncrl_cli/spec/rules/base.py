@@ -1,4 +1,4 @@
-"""What a rule is, and what rules share."""
+"""The decorator that registers a rule, and helpers that rules share."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ RULES: list[Rule] = []
 
 
 def rule(check: Rule) -> Rule:
-    """Have this checked of every spec."""
+    """Decorator: check this rule for every spec."""
     RULES.append(check)
     return check
 
 
 def warning(path: str, message: str, hint: str = "") -> Problem:
-    """A problem that refuses nothing."""
+    """A problem that does not refuse the spec."""
     return Problem(path, message, hint, "warning")
 
 
 def divisors(number: int) -> str:
-    """The divisors of a number as text; the largest twelve of many."""
+    """The divisors of a number as text; at most the twelve largest."""
     found = [part for part in range(1, min(number, 100_000) + 1) if number % part == 0]
     return ", ".join(map(str, found[-12:]))

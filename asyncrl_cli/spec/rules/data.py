@@ -28,7 +28,7 @@ READY_TASKS = {
     "bugfix_command": "asyncrl_cli.tasks.ready.bugfix.by_command:BugfixByCommand",
     "command": "asyncrl_cli.tasks.ready.command:Command",
 }
-"""The tasks that come with asyncrl, and their classes."""
+"""The ready tasks, which are part of asyncrl, and their classes."""
 GYM = "gym/"
 """Prefix of the name of a reasoning-gym data set."""
 HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
@@ -37,7 +37,7 @@ SOURCES = (
     "`module:function`"
 )
 SAVED_MARKS = ("dataset_info.json", "dataset_dict.json")
-"""A folder that `datasets` saved has one of these."""
+"""Files of which a folder saved by `datasets` has at least one."""
 
 
 @rule
@@ -150,7 +150,7 @@ def curriculum_stages(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Several `samples` of an evaluation set need `greedy: false`: all greedy responses are equal."""
+    """More than one of `samples` in an evaluation set needs `greedy: false`: all greedy responses are equal."""
     for name, chosen in spec.evaluation.sets.items():
         if chosen.greedy and chosen.samples > 1:
             hint = "set greedy to false, or remove samples"

@@ -28,7 +28,8 @@ OWN_ENGINE_ARGS = {
     **dict.fromkeys(("load_format", "generation_config", "worker_cls", "worker_extension_cls")),
     **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "enable_chunked_prefill", "async_scheduling")),
 }
-"""vLLM arguments that asyncrl sets itself, each with the key to use instead; so is every argument `schedul…`."""
+"""vLLM arguments that asyncrl sets itself, each with the key to use instead ("": none). Arguments that begin with
+`schedul` are treated in the same way."""
 
 _ONE_ACTOR = "an engine is one process group on one host, with the GPUs of rollout.gpus_per_engine alone"
 _EXACT = "engines must compute with exactly the weights that the trainer publishes"
@@ -49,14 +50,14 @@ IMPOSSIBLE_ENGINE_ARGS = {
     "convert": (("auto", "none"), "only a generating engine can produce rollouts", "remove it"),
     "skip_tokenizer_init": ((False,), "engines need the tokenizer to stop at rollout.sampling.stop", "remove it"),
 }
-"""vLLM arguments that no run can work with: the values that are allowed, why, and the hint. None is always allowed."""
+"""vLLM arguments of which only some values work: these values, the reason, and the hint. None is always allowed."""
 
 
 @rule
 def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Trainer and engines compute in the same dtype; different ones widen the gap between their log-probs."""
+    """Trainer and engines compute in the same dtype; otherwise their log-probs differ more."""
     if spec.trainer.dtype != spec.rollout.dtype:
-        message = f"engines in {spec.rollout.dtype} and the trainer in {spec.trainer.dtype} widen the log-prob gap"
+        message = f"engines in {spec.rollout.dtype} and trainer in {spec.trainer.dtype}: their log-probs differ more"
         yield warning("rollout.dtype", message, f"use {spec.trainer.dtype} for both, if memory allows")
 
 
@@ -71,7 +72,7 @@ def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Shares of a GPU: every engine has one trainer rank beside it, and both fit on one GPU."""
+    """With shares of a GPU, every engine shares its GPU with one trainer rank, and both fit on it."""
     rollout, trainer = spec.rollout, spec.trainer
     engine, rank = rollout.gpus_per_engine, trainer.gpus_per_rank
     shares = {"rollout.gpus_per_engine": engine, "trainer.gpus_per_rank": rank}
@@ -89,7 +90,7 @@ def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"must be trainer.ranks ({trainer.ranks}): each engine shares a GPU with a trainer rank"
         yield Problem("rollout.engines", message, f"set it to {trainer.ranks}, or give engines whole GPUs")
     if spec.cluster.engines != ClusterSpec().engines:
-        message = "engines that share GPUs with trainer ranks are where these are"
+        message = "engines that share GPUs with trainer ranks run on the nodes of these ranks"
         yield Problem("cluster.engines", message, "remove it; cluster.trainer chooses the nodes")
     used = rollout.engine_args.get("gpu_memory_utilization")
     if shares_gpus(spec) and isinstance(used, (int, float)) and used > engine:
@@ -100,7 +101,7 @@ def shared_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.kv_cache_mb` is for CPU engines."""
+    """`rollout.kv_cache_mb` applies to CPU engines only."""
     if spec.rollout.kv_cache_mb is not None and spec.rollout.gpus_per_engine:
         hint = "use rollout.engine_args.gpu_memory_utilization"
         yield warning("rollout.kv_cache_mb", "has no effect on GPU engines", hint)
@@ -108,7 +109,7 @@ def cpu_cache(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def threads(spec: ExperimentSpec) -> Iterator[Problem]:
-    """If ranks and engines run on this machine's CPUs, every thread has a core."""
+    """If ranks and engines run on this machine's CPUs, there is a core for each of their threads."""
     trainer, rollout, cores = spec.trainer, spec.rollout, os.cpu_count()
     if spec.cluster.address is not None or trainer.gpus_per_rank or rollout.gpus_per_engine or cores is None:
         return
@@ -130,13 +131,13 @@ def joined_cluster(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("cluster.address", message, hint)
     for key in ("trainer", "engines", "autoscaling"):
         if cluster.address is None and getattr(cluster, key) != getattr(ClusterSpec(), key):
-            message = "is about nodes of a joined cluster, and the run starts one of its own"
+            message = "applies to a joined cluster only, and this run starts its own"
             yield Problem(f"cluster.{key}", message, "set cluster.address, or remove this key")
 
 
 @rule
 def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`rollout.engine_args` has no argument that asyncrl sets itself, and none that no run can work with."""
+    """`rollout.engine_args` has no arguments that asyncrl sets itself, and no values that cannot work."""
     for argument, value in spec.rollout.engine_args.items():
         name = argument.strip("-").replace("-", "_").lower()
         path = f"rollout.engine_args.{argument}"
@@ -159,7 +160,7 @@ TRACKING_SCHEMES = (
 
 @rule
 def runs_folder(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`runs_dir` is a folder, or can be created."""
+    """`runs_dir` is a folder, or does not exist yet."""
     for path in (spec.runs_dir, *spec.runs_dir.absolute().parents):
         if os.path.exists(path):
             if not os.path.isdir(path):
@@ -192,7 +193,7 @@ def finite_values(spec: ExperimentSpec) -> Iterator[Problem]:
     free += [(f"task.mix.{index}.options", member.options) for index, member in enumerate(spec.task.mix)]
     for path, value in free:
         for below in _not_finite(path, value):
-            yield Problem(below, "must be a finite number", "JSON, which records the spec, has no others")
+            yield Problem(below, "must be a finite number", "the spec is recorded as JSON, which has no others")
 
 
 def _not_finite(path: str, value: object) -> Iterator[str]:

@@ -20,12 +20,12 @@ SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     "max_position_embeddings",
 )
-"""Keys of an architecture's config that rules read; most architectures have them."""
+"""Keys of an architecture's config that the rules read; most architectures have them."""
 HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 
 
 def _sizes(spec: ExperimentSpec) -> dict[str, int]:
-    """Those of ``SIZES`` that `model.init.config` gives, and that are sizes."""
+    """The values of ``SIZES`` in `model.init.config`, without those that are invalid."""
     config = spec.model.init.config if spec.model.init else {}
     found = {name: config.get(name) for name in SIZES}
     return {name: size for name, size in found.items() if type(size) is int and 1 <= size <= LARGEST}
@@ -59,7 +59,7 @@ def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """A `model.chat_template` is a file."""
     if spec.model.chat_template is not None and not os.path.isfile(spec.model.chat_template):
-        hint = "name a Jinja file, or leave it out to use the tokenizer's own template"
+        hint = "name a Jinja file, or remove the key to use the tokenizer's own template"
         yield Problem("model.chat_template", f"{spec.model.chat_template} is not a file", hint)
 
 
@@ -73,23 +73,23 @@ def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
-"""Mixtures of experts that were tested; of others, checks before a run look at the model."""
+"""Mixtures of experts that were tested; for others, the checks before a run inspect the model."""
 UNSERVED = {
-    "gpt_oss": "vLLM's loader writes its experts and attention sinks past the reload that a published version needs",
+    "gpt_oss": "vLLM's loader writes its experts and attention sinks in a way that does not support reloading weights",
 }
-"""Architectures that transformers can train and no engine can be given new weights of, and why."""
+"""Architectures that transformers can train, but whose weights cannot be updated in an engine, and why."""
 
 
 @rule
 def architecture_is_served(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Engines can load published weights of `model.init.architecture`; of gpt_oss they cannot."""
+    """Engines can load new weights of `model.init.architecture`; for `gpt_oss` they cannot."""
     name = spec.model.init.architecture if spec.model.init else ""
     if name in UNSERVED:
         yield Problem("model.init.architecture", f"`{name}` cannot be trained: {UNSERVED[name]}", "use `qwen3_moe`")
 
 
 DIVIDED = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}
-"""Architectures whose experts ranks can divide, and where their configs have the number of experts."""
+"""Architectures whose experts can be divided among ranks, and the key of their config with the number of experts."""
 
 
 @rule
@@ -103,7 +103,7 @@ def experts_are_divided(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @cache
 def _architectures() -> frozenset[str]:
-    """The types in the source of transformers, whose import takes seconds; none if it is not found.
+    """The model types, from the source of transformers, because its import takes seconds; empty if it is not found.
 
     ``train.model.initial`` asks transformers itself before a run starts.
     """
@@ -140,9 +140,10 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator[Problem]:
-    """A mistake unless ``size`` ranks can have equal shares of a model's attention heads.
+    """A problem unless a model's attention heads can be divided into ``size`` equal shares.
 
-    Ulysses needs ``size`` to divide the key-value heads, or them to divide it: then some ranks have the same ones.
+    Ulysses needs ``size`` to divide the number of key-value heads, or this number to divide ``size``; in the second
+    case several ranks have the same key-value heads.
     """
     if heads % size or (kv_heads % size and size % kv_heads):
         able = [n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)]
@@ -151,7 +152,7 @@ def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator
 
 
 def head_problems(sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """The mistakes in the attention heads of a config, which may include the architecture's defaults."""
+    """The problems in the attention heads of a config, which may include the architecture's defaults."""
     size, heads, kv_heads = map(sizes.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if size and heads and size % heads and not sizes.get("head_dim"):
         hint = f"use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim"
@@ -168,7 +169,7 @@ def positions(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 def position_problems(sizes: Mapping[str, int], max_length: int) -> Iterator[Problem]:
-    """A mistake if the model has fewer positions than ``max_length``."""
+    """A problem if the model has fewer positions than ``max_length``."""
     limit = sizes.get("max_position_embeddings")
     if limit is not None and limit < max_length:
         message = f"{max_length} is more than the model's {limit} positions"
@@ -206,6 +207,6 @@ def cache_holds_a_rollout(spec: ExperimentSpec) -> Iterator[Problem]:
     item = {"float32": 4, "bfloat16": 2}[spec.rollout.dtype]
     needed = 2 * layers * size.get("num_key_value_heads", heads) * head_dim * item * spec.model.max_length
     if cache * 2**20 < needed:
-        hint = f"raise it to {-(-needed // 2**20)} or more, or leave it out"
+        hint = f"raise it to {-(-needed // 2**20)} or more, or remove it"
         message = f"{cache} MiB cannot hold a sequence of model.max_length {spec.model.max_length}"
         yield Problem("rollout.kv_cache_mb", message, hint)

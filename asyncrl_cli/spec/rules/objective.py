@@ -11,16 +11,16 @@ from asyncrl_cli.spec.rules.model import MIXTURES
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 GROUP_BASELINES = ("group_norm", "group_mean", "leave_one_out")
-"""Advantages that compare a rollout with the others of its group."""
+"""Advantage estimators that compare a rollout with the others of its group."""
 
 REPLAYED = MIXTURES
-"""Architectures that `router_replay` is for: those of ``train.model.router_replay.ROUTERS``."""
+"""Architectures that support `router_replay`: those of ``train.model.router_replay.ROUTERS``."""
 
 
 @rule
 def correction(spec: ExperimentSpec) -> Iterator[Problem]:
     """Stale rollouts are corrected: by weights, masks or rejection, or because the clipped ratio is relative to the
-    policy that sampled them. Bounds go with the keys that use them."""
+    policy that sampled them. A bound is set only together with the key that uses it."""
     algorithm, staleness = spec.algorithm, spec.pipeline.max_staleness
     chosen = algorithm.correction
     key = "algorithm.correction"
@@ -43,7 +43,7 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
     if chosen.reject_by == "k1" and chosen.reject_over == "sequence_max":
         yield Problem(f"{key}.reject_over", "k1 has no maximum: it can be negative", "set reject_by to k2 or k3")
     if chosen.reject_by in ("k2", "k3") and chosen.reject_low is not None:
-        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound but 0", "remove it")
+        yield Problem(f"{key}.reject_low", f"{chosen.reject_by} has no lower bound except 0", "remove it")
     if chosen.reject_by is None and (chosen.reject_low is not None or chosen.reject_high is not None):
         bound = "reject_high" if chosen.reject_low is None else "reject_low"
         yield Problem(f"{key}.{bound}", "has no effect without reject_by", f"set {key}.reject_by, or remove it")
@@ -56,7 +56,7 @@ def correction(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Experts are replayed in architectures whose routers are known; a saved model is looked at before the run."""
+    """`algorithm.router_replay` supports the architecture of `model.init`; a saved model is checked before the run."""
     if spec.algorithm.router_replay and spec.model.init and spec.model.init.architecture not in REPLAYED:
         message = f"the experts of {spec.model.init.architecture} cannot be replayed"
         hint = f"set it to false; it is for mixtures of experts: {', '.join(REPLAYED)}"
@@ -68,7 +68,7 @@ def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Groups with equal rewards are excluded only if their advantages are 0: with the group as the baseline."""
+    """Groups with equal rewards are excluded only if their advantages are 0, as with a baseline from the group."""
     algorithm = spec.algorithm
     if algorithm.uniform_groups == "train" or algorithm.advantage in GROUP_BASELINES:
         return

@@ -1,4 +1,4 @@
-"""Rules of engines that compute with other numbers than the trainer publishes."""
+"""Rules for engines that quantize the weights that the trainer publishes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ FP8_ENGINES = {
     "quantization": ("fp8_per_tensor", "fp8_per_channel", "fp8_per_block"),
     "kv_cache_dtype": ("fp8", "fp8_e4m3"),
 }
-"""The values of vLLM's arguments with which engines make FP8 of every published version; vLLM's other
-quantizations read a checkpoint that was quantized before, or are too coarse for log-probs to agree."""
+"""The values of vLLM's arguments with which engines convert every published version to FP8. vLLM's other quantizations
+need a checkpoint that is quantized already, or are too coarse for the log-probs to agree."""
 EXACT = {"quantization": (), "kv_cache_dtype": ("auto", "bfloat16")}
-"""Those that change no numbers."""
+"""The values with which engines compute as without them."""
 
 
 def fp8_arguments(spec: ExperimentSpec) -> dict[str, object]:
-    """The entries of `rollout.engine_args` that make engines compute in FP8, or in other formats, by name."""
+    """The entries of `rollout.engine_args` with which engines compute in FP8 or another quantized format, by name."""
     own = {name.strip("-").replace("-", "_").lower(): value for name, value in spec.rollout.engine_args.items()}
     return {name: own[name] for name in FP8_ENGINES if own.get(name) is not None and own.get(name) not in EXACT[name]}
 
@@ -27,7 +27,7 @@ def fp8_arguments(spec: ExperimentSpec) -> dict[str, object]:
 @rule
 def fp8_engines(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `rollout.engine_args`, `quantization` and `kv_cache_dtype` may be FP8 for engines on GPUs, with
-    `rollout.dtype: bfloat16` and a correction of the difference to the trainer."""
+    `rollout.dtype: bfloat16` and an off-policy correction (`algorithm.correction`)."""
     for name, value in fp8_arguments(spec).items():
         path, allowed = f"rollout.engine_args.{name}", ", ".join(FP8_ENGINES[name])
         correction = spec.algorithm.correction
@@ -40,5 +40,5 @@ def fp8_engines(spec: ExperimentSpec) -> Iterator[Problem]:
         elif spec.rollout.dtype != "bfloat16":
             yield Problem("rollout.dtype", f"engines with {name} {value} need bfloat16", "set it to bfloat16")
         elif correction.level is None and correction.reject_by is None and correction.proximal != "behaviour":
-            message = f"missing: tokens are sampled in FP8 ({name}), and trained as if they were not"
+            message = f"missing: tokens are sampled in FP8 ({name}), so the trainer's log-probs differ"
             yield Problem("algorithm.correction.level", message, "use the preset truncated")

@@ -1,4 +1,4 @@
-"""Rules of lengths, counts and intervals, and of what staleness makes of them."""
+"""Rules of lengths, counts and intervals, and of how staleness limits them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
     if size == 1:
         return
     if trainer.attention == "eager":
-        message = "eager attention cannot be shared out over the ranks of trainer.sequence_parallel"
+        message = "eager attention cannot be divided among the ranks of trainer.sequence_parallel"
         yield Problem("trainer.attention", message, "use sdpa, or set trainer.sequence_parallel to 1")
     elif trainer.packing and trainer.attention == "sdpa":
         message = "with sdpa every rank has a mask of the full packed sequence, which sequence_parallel does not divide"
@@ -122,7 +122,7 @@ def expert_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def offload(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.offload` needs GPU ranks; `optimizer` needs ZeRO 1 or higher, and `all` ZeRO 3."""
+    """`trainer.offload` needs GPU ranks; `optimizer` needs ZeRO-1 or higher, and `all` needs ZeRO-3."""
     trainer = spec.trainer
     least = {"none": 0, "optimizer": 1, "all": 3}[trainer.offload]
     if least and not trainer.gpus_per_rank:
@@ -167,7 +167,7 @@ def partial_rollouts(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"needs mode sync: mode {pipeline.mode} never stops generating"
         yield Problem("pipeline.partial_rollouts", message, "remove it, or use mode: sync")
     elif pipeline.partial_rollouts and pipeline.max_staleness == 0:
-        message = "0 lets no rollout continue under the next weights, as partial_rollouts needs"
+        message = "with 0 no rollout can continue under the next weights, as partial_rollouts requires"
         yield Problem("pipeline.max_staleness", message, "set it to 1, or remove it")
 
 
@@ -188,7 +188,7 @@ def useful_concurrency(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 TRIAL_STEPS = 8
-"""A run of fewer steps is a trial, and gets no warnings about asynchrony."""
+"""A run of fewer steps is a trial: it gets no warnings about asynchrony."""
 
 
 @rule

@@ -1,9 +1,9 @@
 """The environment in which an agent that others wrote finds the policy, and nothing else.
 
 Every agent reads its base URL, key and model under names of its own. They all get the same ones here: the session's.
-The home folder belongs to the episode, and the settings of whoever started the run do not reach the program: neither
-files in a home folder nor variables such as ``OPENAI_API_KEY``, which would lead it, and the policy that commands it,
-to another server with the user's key.
+The home folder belongs to the episode, and the settings of the user who started the run do not reach the program:
+neither files in a home folder nor variables such as ``OPENAI_API_KEY``, which would lead it, and the policy that
+commands it, to another server with the user's key.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Command:
     async def _run_inside(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> tuple[int, str, str]:
         row = json.dumps(row_of(prompt), default=str)
         await sandbox.write_file(ROW_FILE, row.encode())
-        where = (await sandbox.run(f"mkdir -p {CWD} && pwd")).output.strip()
+        where = (await sandbox.run(f"mkdir -p {CWD} && pwd", time_s=YEAR_S)).output.strip()
         spec_folder = os.environ.get(SPEC_FOLDER, "")
         cwd = os.path.join(where, CWD) if self._cwd is None else os.path.join(spec_folder, self._cwd)
         if sandbox.base_url is not None:

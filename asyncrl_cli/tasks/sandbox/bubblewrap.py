@@ -47,9 +47,9 @@ def devices() -> list[str]:
     ]
 
 
-def memory_folder(path: str, size_mb: int) -> list[str]:
-    """An empty folder in memory that every user may write to."""
-    return ["--perms", "1777", "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path]
+def memory_folder(path: str, size_mb: int, mode: str = "1777") -> list[str]:
+    """An empty folder in memory; every user may write to it, if ``mode`` does not differ."""
+    return ["--perms", mode, "--size", str(size_mb * confine.MEGABYTE), "--tmpfs", path]
 
 
 def bindings(bound: Mapping[str, str]) -> list[str]:

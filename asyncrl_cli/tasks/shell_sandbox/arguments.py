@@ -1,14 +1,16 @@
 """bwrap's arguments for a sandbox with a shell: the programs of this machine, this Python with its packages, an empty
-work folder, and nothing else."""
+work folder, and nothing else. gVisor, where it is wanted, is started inside."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from types import ModuleType
 
 from asyncrl_cli.tasks.sandbox.bubblewrap import bindings, devices, memory_folder, namespaces, unused_uid
+from asyncrl_cli.tasks.shell_sandbox import gvisor
 from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, SandboxSettings
 
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
@@ -17,6 +19,7 @@ OWN = "/run/sandbox"
 """Where this package's modules are, inside."""
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN")
 """What the supervisor needs to take its id and to own the work folder; it abandons them."""
+SOCKET_FOLDER_MB = 1
 
 
 def accounts(uid: int) -> dict[str, str]:
@@ -42,18 +45,31 @@ def environment() -> dict[str, str]:
     }
 
 
-def bubblewrap(settings: SandboxSettings, files: Mapping[str, int], modules: tuple[ModuleType, ...]) -> list[str]:
-    """bwrap and its arguments, without the command. ``files``: descriptors with the content of small files."""
+def visible(settings: SandboxSettings, modules: tuple[ModuleType, ...]) -> dict[str, str]:
+    """Files and folders of this machine that can be read inside: where they are inside, and here."""
     python = (sys.prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     bound = {path: path for path in (*PROGRAMS, *DATA, *python) if os.path.exists(path)}
     bound |= {os.path.abspath(path): os.path.realpath(path) for path in settings.readable}
     bound |= {f"{OWN}/{module.__name__.replace('.', '/')}.py": str(module.__file__) for module in modules}
+    if settings.kind == "gvisor":
+        bound[gvisor.PROGRAM] = os.path.realpath(shutil.which("runsc") or "runsc")
+    return bound
+
+
+def bubblewrap(settings: SandboxSettings, files: Mapping[str, int], bound: Mapping[str, str]) -> list[str]:
+    """bwrap and its arguments, without the command. ``files``: descriptors with the content of small files; ``bound``:
+    what is ``visible``."""
+    folders = memory_folder("/tmp", settings.disk_mb)
+    if settings.kind == "gvisor":
+        folders += memory_folder(gvisor.SOCKET_FOLDER, SOCKET_FOLDER_MB, "0755")
     return [
-        *namespaces(as_first_process=True),
+        # gVisor's processes cannot end bwrap's own first one, with which all of them end.
+        *namespaces(as_first_process=settings.kind == "bubblewrap"),
         *(word for name in CAPABILITIES if unused_uid() is not None for word in ("--cap-add", name)),
         *devices(),
         *("--proc", "/proc"),
-        *memory_folder("/tmp", settings.disk_mb),
+        *("--perms", "0755", "--dir", "/run"),
+        *folders,
         *memory_folder(WORK_FOLDER, settings.disk_mb),
         *("--perms", "0755", "--dir", "/etc"),
         *(word for path, file in files.items() for word in ("--perms", "0444", "--file", str(file), path)),

@@ -22,7 +22,7 @@ FEWEST_FREE = 16
 AGAIN_S = 0.002
 
 
-def exceeded(alone: bool, memory: int, most: int) -> bytes:
+def exceeded(alone: bool, in_gvisor: bool, memory: int, most: int) -> bytes:
     """The limit that has been reached, if any: ``memory`` in bytes, ``most`` processes and threads."""
     resident, threads, pids = 0, 0, []
     for pid in _others(alone):
@@ -36,9 +36,9 @@ def exceeded(alone: bool, memory: int, most: int) -> bytes:
     if threads >= most:
         return b"processes"
     # Shared pages count several times in resident sizes: look closer only where those are too large.
-    if resident > memory and sum(map(_proportional, pids)) > memory:
+    if resident > memory and (_of_gvisor() if in_gvisor else sum(map(proportional, pids))) > memory:
         return b"memory"
-    if alone and _sockets() > MOST_SOCKETS:
+    if alone and not in_gvisor and _sockets() > MOST_SOCKETS:
         return b"memory"
     return b""
 
@@ -89,7 +89,12 @@ def _others(alone: bool) -> Iterator[int]:
     if alone:
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         return
-    found = [os.getpid()]
+    yield from below(os.getpid())
+
+
+def below(pid: int) -> Iterator[int]:
+    """The ids of a process's descendants."""
+    found = [pid]
     for parent in found:
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
@@ -99,7 +104,7 @@ def _others(alone: bool) -> Iterator[int]:
     yield from found[1:]
 
 
-def _proportional(pid: int) -> int:
+def proportional(pid: int) -> int:
     """Bytes of a process, shared pages by its share of them."""
     try:
         for line in _file(f"/proc/{pid}/smaps_rollup").splitlines():
@@ -111,6 +116,12 @@ def _proportional(pid: int) -> int:
         return int(_file(f"/proc/{pid}/statm").split()[1]) * PAGE
     except (OSError, IndexError):
         return 0
+
+
+def _of_gvisor() -> int:
+    """Bytes of memory of all processes in gVisor, each page once."""
+    lines = _file("/proc/meminfo").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"AnonPages:"))
 
 
 def _sockets() -> int:

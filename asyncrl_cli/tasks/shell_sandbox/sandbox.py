@@ -1,8 +1,9 @@
-"""A sandbox, seen from the worker: one process of bwrap, and a socket to the supervisor inside."""
+"""A sandbox, seen from the worker: one process of bwrap, and a socket to the supervisor inside (in gVisor, if so)."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,10 @@ from asyncrl_cli.tasks.sandbox import confine
 from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError, unused_uid
 from asyncrl_cli.tasks.shell_sandbox import (
     arguments,
+    gvisor,
+    gvisor_memory,
     output,
+    port,
     processes,
     shell_filter,
     supervisor,
@@ -37,8 +41,8 @@ from asyncrl_cli.tasks.shell_sandbox.settings import (
     Stopped,
 )
 
-MODULES = (supervisor, processes, work_files, output, wire, confine)
-"""What the supervisor imports of this package; they import nothing else of it."""
+MODULES = (supervisor, gvisor, port, processes, work_files, output, wire, confine)
+"""What the supervisor and the start of gVisor import of this package; they import nothing else of it."""
 PACKAGES = Path(__file__).parents[3]
 START_S = 60.0
 """Seconds that starting may take, on a busy machine."""
@@ -64,11 +68,11 @@ async def open_sandbox(settings: SandboxSettings, *, gateway: str | None = None)
 class Sandbox:
     """A ``ShellSandbox``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, time_s: float) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, settings: SandboxSettings) -> None:
         self.base_url: str | None = None
         self._process = process
         self._control = control
-        self._time_s = time_s
+        self._settings = settings
         self._turn = asyncio.Lock()
         self._sending = asyncio.Lock()
         self._current: asyncio.Task[list[bytes]] | None = None
@@ -81,19 +85,21 @@ class Sandbox:
         """Start it and wait until it is confined. Raises ``SandboxError``."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        inside = settings.kind == "bubblewrap"
+        inside, in_gvisor = settings.kind != "none", settings.kind == "gvisor"
         folder = WORK_FOLDER if inside else tempfile.mkdtemp(prefix="asyncrl-sandbox-")
-        uid = unused_uid() if inside else None
         relayed = inside and gateway is not None
         try:
-            program = shell_filter.program() if inside else b""
-            process = _started(settings, theirs, uid)
+            taken = unused_uid() if inside else None
+            uid = gvisor.USER if in_gvisor else taken
+            further = gvisor.SYSTEM_CALLS if in_gvisor else frozenset[str]()
+            program = shell_filter.program(further) if inside else b""
+            process = _started(settings, theirs, taken, relayed)
         except OSError as error:
             ours.close()
             raise SandboxError(f"the sandbox cannot be started: {error}") from error
         finally:
             theirs.close()
-        sandbox = cls(process, ours, settings.time_s)
+        sandbox = cls(process, ours, settings)
         variables = arguments.environment() | ({} if inside else {"HOME": folder})
         if gateway is not None:
             sandbox.base_url = variables["OPENAI_BASE_URL"] = inner_url(gateway) if inside else gateway
@@ -102,45 +108,49 @@ class Sandbox:
         try:
             async with asyncio.timeout(START_S):
                 await sandbox._send([word if isinstance(word, bytes) else os.fsencode(str(word)) for word in order])
-                listening = await sandbox._ready()
-                if listening is not None and gateway is not None:
+                if gateway is not None and relayed:
                     sandbox._relay = Relay(gateway)
-                    await sandbox._relay.start(listening)
+                    await sandbox._relay.start(await sandbox._listening())
+                if await sandbox._receive() != [supervisor.READY]:
+                    raise SandboxError("it does not answer")
         except BaseException as error:
+            if sandbox._relay is not None:
+                await sandbox._relay.close()
             printed = await sandbox._end()
             if isinstance(error, (OSError, wire.WireError)):
                 raise SandboxError(f"the sandbox has not started: {printed or error}") from error
             raise
         return sandbox
 
-    async def _ready(self) -> socket.socket | None:
-        """Wait until it is confined; the socket that listens inside, if any."""
+    async def _listening(self) -> socket.socket:
+        """The socket to which connections from inside come."""
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._control, readable.set_result, None)
         readable.add_done_callback(lambda _: loop.remove_reader(self._control))
         await readable
-        message = wire.packed([b"ready"])
+        message = wire.packed([port.LISTENING])
         first, descriptors, _, _ = socket.recv_fds(self._control, len(message), 1)
         listening = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         rest = await self._read(len(message) - len(first)) if first else b""
-        if first + rest != message:
+        if first + rest != message or not listening:
             for one in listening:
                 one.close()
             raise SandboxError("it has ended")
-        return listening[0] if listening else None
+        return listening[0]
 
     async def run(
         self, command: str, *, time_s: float | None = None, env: Mapping[str, str] = NO_VARIABLES
     ) -> CommandResult:
         """As in ``ShellSandbox``."""
-        time_s = self._time_s if time_s is None else time_s
+        time_s = self._settings.time_s if time_s is None else time_s
         variables = [word.encode(errors="replace") for pair in env.items() for word in pair]
         order = [b"run", command.encode(errors="replace"), str(time_s).encode(), *variables]
         answer = await self._ask(order, time_s + GRACE_S)
         try:
             status, stopped, total, first, last = answer
-            limit = cast("Stopped", stopped.decode())
+            # Whoever gets this answer has not cancelled: then `_stop_for_memory` has.
+            limit = cast("Stopped", "memory" if stopped == supervisor.CANCELLED else stopped.decode())
             return CommandResult(None if limit else int(status), output.text_of(first, last, int(total)), limit)
         except ValueError as error:
             raise SandboxError(f"an invalid answer from the sandbox: {error}") from error
@@ -183,6 +193,7 @@ class Sandbox:
     async def _exchange(self, order: Sequence[bytes], time_s: float) -> list[bytes]:
         async with self._turn:
             self._current = asyncio.current_task()
+            watch = asyncio.create_task(self._stop_for_memory()) if order[0] == b"run" else None
             try:
                 async with asyncio.timeout(time_s):
                     await self._send(order)
@@ -195,9 +206,18 @@ class Sandbox:
                 raise SandboxError(f"the sandbox has ended: {error or 'no answer'}") from error
             finally:
                 self._current = None
+                if watch is not None:
+                    watch.cancel()
         if kind == b"error":
             raise OSError(int(fields[0]), fields[1].decode(errors="replace"))
         return fields
+
+    async def _stop_for_memory(self) -> None:
+        """Stop the command if gVisor takes too much memory, its own included."""
+        if self._settings.kind == "gvisor":
+            await gvisor_memory.exceeded(self._process.pid, self._settings)
+            with suppress(OSError):
+                await self._send([b"stop"])
 
     async def _send(self, fields: Sequence[bytes]) -> None:
         async with self._sending:
@@ -248,22 +268,39 @@ class Sandbox:
         return lines[-1] if lines else ""
 
 
-def _started(settings: SandboxSettings, control: socket.socket, uid: int | None) -> subprocess.Popen[bytes]:
+def _python(module: str, root: str, words: Sequence[str]) -> list[str]:
+    """The command that calls ``main`` of one of this package's modules, below ``root``."""
+    start = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, *words]
+
+
+def _started(
+    settings: SandboxSettings, control: socket.socket, uid: int | None, relayed: bool
+) -> subprocess.Popen[bytes]:
     """The process of bwrap, or of the supervisor itself."""
-    inside = settings.kind == "bubblewrap"
-    root = arguments.OWN if inside else str(PACKAGES)
-    start = f"import sys; sys.path.insert(0, {root!r}); from {supervisor.__name__} import main; main()"
-    command = [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, str(control.fileno())]
     files: dict[str, int] = {}
     try:
-        if inside:
+        if settings.kind == "none":
+            command = _python(supervisor.__name__, str(PACKAGES), [str(control.fileno())])
+        else:
             if shutil.which("bwrap") is None:
                 raise SandboxError("bwrap is not installed")
-            for path, text in arguments.accounts(uid or 1000).items():
+            bound = arguments.visible(settings, MODULES)
+            if settings.kind == "gvisor":
+                if shutil.which("runsc") is None:
+                    raise SandboxError("runsc is not installed")
+                inner = _python(supervisor.__name__, arguments.OWN, ["0"])
+                container = gvisor.container(inner, arguments.CAPABILITIES, settings.disk_mb, WORK_FOLDER, bound)
+                words = [str(control.fileno()), str(uid or 0), "relay" if relayed else "", json.dumps(container)]
+                command = _python(gvisor.__name__, arguments.OWN, words)
+            else:
+                command = _python(supervisor.__name__, arguments.OWN, [str(control.fileno())])
+            user = gvisor.USER if settings.kind == "gvisor" else uid or 1000
+            for path, text in arguments.accounts(user).items():
                 files[path] = os.memfd_create(os.path.basename(path))
                 os.write(files[path], text.encode())
                 os.lseek(files[path], 0, os.SEEK_SET)
-            command = [*arguments.bubblewrap(settings, files, MODULES), "--", *command]
+            command = [*arguments.bubblewrap(settings, files, bound), "--", *command]
         # In this thread, the loop's: bwrap ends with the thread that has started it.
         return subprocess.Popen(
             command,

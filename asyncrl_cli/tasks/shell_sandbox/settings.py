@@ -17,6 +17,7 @@ GATEWAY_PORT = 18181
 """Of 127.0.0.1, inside: the gateway."""
 NO_VARIABLES: Mapping[str, str] = {}
 
+Kind = Literal["bubblewrap", "gvisor", "none"]
 Stopped = Literal["", "time", "memory", "disk", "processes"]
 
 
@@ -25,7 +26,8 @@ class SandboxSettings:
     """What a sandbox may use.
 
     Args:
-        kind: ``bubblewrap``; or ``none``, which confines nothing and limits time and output alone.
+        kind: ``bubblewrap``; ``gvisor``, which runs gVisor in that; or ``none``, which confines nothing and limits time
+            and output alone.
         time_s: seconds (wall clock) for one command.
         memory_mb: MiB of memory of all its processes together; and of each one's data.
         processes: processes and threads at a time.
@@ -34,7 +36,7 @@ class SandboxSettings:
         network: ``gateway``: the gateway and nothing else; ``none``: nothing.
     """
 
-    kind: Literal["bubblewrap", "none"] = "bubblewrap"
+    kind: Kind = "bubblewrap"
     time_s: float = 60.0
     memory_mb: int = 1024
     processes: int = 128

@@ -42,9 +42,12 @@ PERSONALITIES = (0x0, 0xFFFFFFFF)
 
 
 @functools.cache
-def program() -> bytes:
-    """The program, for this machine's architecture. Raises ``OSError`` where there is no libseccomp."""
-    rules: list[Rule] = [(name, ()) for name in ALLOWED | FURTHER]
+def program(further: frozenset[str] = frozenset()) -> bytes:
+    """The program, for this machine's architecture, with ``further`` system calls.
+
+    Raises ``OSError`` where there is no libseccomp.
+    """
+    rules: list[Rule] = [(name, ()) for name in ALLOWED | FURTHER | further]
     rules += [("ioctl", (equal(1, value),)) for value in (*IOCTL, *FURTHER_IOCTL)]
     rules.append(("clone", (masked(0, NEW_NAMESPACES, 0),)))
     rules.append(("prlimit64", (equal(0, 0),)))

@@ -1,8 +1,8 @@
 """The first process in a sandbox: it runs one command at a time, watches it, and reads and writes files.
 
-It starts as root where bwrap does, takes an unused id, confines itself, and only then answers. It lives as long as the
-socket to the worker does: when the worker ends, however it ends, this process ends, and with the first process of a
-namespace the kernel ends all others.
+It starts as root where bwrap or gVisor does, takes an unused id, confines itself, and only then answers. It lives as
+long as the socket to the worker does: when the worker ends, however it ends, this process ends, and with the first
+process of a namespace the kernel ends all others.
 
 Invariant: between two commands no other process lives in the sandbox.
 """
@@ -18,7 +18,7 @@ import sys
 import time
 
 from asyncrl_cli.tasks.sandbox import confine
-from asyncrl_cli.tasks.shell_sandbox import processes, work_files
+from asyncrl_cli.tasks.shell_sandbox import gvisor, port, processes, work_files
 from asyncrl_cli.tasks.shell_sandbox.output import Output
 from asyncrl_cli.tasks.shell_sandbox.wire import packed, received
 
@@ -26,6 +26,7 @@ WATCH_S = 0.05
 """Seconds between two looks at what a command uses; most commands end before the first."""
 SHELLS = ("/bin/bash", "/bin/sh")
 OPEN_FILES = 1024
+READY, CANCELLED = b"ready", b"cancelled"
 CANNOT_RUN = 126
 """A shell's status of what cannot be run."""
 NOTHING_NEW = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
@@ -36,24 +37,30 @@ class Supervisor:
     """Answers the worker's messages."""
 
     def __init__(self, control: socket.socket) -> None:
-        kind, folder, uid, memory_mb, most, port, program, *variables = received(lambda size: _read(control, size))
+        kind, folder, uid, memory_mb, most, number, program, *variables = received(lambda size: _read(control, size))
         self._control = control
         self._folder = os.fsdecode(folder)
         self._memory = int(memory_mb) * confine.MEGABYTE
         self._most = int(most)
-        self._alone = kind == b"bubblewrap"
+        self._alone = kind != b"none"
+        self._in_gvisor = kind == b"gvisor"
         self._environment = _pairs(variables)
         self._shell = next(path for path in SHELLS if os.path.exists(path))
         self._disks = (self._folder, "/tmp") if self._alone else ()
+        self._woken = _wake_when_children_end()
         os.chdir(self._folder)
-        listening = _listen(int(port)) if int(port) else None
+        listening = port.listen(int(number)) if int(number) else None
+        if listening is not None and not self._in_gvisor:
+            port.hand_over(control, listening)
+        if self._in_gvisor:
+            gvisor.share_memory_in_tmp()
         if self._alone:
             self._confine(int(uid), program)
         else:
             confine.adopt_orphans()
-        socket.send_fds(control, [packed([b"ready"])], [] if listening is None else [listening.fileno()])
-        if listening is not None:
-            listening.close()
+        if listening is not None and self._in_gvisor:
+            port.copy_to(gvisor.SOCKET, listening)
+        control.sendall(packed([READY]))
 
     def _confine(self, uid: int, program: bytes) -> None:
         for kind, most in (
@@ -66,7 +73,10 @@ class Supervisor:
         # The order matters, as in `confine`: the user while there are capabilities, the filter last.
         if uid:
             os.chown(self._folder, uid, uid)
-            confine.become(uid)
+            if self._in_gvisor:
+                gvisor.become_user()
+            else:
+                confine.become(uid)
         if uid != confine.SHARED_UID:  # the kernel counts a user's processes
             confine.limit(resource.RLIMIT_NPROC, self._most + 1)
         confine.drop_capabilities()
@@ -99,20 +109,10 @@ class Supervisor:
     def _run(self, command: bytes, time_s: float, environment: dict[bytes, bytes]) -> list[bytes]:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        null = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
-        both = [(os.POSIX_SPAWN_DUP2, writing, descriptor) for descriptor in (1, 2)]
         output = Output()
         status, stopped = CANNOT_RUN, b""
         try:
-            pid = os.posix_spawn(
-                self._shell,
-                [os.fsencode(self._shell), b"-c", command],
-                environment,
-                file_actions=[null, *both],
-                setsid=True,
-                setsigmask=(),
-                setsigdef=NOTHING_NEW,
-            )
+            pid = self._started([os.fsencode(self._shell), b"-c", command], environment, writing)
         except (OSError, ValueError) as error:  # too long, or with a NUL
             output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
             os.close(writing)
@@ -130,40 +130,51 @@ class Supervisor:
         code = b"" if stopped else b"%d" % status
         return [b"done", code, stopped, b"%d" % output.total, output.first, output.last]
 
+    def _started(self, command: list[bytes], environment: dict[bytes, bytes], output: int) -> int:
+        if self._in_gvisor:
+            return gvisor.started(command, environment, output)
+        null = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
+        both = [(os.POSIX_SPAWN_DUP2, output, descriptor) for descriptor in (1, 2)]
+        return os.posix_spawn(
+            self._shell,
+            command,
+            environment,
+            file_actions=[null, *both],
+            setsid=True,
+            setsigmask=(),
+            setsigdef=NOTHING_NEW,
+        )
+
     def _watch(self, pid: int, reading: int, output: Output, deadline: float) -> tuple[int | None, bytes]:
         """Wait for the end of a command: its status, and the limit that it reached."""
         full_before = processes.full(self._disks)
-        child = os.pidfd_open(pid)
         poll = select.poll()
-        for descriptor in (child, reading, self._control.fileno()):
+        for descriptor in (self._woken, reading, self._control.fileno()):
             poll.register(descriptor, select.POLLIN)
         look = time.monotonic() + WATCH_S
-        try:
-            while True:
-                left = max(0.0, min(look, deadline) - time.monotonic())
-                ready = {descriptor for descriptor, _ in poll.poll(1000 * left)}
-                if reading in ready:
-                    if piece := _some(reading):
-                        output.add(piece)
-                    else:
-                        poll.unregister(reading)
-                if self._control.fileno() in ready:
-                    received(lambda size: _read(self._control, size))
-                    return None, b"cancelled"
-                if child in ready and (status := processes.reap(pid)) is not None:
+        while True:
+            left = max(0.0, min(look, deadline) - time.monotonic())
+            ready = {descriptor for descriptor, _ in poll.poll(1000 * left)}
+            if reading in ready:
+                if piece := _some(reading):
+                    output.add(piece)
+                else:
+                    poll.unregister(reading)
+            if self._control.fileno() in ready:
+                received(lambda size: _read(self._control, size))
+                return None, CANCELLED
+            if self._woken in ready:
+                _some(self._woken)
+                if (status := processes.reap(pid)) is not None:
                     return status, b""
-                if (now := time.monotonic()) >= deadline:
-                    return None, b"time"
-                if now >= look:
-                    if (status := processes.reap(pid)) is not None:
-                        return status, b""
-                    if limit := processes.exceeded(self._alone, self._memory, self._most):
-                        return None, limit
-                    if not full_before and processes.full(self._disks):
-                        return None, b"disk"
-                    look = time.monotonic() + WATCH_S
-        finally:
-            os.close(child)
+            if (now := time.monotonic()) >= deadline:
+                return None, b"time"
+            if now >= look:
+                if limit := processes.exceeded(self._alone, self._in_gvisor, self._memory, self._most):
+                    return None, limit
+                if not full_before and processes.full(self._disks):
+                    return None, b"disk"
+                look = time.monotonic() + WATCH_S
 
     def clear(self) -> None:
         """End everything; remove the work folder if it is one of this machine."""
@@ -174,12 +185,14 @@ class Supervisor:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _listen(port: int) -> socket.socket:
-    listening = socket.socket()
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind(("127.0.0.1", port))
-    listening.listen(128)
-    return listening
+def _wake_when_children_end() -> int:
+    """A descriptor that can be read when a child has ended."""
+    reading, writing = os.pipe()
+    for descriptor in (reading, writing):
+        os.set_blocking(descriptor, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    return reading
 
 
 def _read(control: socket.socket, size: int) -> bytes:

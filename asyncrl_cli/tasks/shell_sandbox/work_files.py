@@ -71,9 +71,13 @@ def _parent(root: str, path: str, make: bool) -> tuple[int, str]:
                 with suppress(FileExistsError):
                     os.mkdir(part, 0o755, dir_fd=opened)
             below = os.open(part, _FOLDER, dir_fd=opened)
+            is_link = not os.path.samestat(os.fstat(below), os.stat(part, dir_fd=opened, follow_symlinks=False))
         finally:
             os.close(opened)
         opened = below
+        if is_link:  # gVisor follows a link to a folder
+            os.close(opened)
+            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     return opened, name
 
 

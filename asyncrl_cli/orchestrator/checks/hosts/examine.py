@@ -47,13 +47,14 @@ ANSWER_S = 20.0
 ROUNDS_S = 120.0
 """Seconds for all rounds; pairs that are left are reported as not measured."""
 CLOCK_SAMPLES = 5
-LOST_HINT = "see whether asyncrl is installed there, and Ray's logs on that host, or take it out of the cluster"
+LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host, or remove it from the cluster"
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of the cluster: Ray's id, a name for people that no other has, its address, and the part of a weight
-    version that it may have: all of it with an engine, the shards of the ranks that it has room for, or nothing."""
+    """A node of the cluster: Ray's id, a unique readable name, its address, and the part of a weight version that it
+    may
+    hold: all of it if it may have an engine, the shards of the ranks that it has room for, or nothing."""
 
     node_id: str
     name: str
@@ -63,8 +64,8 @@ class Host:
 
 @dataclass(slots=True)
 class Measured:
-    """What is known of the hosts, by their names. ``lost``: what happened, and a hint. ``newcomer``: the host whose
-    pairs were measured; without one all pairs were."""
+    """The measurements of the hosts, by host name. ``lost``: what happened to a host, and a hint. ``newcomer``: the
+    only host whose pairs were measured; None: all pairs were."""
 
     newcomer: str | None = None
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -84,7 +85,7 @@ def hosts_for(
     shares = {node.node_id: 1.0 for node in nodes}
     if spec is not None:
         engines, ranks = actors or Actors.of(spec)
-        # Used or not: what runs on the nodes now may end.
+        # By total resources: programs that use some of them now may end.
         shares = {
             node.node_id: min(times, ranks) / ranks
             for node in (eligible(nodes, spec.cluster.trainer) if ranks else ())
@@ -205,7 +206,7 @@ async def _measure(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None =
 
 
 class _Measurement:
-    """Asks the probes; what does not answer is lost, and not asked again."""
+    """Asks the probes. A host whose probe does not answer counts as lost, and is not asked again."""
 
     def __init__(self, hosts: Mapping[str, Host], probes: Mapping[str, Any], newcomer: str | None) -> None:
         self._hosts = hosts
@@ -272,7 +273,7 @@ class _Measurement:
                 self.found.failures[name, other] = failure
 
     async def _measure_pair(self, a: str, b: str) -> None:
-        """One direction after the other: together they would share the line."""
+        """Measure one direction after the other: at the same time they would share the bandwidth."""
         for source, target in ((a, b), (b, a)):
             if (source, target) in self.found.failures or not {a, b} <= self.found.facts.keys():
                 continue

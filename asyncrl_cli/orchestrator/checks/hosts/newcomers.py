@@ -1,7 +1,7 @@
-"""Nodes that join the cluster during a run: they are examined before an actor of the run starts there.
+"""Checks nodes that join the cluster during a run, before an actor of the run starts there.
 
-The others were examined before the run began. A bad one is named, and not used for a while: Ray is asked for room on
-other nodes (placement.py).
+All other nodes were checked before the run began. A node that fails is reported and not used for ``AVOID_S`` seconds:
+Ray is asked for resources on other nodes (placement.py).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Newcomers:
         self._warn = warn
         self._now = now
         self._good = {node.node_id for node in live_nodes()}
-        self._bad: dict[str, float] = {}  # until when it is avoided
+        self._bad: dict[str, float] = {}  # by node id, the time until which it is avoided
         self._lock = asyncio.Lock()
 
     @property
     def avoided(self) -> frozenset[str]:
-        """The nodes that are not to be used now."""
+        """The ids of the nodes that must not be used now."""
         return frozenset(node for node, until in self._bad.items() if self._now() < until)
 
     async def usable(self, nodes: Collection[str]) -> bool:
@@ -68,7 +68,7 @@ class Newcomers:
         here = _here()
         others = {here, *self._rank_nodes()}
         hosts = [
-            # What the others need of their memory they have already.
+            # The other hosts already hold what they need in memory.
             host if host.node_id == node else replace(host, share=0.0)
             for host in hosts_for(self._spec, await asyncio.to_thread(live_nodes), here)
             if host.node_id == node or host.node_id in others
@@ -95,7 +95,7 @@ class Newcomers:
 
 
 def _here() -> str:
-    """The driver's node."""
+    """The id of the driver's node."""
     import ray
 
     return str(ray.get_runtime_context().get_node_id())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Every pair of ``count`` hosts once: one host stays, the others move on by one place for each round."""
-    seats = list(range(count + count % 2))  # with an odd number, the partner of the last one has a break
+    """All pairs of ``count`` hosts, each once, by the circle method of round-robin tournaments: one host keeps its
+    position, and the others rotate by one position in each round."""
+    seats = list(range(count + count % 2))  # with an odd number, one host has no partner in each round
     half = len(seats) // 2
     found = []
     for _ in range(len(seats) - 1):

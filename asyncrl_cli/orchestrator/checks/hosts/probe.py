@@ -30,7 +30,7 @@ STALLED_BYTES = 64 * 2**10
 PINGS = 5
 
 Failure = Literal["refused", "silent", "no route", "another host", "stalled", "closed"]
-"""How a pair fails."""
+"""Why one host cannot connect to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What one host says about itself: the port of its probe, versions by package (also ``python`` and ``asyncrl``),
+    """Facts that one host reports: the port of its probe, versions by package (also ``python`` and ``asyncrl``),
     the checksum of asyncrl's code, available memory in bytes, and whether Ray asks for a token there."""
 
     port: int
@@ -110,7 +110,7 @@ class HostProbe:
         return Speed(latency, received / seconds)
 
     async def share(self, mark: shared_folder.Mark) -> str:
-        """The problem with the shared folder on this host, or nothing."""
+        """The problem with the shared folder on this host, or an empty text."""
         return await asyncio.to_thread(shared_folder.answer, mark, self._node_id)
 
     @asynccontextmanager
@@ -151,7 +151,7 @@ class PairFailed(Exception):
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What an error of a connection means."""
+    """The kind of failure that an error of a connection means."""
     if isinstance(error, TimeoutError):
         return "silent"
     if isinstance(error, ConnectionRefusedError):

@@ -16,14 +16,14 @@ from pathlib import Path
 from asyncrl_cli.core.errors import ConfigError
 
 VISIBLE_S = 10.0
-"""Seconds that a file of one host may take to appear on another. Network file systems keep what they know of a folder
-for a while."""
+"""Seconds that a file of one host may take to appear on another. Network file systems cache the contents of a
+folder for some seconds."""
 PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What the driver wrote: a folder of its own, with a secret in it."""
+    """The files that the driver wrote to be found: a new folder that contains a secret."""
 
     folder: Path
     secret: str
@@ -31,7 +31,8 @@ class Mark:
 
 @contextmanager
 def marked(folder: Path) -> Iterator[Mark]:
-    """A mark in ``folder``, which is made if it is missing; at the end all that was made is removed.
+    """A context with a mark in ``folder``, which is created if it is missing. At the end all that was created is
+    removed.
 
     Raises ``ConfigError`` when the folder cannot be written.
     """
@@ -54,7 +55,7 @@ def marked(folder: Path) -> Iterator[Mark]:
 
 
 def answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
-    """On another host: read the driver's file and write one of this ``name``. Returns the problem, or nothing."""
+    """On another host: read the driver's file and write one of this ``name``. Returns the problem, or an empty text."""
     folder = mark.folder.parent
     if _wait_for(mark.folder / "driver", mark.secret, limit_s):
         return f"does not see what the driver writes into {folder}" if folder.is_dir() else f"has no folder {folder}"
@@ -66,7 +67,7 @@ def answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
 
 
 def missing_answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
-    """On the driver's host: the problem with what ``answer`` has written elsewhere, or nothing."""
+    """On the driver's host: the problem with the file that ``answer`` wrote on another host, or an empty text."""
     if _wait_for(mark.folder / name, mark.secret, limit_s):
         return f"writes into another folder {mark.folder.parent} than the driver's"
     return ""

