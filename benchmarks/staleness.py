@@ -1,6 +1,7 @@
 """What staleness costs in learning: the quickstart at bounds S = 0 to 16, with and without importance weights.
 
-    python benchmarks/staleness.py [--quick] [--bounds S ...] [--seeds N] [--steps N] [--plot docs/staleness.svg]
+    python benchmarks/staleness.py [--quick] [--bounds S ...] [--corrections PRESET ...] [--seeds N] [--steps N]
+        [--plot docs/staleness.svg]
 
 Every run trains the quickstart's task for the same number of steps from the same warm-started model of its seed, and
 is evaluated on all held-out prompts. At S = 0 all weights are 1, so it is run once. `--quick` runs S = 0 and S = 4
@@ -130,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="S = 0 and 4, 40 steps, one seed")
     parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="bounds of staleness to run")
+    parser.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=CORRECTIONS, help="presets to run")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each setting")
     parser.add_argument("--steps", type=int, default=140, help="steps of each run")
     parser.add_argument("--plot", type=Path, help="write a plot there")
@@ -139,7 +141,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for seed in range(seeds):
             for bound in bounds:
-                for correction in CORRECTIONS if bound else CORRECTIONS[:1]:
+                for correction in arguments.corrections if bound else CORRECTIONS[:1]:
                     results[bound, correction].append(train(Path(folder), bound, correction, seed, steps))
                     print(table(results), file=sys.stderr, flush=True)
                     if arguments.plot:

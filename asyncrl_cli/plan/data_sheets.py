@@ -18,8 +18,10 @@ SCHEDULER_S = 3e-3
 """Of an engine's iteration: scheduling, sampling, answers."""
 LAYER_S = 40e-6
 """Of a layer's kernels, started from CUDA graphs."""
-ALL_REDUCE_S = 12e-6
-"""Of a small all-reduce within a host; there are two in a layer."""
+HOST_GPUS = 8
+"""GPUs of a host, as servers with these GPUs have."""
+ALL_REDUCE_S, ACROSS_HOSTS_S = 12e-6, 60e-6
+"""Of a small all-reduce within a host, and of an engine with more GPUs than a host has; there are two in a layer."""
 PER_SEQUENCE_S = 10e-6
 """Of the sampler and the scheduler, for each sequence of an iteration."""
 BANDWIDTH_SHARE = 0.7
@@ -91,13 +93,14 @@ class DataSheetIteration:
     def __call__(self, sequences: int) -> float:
         reading = NUMBER_BYTES * self.shape.read(sequences) / (self.gpus * self.gpu.bandwidth * BANDWIDTH_SHARE)
         computing = 2 * self.shape.active * sequences / (self.gpus * self.gpu.flops * DECODING_SHARE)
-        communicating = 2 * ALL_REDUCE_S if self.gpus > 1 else 0.0
+        all_reduce_s = ACROSS_HOSTS_S if self.gpus > HOST_GPUS else ALL_REDUCE_S
+        communicating = 2 * all_reduce_s if self.gpus > 1 else 0.0
         fixed = SCHEDULER_S + self.shape.layers * (LAYER_S + communicating) + PER_SEQUENCE_S * sequences
         return fixed + max(reading, computing)
 
 
 def engine_cost(shape: Shape, gpu: Gpu, gpus: int, kv_tokens: int | None) -> EngineCost:
-    """An engine of ``gpus`` GPUs in one host."""
+    """An engine of ``gpus`` GPUs."""
     return EngineCost(
         DataSheetIteration(shape, gpu, gpus),
         per_context_token_s=shape.cache_bytes / (gpus * gpu.bandwidth * BANDWIDTH_SHARE),

@@ -46,7 +46,7 @@ class Prediction:
     """Attributes:
     outcome: of the scenario. sync: of the same with a bound of 0, in which both sides take turns.
     spans: seconds of a step by the factor on lengths.
-    bounds: seconds of a step by ``max_staleness``; ``free``: the least one that costs nothing.
+    bounds: seconds of a step by ``max_staleness``; ``free``: the smallest bound that costs no time.
     changes: those that help, the best first.
     """
 

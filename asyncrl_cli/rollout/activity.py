@@ -10,7 +10,7 @@ from asyncrl_cli.records.generation import EngineActivity
 
 
 class Occupancy:
-    """Adds up how many requests there were, over time."""
+    """Integrates the number of requests over time."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -19,7 +19,7 @@ class Occupancy:
         self._sequence_s = 0.0
 
     def add(self, requests: int) -> None:
-        """So many more, or fewer."""
+        """Change the number of requests by ``requests``, which may be negative."""
         now = self._now()
         self._sequence_s += self._requests * (now - self._since)
         self._since = now
@@ -51,7 +51,7 @@ class ActivityClock:
         self._ended_tokens = self._sampled = 0
 
     def set_busy(self, busy: bool) -> None:
-        """The engine has rollouts to generate, or none."""
+        """Set whether the engine has rollouts to generate."""
         now = self._now()
         if self._busy:
             self._busy_s += now - self._since

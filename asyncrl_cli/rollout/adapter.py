@@ -9,16 +9,16 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.inputs import LoraSpec
 
 ABSORBED = "kv_b_proj"
-"""Of latent attention, as in DeepSeek-V3. vLLM multiplies this layer's weight into others when it loads a model, and
-calls the layer itself without its adapter. It has a slot for the adapter all the same, so it names no such layer among
-those that it does not serve."""
+"""A layer of latent attention, as in DeepSeek-V3. vLLM multiplies its weight into others when it loads a model, and
+calls the layer itself without its adapter. It still has a slot for the adapter, so it does not report the layer among
+those whose adapters it cannot serve."""
 
 
 def adapted_names(lora: LoraSpec, model_dir: str) -> list[str]:
-    """The last parts of the names of layers that have an adapter: vLLM has slots for these alone.
+    """The last parts of the names of layers that have an adapter, so that vLLM has slots for only these.
 
-    It would have them for the embeddings and the head as well, and compute with them. A model's experts have no
-    adapter, as transformers has no linear layers there.
+    By default it would also have slots for the embeddings and the head, and compute with them. A model's experts have
+    no adapter, as they are not linear layers in transformers.
     """
     if lora.target_modules != "all-linear":
         return sorted({name.rpartition(".")[2] for name in lora.target_modules})

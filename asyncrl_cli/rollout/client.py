@@ -1,12 +1,12 @@
-"""The generation client: callers ask for a rollout and get one, whatever happens in between (decision 0015).
+"""The generation client: callers request a rollout and get it, even if engines fail meanwhile (decision 0015).
 
 Abort and continue: when an engine abandons a request (on command, by failing or by dying), the tokens delivered so far
 become the request's prefix, and any engine continues from there with the rest of its budget. A request without new
-tokens is sent again unchanged; one without budget ends here (``continuation.finished``).
+tokens is sent again unchanged; a request whose budget is used up ends here (``continuation.finished``).
 
-An engine gets about as many requests as it runs at once. The others wait here for any engine, lowest priority first.
-Invariant: an open request waits, or is with one engine; it ends exactly once, as a rollout or as a failure after its
-retries, unless it is cancelled.
+An engine gets about as many requests as it runs at a time. The others wait here for any engine, the lowest priority
+first. Invariant: an open request waits here or is at exactly one engine. Unless it is cancelled, it ends exactly once:
+as a rollout, or as a failure after its retries.
 
 Engines may be added and removed at any time (decision 0040). The bound on staleness is the ledger's and does not depend
 on them. An engine that leaves gets no request, so none of a group that is admitted after a publish without it.
@@ -42,20 +42,20 @@ from asyncrl_cli.rollout.open_requests import Ended, EngineState, OnEnd, OnSegme
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
-"""Seconds after which ``collect`` answers with nothing, so that a dead engine is noticed."""
+"""Seconds after which ``collect`` returns an empty answer, so that a dead engine is noticed."""
 AHEAD = 0.25
-"""An engine gets this share more requests than it runs at once, so that a free slot is filled before the client knows
-of it."""
+"""An engine gets more requests than it runs at a time, by this fraction, so that a slot that becomes free is filled at
+once."""
 MAX_AFFINITIES = 10_000
-"""Affinities whose engine is remembered; the least recently used are forgotten."""
+"""Number of affinities whose engine is remembered; the least recently used ones are dropped."""
 
 
 class EngineLost(Exception):
-    """An engine died, hangs, or does not serve what it should."""
+    """An engine died, hangs, or serves wrong weights."""
 
 
 class GenerationFailed(Exception):
-    """A request failed more often than it may be tried again, or is ``refused``; the text is the last reason."""
+    """A request failed and has no retries left, or was ``refused``; the text is the last reason."""
 
     def __init__(self, reason: str, refused: str | None = None) -> None:
         super().__init__(reason)
@@ -63,7 +63,7 @@ class GenerationFailed(Exception):
 
 
 class GenerationClient:
-    """Requests in, whole rollouts out, over any number of engines."""
+    """Generates complete rollouts for requests, on any number of engines."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class GenerationClient:
         self.on_segments: OnSegments = lambda _: None
         self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
         self.on_asked_to_leave: Callable[[EngineState], None] = lambda _: None
-        self._removed = EngineActivity()  # what engines had done that were removed
+        self._removed = EngineActivity()  # the activity of engines that were removed
         self._open: dict[str, OpenRequest] = {}
         self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped
         self._order = count()
@@ -103,7 +103,7 @@ class GenerationClient:
         self._dispatch_due = False
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- asking
+    # -- requests
 
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
         """Generate one rollout, across updates, pauses, aborts and deaths of engines.
@@ -158,7 +158,7 @@ class GenerationClient:
         # First: a request that an abort returns must wait here, not be sent again (decision 0015).
         self._paused = True
         for engine in self.engines:
-            # An unsent request would be submitted after the abort, and run on.
+            # Otherwise an unsent request would be submitted after the abort, and run.
             for rollout_id in list(engine.outbox):
                 self._requeue(engine.pending[rollout_id], "aborted")
             engine.to_abort |= engine.serving
@@ -170,7 +170,7 @@ class GenerationClient:
         self._dispatch_soon()
         self.on_room()
 
-    # -- how things stand
+    # -- state
 
     @property
     def running(self) -> int:
@@ -188,13 +188,13 @@ class GenerationClient:
 
     @property
     def activity(self) -> EngineActivity:
-        """What all engines of the run have done, added up; those that were removed are included."""
+        """The sum of the activity of all engines of the run, including those that were removed."""
         return reduce(added, (engine.activity for engine in self.engines), self._removed)
 
     # -- engines
 
     def add(self, process: EngineHandle) -> EngineState:
-        """A new engine. It gets requests once it is ``serving``."""
+        """Add an engine. It gets requests once it is ``serving``."""
         self.engines.append(EngineState(process))
         return self.engines[-1]
 
@@ -204,7 +204,7 @@ class GenerationClient:
         ``collect`` must run for it. False when it did not return all of them within ``limit_s`` seconds, or was lost:
         then they continue from the tokens that it had reported. It may serve again later.
         """
-        # First: what the abort returns must go to others.
+        # First: the requests that the abort returns must go to other engines.
         engine.to_abort, engine.leaving, engine.serving = engine.serving, True, False
         for rollout_id in list(engine.outbox):
             self._requeue(engine.pending[rollout_id], "aborted")
@@ -217,7 +217,7 @@ class GenerationClient:
                 while engine.pending:
                     await engine.emptied.wait()
         except TimeoutError:
-            # Should it serve again, it must not continue requests that others have by then.
+            # If it serves again later, it must not continue requests that other engines have by then.
             engine.to_cancel.update(engine.pending)
             self._continue(list(engine.pending.values()), "lost")
             engine.leaving = False
@@ -258,7 +258,7 @@ class GenerationClient:
                 raise EngineLost(f"it has generated no token for {delivery.activity.silent_s:.0f} s")
 
     def mark_dead(self, name: str, cause: str) -> None:
-        """End the process of an engine that misbehaves; whoever collects from it finds it lost."""
+        """End the process of an engine that misbehaves; the running ``collect`` then raises ``EngineLost``."""
         for engine in self.engines:
             if engine.name == name and engine.serving:
                 # Before the kill: nothing may be sent to it.
@@ -266,7 +266,7 @@ class GenerationClient:
                 engine.process.kill()
 
     def reclaim(self, engine: EngineState) -> None:
-        """An engine is lost: its requests continue from the tokens reported, on any engine that serves."""
+        """Handle the loss of an engine: its requests continue from the reported tokens on any serving engine."""
         engine.serving = engine.leaving = engine.to_abort = False
         engine.dead_because, engine.sender = "", None
         engine.to_cancel.clear()
@@ -290,7 +290,7 @@ class GenerationClient:
             self._dispatch_soon()
 
     def _dispatch_soon(self) -> None:
-        """Requests of one turn of the event loop are sent together (decision 0006)."""
+        """Schedule ``_dispatch``, so that requests of one turn of the event loop are sent together (decision 0006)."""
         if not self._dispatch_due:
             self._dispatch_due = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -318,7 +318,7 @@ class GenerationClient:
                 engine.sender.add_done_callback(self._tasks.discard)
 
     def _engine_for(self, request: RolloutRequest) -> EngineState | None:
-        """The engine that a request goes to now, if any has room for it."""
+        """The engine to send a request to now; None if no engine has room for it."""
         with_room = [engine for engine in self.serving() if len(engine.pending) < self._limit]
         chosen = self._engine_of.get(request.affinity)
         if chosen not in with_room:
@@ -331,7 +331,7 @@ class GenerationClient:
         return chosen
 
     async def _send_all(self, engine: EngineState) -> None:
-        """Send an engine everything there is, one call after another, so that it takes them in this order."""
+        """Send an engine everything that is pending, one call after another, so that it handles them in this order."""
         actor = engine.process.actor
         while (engine.serving or engine.leaving) and engine.process.actor is actor:
             # Cancel before submit: a request that replaces an open one has the same id.
@@ -397,11 +397,11 @@ class GenerationClient:
         self._continue(failed, "failed")
 
     def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:
-        """Requests that an engine abandoned wait for another one, with all their tokens as prefix."""
+        """Have requests that an engine abandoned wait for another engine, with all their tokens as prefix."""
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
             known = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
-            # An engine may have died of a format: it must not take one engine after the other with it.
+            # The output format may have killed the engine: such a request must not kill one engine after another.
             if ending == "lost" and entry.request.sampling.output_format is not None:
                 entry.attempt += 1
             if entry.attempt > self._retries:
@@ -414,7 +414,7 @@ class GenerationClient:
         self._end(ended)
 
     def _requeue(self, entry: OpenRequest, ending: RequestEnding) -> None:
-        """It waits for an engine that continues it."""
+        """Have a request wait for an engine that continues it."""
         self._detach(entry, ending)
         if entry.segments:
             entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))

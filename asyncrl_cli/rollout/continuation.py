@@ -1,7 +1,7 @@
-"""Continuing a rollout where an engine left it, in token space.
+"""Continues a rollout where an engine stopped, by tokens.
 
-A sequence is its segments one after another (``TokenSequence.join`` checks it); splitting it anywhere and joining the
-parts gives the same arrays back. Text takes no part, except to find a stop string whose halves two engines generated.
+A sequence is the concatenation of its segments (``TokenSequence.join`` checks it); splitting it anywhere and joining
+the parts gives the same arrays. Text is used only to find a stop string whose two parts two engines generated.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest
 
 
 def rest_of(sampling: Sampling, generated: int, by_position: bool) -> Sampling:
-    """How the rest of a rollout is sampled of which ``generated`` tokens are there; 0 changes nothing.
+    """The sampling settings for the rest of a rollout that has ``generated`` tokens already; 0 changes nothing.
 
-    ``max_tokens`` is what is left. ``by_position``: the engine draws each token's random numbers by seed and position
-    (decision 0064), so the rest gets those that it would have had. Otherwise it has another seed: with the old one the
-    random stream would start over and repeat the first tokens' numbers.
+    ``max_tokens`` is reduced to the remaining budget. ``by_position``: the engine draws each token's random numbers by
+    seed and position (decision 0064), so the rest gets the same numbers as without the interruption. Otherwise the rest
+    gets another seed: with the old one, the random stream would start over and repeat the numbers of the first tokens.
     """
     if generated == 0:
         return sampling
@@ -60,9 +60,9 @@ def split_by_version(
 
 
 def stopped_at(decode: Callable[[Any], str], ids: Sequence[int] | NDArray[Any], stop: Sequence[str]) -> int | None:
-    """How many tokens it takes until the text has one of the stop strings in it; None when it has none.
+    """The number of tokens after which the text contains one of the stop strings; None if it never does.
 
-    An engine that continues a rollout looks for stop strings only in its own part of the text.
+    An engine that continues a rollout searches stop strings only in its own part of the text.
     """
 
     def stopped(count: int) -> bool:
@@ -81,7 +81,7 @@ def finished(
     decode: Callable[[Any], str],
     before: Experts | None = None,
 ) -> Rollout:
-    """The rollout of a request, of which ``rest`` was generated after its prefix, or nothing.
+    """The rollout of a request; ``rest`` was generated after its prefix, and may be empty.
 
     ``reason`` says how the rest ended. A stop string that began in the prefix ends the rollout, too; text is decoded
     once, from all ids. ``before``: the experts of prompt and prefix in the engine of ``rest``; the prefix keeps those

@@ -1,4 +1,4 @@
-"""What vLLM's core process begins with: its imports, made faster (decision 0044), and grammars that continue (0074).
+"""The main module of vLLM's core process: makes its imports faster (decision 0044), and continues grammars (0074).
 
 vLLM spawns the core, and ``multiprocessing`` has a spawned process run its parent's main module first. In a Ray actor
 that is a file of Ray's; ``use_as_main`` names this module in its place.
@@ -18,7 +18,7 @@ def use_as_main() -> None:
 
 
 def in_use() -> bool:
-    """Whether they do."""
+    """Whether processes that this one spawns begin with this module."""
     spec = sys.modules["__main__"].__spec__
     return spec is not None and spec.name == __name__
 

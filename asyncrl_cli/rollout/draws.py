@@ -1,6 +1,6 @@
-"""The random numbers of a token: a function of the request's seed and the token's position (decision 0064).
+"""The random numbers of a token, which depend only on the request's seed and the token's position (decision 0064).
 
-Invariant: no number depends on what was drawn before, on the other requests of a step, or on the engine.
+Invariant: no number depends on earlier draws, on the other requests of a step, or on the engine.
 """
 
 from __future__ import annotations

@@ -51,23 +51,24 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 ABORT_POLL_S = 0.02
-"""Seconds that an abort waits for the requests to return before it aborts again those that vLLM got meanwhile."""
+"""Seconds that an abort waits for the requests to return, before it is repeated for requests that vLLM got
+meanwhile."""
 
 PREPARE_POLL_S = 0.01
-"""Seconds between two questions whether vLLM has prepared an update: a call of its interface that waits would stop it
-from generating."""
+"""Seconds between two checks whether vLLM has prepared an update: a blocking call would stop it from generating."""
 
 
 class Engine:
-    """An engine with weights of a known version; none before the first ``update_weights`` or ``serve_own``."""
+    """An engine with weights of a known version; it has no version before the first ``update_weights`` or
+    ``serve_own``."""
 
     def __init__(
         self, spec: ExperimentSpec, model_dir: str, own_weights: bool = False, log: Path | None = None
     ) -> None:
         """Start vLLM (seconds). Raises as ``start_vllm`` does; ``log`` is where this process writes its output.
 
-        ``own_weights``: serve those in the folder. Otherwise the first publish brings them, or the first adapter beside
-        those in the folder.
+        ``own_weights``: serve the weights in the folder. Otherwise the weights come with the first publish, or, with
+        adapters, the weights in the folder and the first published adapter are used together.
         """
         from transformers import AutoTokenizer
 
@@ -82,10 +83,10 @@ class Engine:
         self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         ends = self._vllm.model_config.try_get_generation_config().get("eos_token_id")
-        # A reasoning's end may be one of them.
+        # The token that ends the reasoning may be one of them.
         reasons = bool(self._vllm.vllm_config.structured_outputs_config.reasoning_parser)
         self._hidden_tokens = () if reasons else hidden_tokens(self._tokenizer, ends)
-        self._by_position: bool | None = None  # vLLM's worker is asked before the first request
+        self._by_position: bool | None = None  # set from the answer of vLLM's worker, before the first request
         self._records_experts = spec.algorithm.router_replay
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
@@ -98,8 +99,8 @@ class Engine:
         self._aborts = 0
         self._changed = asyncio.Condition()  # _loading, _aborts or _version
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
-        self._asleep = False  # then the lock above is held
-        self._in_vllm = 0  # requests that vLLM has
+        self._asleep = False  # while it is true, ``_scheduler`` is held
+        self._in_vllm = 0  # number of requests in vLLM
         self._occupancy = Occupancy()
         self._returned: list[Residence] = []  # since ``residences`` was called, in seconds of the monotonic clock
         self._all_returned = asyncio.Event()
@@ -138,7 +139,7 @@ class Engine:
         while self._draining and self._in_vllm:
             await self._abort_in_vllm()
         async with self._scheduler:
-            # Requests that wait for a slot or for a version first: none of them may reach vLLM during the abort.
+            # First the requests that wait for a slot or for a version: none of them may reach vLLM during the abort.
             self._aborts += 1
             self._slots.abort_waiters()
             await self._wake()
@@ -149,7 +150,7 @@ class Engine:
                 await self._vllm.engine_core.resume_scheduler_async()
 
     async def _abort_in_vllm(self) -> None:
-        """Abort what vLLM has, and give it a moment to return."""
+        """Abort the requests in vLLM, and wait for a moment for them to return."""
         await self._vllm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._all_returned.wait(), ABORT_POLL_S)
@@ -162,7 +163,7 @@ class Engine:
         return running_segments(self._vllm, since)
 
     def sampled_tokens(self) -> int:
-        """Tokens generated so far, for rollouts that ended or run. Those of a cancelled one drop out."""
+        """Number of tokens generated so far for ended and running rollouts, without those that were cancelled."""
         return self._ended_tokens + running_tokens(self._vllm)
 
     def sequence_s(self) -> float:
@@ -170,18 +171,18 @@ class Engine:
         return self._occupancy.read()
 
     def residences(self) -> list[Residence]:
-        """Of the requests that vLLM has returned since the last call, each once."""
+        """The residences of the requests that vLLM has returned since the last call."""
         now = time.monotonic()
         returned, self._returned = self._returned, []
         return [replace(one, since_s=now - one.since_s, until_s=now - one.until_s) for one in returned]
 
     @property
     def dead(self) -> bool:
-        """Whether vLLM's core process is gone; ``segments`` still gives what had arrived from it."""
+        """Whether vLLM's core process has ended; ``segments`` still returns the tokens that had arrived from it."""
         return bool(self._vllm.errored)
 
     async def death(self) -> ActorDied:
-        """Why vLLM's core process is gone. For an engine that is ``dead``."""
+        """The cause of the end of vLLM's core process. Only for an engine that is ``dead``."""
         return await asyncio.to_thread(death, self._children, self._log)
 
     async def serve_own(self, version: int) -> None:
@@ -214,7 +215,7 @@ class Engine:
             self._by_position = all(await self._vllm.collective_rpc("sample_by_position"))
 
     async def _prepare(self, version: int, path: str, slots: tuple[TensorSlot, ...]) -> None:
-        """Do what vLLM can do for an update while it generates."""
+        """Do the part of an update that vLLM can do while it generates."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if slots != self._layout:
@@ -230,13 +231,13 @@ class Engine:
             await asyncio.sleep(PREPARE_POLL_S)
 
     def _check_served(self, unserved: list[str]) -> None:
-        """Raises ``ConfigError`` for layers whose adapters vLLM would ignore without a word."""
+        """Raise ``ConfigError`` for layers whose adapters vLLM would silently ignore."""
         if unserved:
             more = f" and {len(unserved) - 1} more" if len(unserved) > 1 else ""
             raise ConfigError(
                 f"vLLM cannot apply the adapter of {unserved[0]}{more}",
                 location="model.lora.serve",
-                hint="set it to merged, or leave these layers out of model.lora.target_modules",
+                hint="set it to merged, or remove these layers from model.lora.target_modules",
             )
 
     async def _load(self, version: int, path: str, policy: str, on_pause: Callable[[], None]) -> float:
@@ -263,18 +264,19 @@ class Engine:
         if self._adapter is not None:
             await self._vllm.collective_rpc("install_adapter")
         self._version = version
-        # Not where one of these fails: with weights of two versions nothing may be generated. The driver takes the
-        # requests back, and ends this process.
+        # Not reached if one of these fails: with weights of two versions nothing may be generated. The driver then
+        # continues the requests elsewhere, and ends this process.
         await core.resume_scheduler_async()
         self._loading = False  # last: waiting requests start under the new version
         await self._wake()
         return time.monotonic() - started
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the GPU's memory to others until ``wake_up``: weights go to host memory, and the KV cache is discarded.
+        """Release the GPU's memory until ``wake_up``: weights move to host memory, and the KV cache is discarded.
 
-        Requests that run keep their tokens; those that come wait. Weight updates, probes and aborts wait, too: vLLM may
-        not touch its memory. ``level`` is vLLM's; 0 gives no memory back, and is all that a CPU engine can.
+        Running requests keep their tokens; new ones wait. Weight updates, probes and aborts wait, too, because vLLM
+        must not access its memory. ``level`` is vLLM's sleep level; 0, the only one of a CPU engine, releases no
+        memory.
         """
         await self._scheduler.acquire()
         self._loading = True
@@ -392,7 +394,8 @@ class Engine:
 
 
 def _first_token_s(metrics: Any | None) -> float | None:
-    """vLLM measures it where its statistics are on (``rollout.engine_args: {disable_log_stats: false}``)."""
+    """The time to the first token in seconds; None unless vLLM's statistics are on
+    (``rollout.engine_args: {disable_log_stats: false}``)."""
     return float(getattr(metrics, "first_token_latency", 0.0)) or None
 
 
@@ -404,7 +407,7 @@ def _segments(request: RolloutRequest, output: CompletionOutput, experts: Expert
 
 
 def _experts(request: RolloutRequest, output: CompletionOutput) -> tuple[Experts | None, Experts | None]:
-    """Those of the tokens before the first that was generated here, and those of the tokens from there on."""
+    """The experts of the tokens before the first one that was generated here, and of the tokens from there on."""
     if output.routed_experts is None or request.rollout_id.startswith(EVALUATION):
         return None, None
     before = len(request.prompt_ids) + request.generated

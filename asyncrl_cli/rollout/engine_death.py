@@ -1,7 +1,7 @@
-"""Why vLLM's core process has ended, from its exit code and from what was written to the engine's log.
+"""Finds out why vLLM's core process has ended, from its exit code and the engine's log.
 
-A core that is killed writes no cause. One that fails by itself writes a traceback, or ends by a signal such as SIGSEGV,
-and is likely to fail in the same way again: ``ActorCrashed``.
+A core that is killed writes no cause. A core that fails by itself writes a traceback, or ends with a signal such as
+SIGSEGV, and is likely to fail in the same way again: ``ActorCrashed``.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ CORE_FAILED = re.compile(r"Failed core proc\(s\): (\{.*?\})")
 RAISED = re.compile(r"(?:^|\s)((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 """The last line of a traceback in a log."""
 FOLLOWS = re.compile(r"EngineDeadError|EngineCore encountered an issue")
-"""In errors of vLLM that only say that the core is gone."""
+"""Matches errors of vLLM that only say that the core has ended."""
 EXIT_S = 2.0
-"""Seconds that a core which has reported its failure may take to end."""
+"""Seconds that a core may take to end after it has reported its failure."""
 ASKED = frozenset({signal.SIGTERM, signal.SIGINT})
-"""Signals by which others ask a process to end."""
+"""Signals with which other processes end a process."""
 
 
 class LogSince:
-    """What a process and its children write to their log from now on."""
+    """The part of a log that a process and its children write from now on."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -48,9 +48,9 @@ class LogSince:
 
 
 def start_failure(text: str, log: LogSince) -> RunError | None:
-    """What vLLM's error ``text`` of a start means; None when it is not about the core process.
+    """The error for vLLM's error ``text`` during a start; None if it is not about the core process.
 
-    The exit code alone does not tell: vLLM asks for it as soon as the process is gone, and sometimes gets none yet.
+    The exit code alone is not enough: vLLM reads it as soon as the process has ended, and sometimes it is not set yet.
     """
     failed = CORE_FAILED.search(text)
     if failed is None:

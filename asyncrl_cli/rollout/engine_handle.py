@@ -1,4 +1,4 @@
-"""What the generation client knows of an engine's process."""
+"""The generation client's interface to an engine's process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class EngineHandle(Protocol):
-    """One engine's actor, and the ones that take its place after it."""
+    """One engine's actor, and the actors that replace it."""
 
     name: str
     node: str
@@ -15,13 +15,13 @@ class EngineHandle(Protocol):
     """Has the methods of ``RolloutWorker``, to be called with ``.remote()``."""
 
     async def lose(self, actor: Any, cause: str) -> None:
-        """The actor is of no use any more: end its process. Raises ``RunError`` when that happened too often."""
+        """The actor does not work any more: end its process. Raises ``RunError`` when this happened too often."""
 
     async def running(self) -> Any:
-        """The present actor, started if it has yet to be. Raises ``RunError``."""
+        """The present actor; starts it if necessary. Raises ``RunError``."""
 
     def kill(self) -> None:
         """End the process, also one that hangs."""
 
     async def dismiss(self) -> None:
-        """End it for good, in bounded time, and give its room back."""
+        """End the engine permanently, in bounded time, and release its resources."""

@@ -1,10 +1,10 @@
-"""vLLM's settings: what they follow from, what it accepts, and its start.
+"""Derives vLLM's settings from a spec, checks them, and starts vLLM.
 
-A mistake in the settings comes back at every start, so it is a ``ConfigError`` and there is no second try. A core
-process that was killed is an ``ActorDied``.
+A mistake in the settings would occur at every start, so it is a ``ConfigError``, and the start is not repeated. If the
+core process was killed, the error is ``ActorDied``.
 
-Names that the installed vLLM knows are read from its source: importing vLLM takes ten seconds and 700 MB. Where the
-source has another shape than expected, nothing is known (None), and the engine itself refuses the name.
+The names that the installed vLLM knows are read from its source, because importing vLLM takes ten seconds and 700 MB.
+If the source differs from the expected form, the names are unknown (None), and the engine itself refuses wrong ones.
 """
 
 from __future__ import annotations
@@ -46,21 +46,24 @@ ENVIRONMENT = {
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 FLOAT32_HEAD = {"head_dtype": "float32"}
-"""As in the trainer: logits are not rounded to bfloat16."""
+"""Logits are not rounded to bfloat16, as in the trainer."""
 XGRAMMAR = {"backend": "xgrammar"}
 """What compiles output formats. With "auto" the first request's backend would compile those of all others, though each
 is checked by the one that suits it (decision 0074)."""
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
-"""Both are imported by vLLM alone, in its core process."""
+"""Both are imported only by vLLM, in its core process."""
 
 
 def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
     """Environment variables that the process of an engine must start with."""
-    threads = str(spec.rollout.threads_per_engine)
-    if spec.rollout.gpus_per_engine:
+    rollout = spec.rollout
+    if rollout.gpus_per_engine:
         return dict(ENVIRONMENT)
-    return ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": threads}
+    own = {"OMP_NUM_THREADS": str(rollout.threads_per_engine)}
+    if not rollout.engine_args.get("enforce_eager", True):
+        own["TORCHDYNAMO_DISABLE"] = "0"
+    return ENVIRONMENT | CPU_ENVIRONMENT | own
 
 
 def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
@@ -138,7 +141,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
 
 
 def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``usual`` arguments with the user's ``own``, which count more; of mappings, such as hf_overrides, key by key."""
+    """``usual`` arguments, overridden by the user's ``own``; mappings, such as hf_overrides, are merged key by key."""
     both = {
         name: {**usual[name], **own[name]}
         for name in usual.keys() & own.keys()
@@ -148,7 +151,7 @@ def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adapter_args(lora: LoraSpec, model_dir: str) -> dict[str, Any]:
-    """Those of vLLM's arguments that an adapter beside the model's own weights needs."""
+    """vLLM's arguments for serving an adapter on top of the model's own weights."""
     from vllm.config import WeightTransferConfig
 
     from asyncrl_cli.weights import vllm_worker
@@ -163,7 +166,7 @@ def adapter_args(lora: LoraSpec, model_dir: str) -> dict[str, Any]:
 
 
 def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
-    """Those of vLLM's arguments that follow from an engine's GPUs."""
+    """vLLM's arguments that depend on an engine's GPUs."""
     recorded = {"enable_return_routed_experts": True} if spec.algorithm.router_replay else {}
     return {
         "hf_overrides": FLOAT32_HEAD,
@@ -277,7 +280,7 @@ def _missing_package(model_dir: str) -> str | None:
 
 
 def _check_head_size(model: ModelConfig) -> None:
-    """vLLM looks at it no earlier than at an engine's first request, and the engine dies of it."""
+    """Check the head size: vLLM checks it only at an engine's first request, and then the engine dies."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes, size = CPUAttentionBackend.get_supported_head_sizes(), model.get_head_size()

@@ -1,4 +1,4 @@
-"""What the generation client keeps of engines and open requests."""
+"""The generation client's state of engines and open requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl_cli.rollout.engine_handle import EngineHandle
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 OnEnd = Callable[[Ended], None]
-"""Called with everything of one owner that ended together."""
+"""Callback with all requests of one owner that ended together."""
 OnSegments = Callable[[list[Segment]], None]
 
 
@@ -68,7 +68,7 @@ class OpenRequest:
     residence: tuple[float, Residence] | None = None  # of the engine that has it, and the unix time of its delivery
 
     def left(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
-        """What is recorded when it has left an engine. ``end``: how many tokens it has, if that is more than was
+        """The record of a request that has left an engine. ``end``: its number of tokens, if more than were
         reported."""
         before = self.request.generated
         if end is None:
@@ -94,7 +94,7 @@ class OpenRequest:
 
 
 def added(one: EngineActivity, other: EngineActivity) -> EngineActivity:
-    """The activity of both."""
+    """The sum of two activities."""
     return replace(
         one,
         generated_tokens=one.generated_tokens + other.generated_tokens,

@@ -1,4 +1,4 @@
-"""How an engine is asked for an output format, and how it says that it cannot have one (decision 0074).
+"""Passes output formats to vLLM, and recognizes when vLLM refuses one (decision 0074).
 
 A request that continues has its first tokens at the end of its prompt, and its grammar begins in the state after them.
 Their count is sent along here, for ``vllm_grammars`` in vLLM's core process.

@@ -1,4 +1,4 @@
-"""A semaphore for an engine's slots: so many requests run at once, and the others wait by priority."""
+"""A semaphore for an engine's slots: a limited number of requests run, and the others wait by priority."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Aborted(Exception):
 
 
 class PrioritySemaphore:
-    """A semaphore whose waiters enter by priority: the lowest first, among equals the first that came."""
+    """A semaphore whose waiters enter by priority: the lowest first, and among equals in the order of arrival."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
@@ -40,7 +40,7 @@ class PrioritySemaphore:
             self._release()
 
     def abort_waiters(self) -> None:
-        """Those that wait get ``Aborted``; those that hold a slot keep it."""
+        """Raise ``Aborted`` in all waiters; holders of a slot keep it."""
         waiting, self._waiting = self._waiting, []
         for _, _, slot in waiting:
             if not slot.done():
@@ -55,7 +55,7 @@ class PrioritySemaphore:
         try:
             await slot
         except asyncio.CancelledError:
-            # Cancelled in the turn in which it got the slot: pass it on, or it is lost.
+            # Cancelled in the turn in which it got the slot: pass the slot on, or it is lost.
             if slot.done() and not slot.cancelled() and slot.exception() is None:
                 self._release()
             raise

@@ -1,7 +1,7 @@
-"""What vLLM has sampled of the requests that it still runs.
+"""Reads the tokens that vLLM has sampled so far for running requests.
 
-The one module that reads vLLM's private state (decision 0010). All of it runs between two awaits of the event loop that
-vLLM's own output handler runs in, so tokens, log-probs and versions are of one moment.
+The only module that reads vLLM's private state (decision 0010). All of it runs between two awaits of the event loop
+that vLLM's own output handler runs in, so tokens, log-probs and versions are of one moment.
 
 A request's id says which rollout it generates and from which token on: 0, or the one after the prefix that another
 engine left.

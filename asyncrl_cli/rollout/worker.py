@@ -45,10 +45,10 @@ from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import ReplicaGone
 
 COALESCE_S = 0.05
-"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery; not if one is
-awaited."""
+"""Seconds that ``collect`` waits after the first finished rollout for others to join its delivery, unless it is
+``awaited``."""
 STREAM_S = 0.05
-"""Seconds between two deliveries of a streamed rollout's new tokens, at most."""
+"""Largest number of seconds between two deliveries of a streamed rollout's new tokens."""
 
 
 class RolloutWorker:
@@ -103,7 +103,7 @@ class RolloutWorker:
         return str(ray.get_runtime_context().get_node_id())
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
-        """Begin to generate."""
+        """Begin to generate these rollouts."""
         for request in requests:
             if request.streamed:
                 if not self._streamed:  # ``collect`` has been waiting without it
@@ -126,7 +126,7 @@ class RolloutWorker:
     async def abort(self) -> None:
         """Abort all rollouts that run or wait. They are delivered as aborted, with all their tokens."""
         aborted = list(self._running.values())
-        # A task that has not started yet would count as submitted after the abort, and run on.
+        # Otherwise a task that has not started yet would count as submitted after the abort, and run.
         await asyncio.sleep(0)
         await self._engine.abort()
         if aborted:
@@ -175,7 +175,7 @@ class RolloutWorker:
     ) -> Attestation:
         """Load ``version`` from the host's replica, and prove it. Raises ``ReplicaGone`` when its memory is gone, and
         ``ActorDied`` when the engine's process dies of it."""
-        # While nothing has changed yet: an update that fails halfway costs the engine.
+        # Before anything has changed: after an update that fails halfway, the engine cannot be used.
         if not os.path.exists(path):
             raise ReplicaGone(f"the memory of weight version {version} is gone")
         stall_s = 0.0
@@ -208,8 +208,8 @@ class RolloutWorker:
             self._engine.shutdown()
 
     def _on_sigterm(self, *_: object) -> None:
-        """In the main thread. The driver hears of the first SIGTERM of an engine that has started; any other ends the
-        process at once, as Ray has it."""
+        """The signal handler, in the main thread. The first SIGTERM of a started engine is reported to the driver; any
+        other ends the process at once, as Ray does."""
         if self._loop is None or self._got_sigterm:
             raise SystemExit(128 + signal.SIGTERM)
         self._got_sigterm = True
@@ -248,7 +248,7 @@ class RolloutWorker:
             # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
-            # Long prompts cost more to send than responses, and who asked has them.
+            # Without the prompt, which the caller has: long prompts cost more to send than responses.
             self._ended.append(replace(rollout, prompt_ids=()))
             self._clock.add_ended(len(rollout.ids) - request.generated)
             self._forget(rollout_id)

@@ -51,6 +51,11 @@ def test_a_small_batch_reads_the_weights_and_a_large_one_computes() -> None:
     assert DataSheetIteration(DENSE, gpu, 2)(1) < iteration(1)
 
 
+def test_an_engine_across_hosts_waits_longer_for_its_all_reduces() -> None:
+    within, across = (DataSheetIteration(DENSE, GPUS["h100"], gpus)(1) for gpus in (8, 16))
+    assert across > within + DENSE.layers * 2 * 40e-6, "it reads half as much for each GPU, and is slower all the same"
+
+
 def test_a_larger_batch_reads_more_experts() -> None:
     assert EXPERTS.read(1) == pytest.approx(EXPERTS.active)
     assert EXPERTS.read(16) > 5 * EXPERTS.read(1)

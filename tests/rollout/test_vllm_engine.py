@@ -79,6 +79,13 @@ def test_the_environment_differs_between_cpu_and_gpu() -> None:
     assert all(isinstance(value, str) for value in cpu.values())
 
 
+@pytest.mark.parametrize(
+    ("own", "disabled"), [({}, "1"), ({"enforce_eager": True}, "1"), ({"enforce_eager": False}, "0")]
+)
+def test_a_cpu_engine_may_compile_its_model_where_the_spec_says_so(own: dict[str, Any], disabled: str) -> None:
+    assert engine_environment(spec(engine_args=own))["TORCHDYNAMO_DISABLE"] == disabled
+
+
 def test_an_engine_gets_its_share_of_a_gpu() -> None:
     whole = gpu_args(spec(gpus_per_engine=2))
     assert (whole["tensor_parallel_size"], whole["distributed_executor_backend"]) == (2, "mp")
