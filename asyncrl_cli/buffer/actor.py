@@ -1,8 +1,8 @@
 """The buffer: the Ray actor that owns ledger and journal.
 
-Calls are answered after the commit of everything they noted (decision 0013). Commits run one after another in a
-separate thread, and calls that arrive during one share the next: the more there is to write, the fewer commits it
-takes. When a commit fails, this call and every later one raises its ``JournalError``.
+A call is answered after everything that it noted has been committed (decision 0013). Commits run one after another in a
+separate thread, and calls that arrive during a commit share the next one, so that a higher load needs fewer commits per
+call. When a commit fails, its calls and all later ones raise its ``JournalError``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.system.logs import redirect_output
 
 LAZY_S = 0.1
-"""Seconds that a commit which nothing waits for may be delayed, so that several calls share one."""
+"""Seconds by which a commit may be delayed if nothing waits for it, so that several calls share it."""
 MANY = 500
-"""Notes that are not delayed."""
+"""With this many notes, a commit is not delayed."""
 
 
 class Buffer:
-    """Every method is a Ray call, and safe to repeat."""
+    """The Ray actor. All methods are Ray calls, and safe to repeat."""
 
     def __init__(self, path: str, settings: BufferSettings, log_dir: str) -> None:
         redirect_output(log_dir, "buffer")
@@ -71,7 +71,7 @@ class Buffer:
     async def admit(self, candidates: list[Candidate]) -> Admitted:
         """Admit the first of these prompts, as many as there is room for."""
         admitted = self._book.admit(candidates)
-        # Commit before the answer: a killed buffer must not have promised the groups (decision 0013).
+        # Commit before the answer: otherwise a buffer that is killed could lose admitted groups (decision 0013).
         await self._commit(0.0 if admitted.admissions else LAZY_S)
         return admitted
 
@@ -104,12 +104,12 @@ class Buffer:
                 await asyncio.wait_for(self._changed.wait(), left)
             except TimeoutError:
                 continue
-        # From the file, not from memory: training, replay and resume read the same bytes (decision 0013).
+        # Read from the file, not from memory: training, replay and resume must read the same bytes (decision 0013).
         return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
 
     async def batch(self, step: int) -> TrainingBatch:
         """A batch that was taken, from the journal."""
-        await self._commit()  # before it is trained: nothing else may know of a later step than the journal
+        await self._commit()  # before it is trained: no other file may have a later step than the journal
         batch: TrainingBatch = await self._on_disk(self._book.journal.batch, step)
         return batch
 
@@ -173,7 +173,8 @@ class Buffer:
         await self._on_disk(self._book.journal.close)
 
     async def _commit(self, patience_s: float = 0.0) -> None:
-        """Return when everything noted so far is on disk; the commit may wait so long for others to share it."""
+        """Return when everything noted so far is on disk. The commit may wait ``patience_s`` seconds for other calls
+        that share it."""
         if self._broken is not None:
             raise self._broken
         self._asked = True
@@ -190,7 +191,8 @@ class Buffer:
                 await asyncio.wait_for(self._urgent.wait(), LAZY_S)
             self._urgent.clear()
             self._asked = False
-            # Notes and their waiting calls together: a call that notes more meanwhile waits for the next commit.
+            # Take the notes and their waiting calls together: a call that notes more from now on waits for the next
+            # commit.
             statements = self._book.journal.noted()
             done, self._next = self._next, asyncio.get_running_loop().create_future()
             try:
@@ -200,7 +202,7 @@ class Buffer:
                 self._broken = error
                 for waiting in (done, self._next):
                     waiting.set_exception(error)
-                    waiting.exception()  # marks it as seen: it may have no caller, and asyncio would log that
+                    waiting.exception()  # marks the error as retrieved: it may have no caller, and asyncio would log it
                 self._changed.set()
                 return
             done.set_result(None)

@@ -1,4 +1,4 @@
-"""What the ledger answers: the entry of a group, a batch, and why there is none yet."""
+"""The ledger's answers: the entry of a group, a batch, or the reason why there is no batch yet."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class Batch:
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """Versions each group is behind, in the order of ``group_ids``."""
+        """The staleness of each group in versions, in the order of ``group_ids``."""
         return tuple(self.version - admitted_at for admitted_at in self.group_versions)
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why there is no next batch yet; ``str()`` says it in a sentence.
+    """Why there is no next batch yet; ``str()`` gives a sentence.
 
     Args:
         kind: ``done``: all steps are taken. ``publish``: a publish is in flight, and the next version is due.
-            ``groups``: fewer than B groups have finished. ``missing``: B have, but the groups in ``missing`` may
-            not be left behind.
-        finished: groups that have finished and wait.
+            ``groups``: fewer than B groups have finished. ``missing``: B have, but the batch has to wait for the
+            groups in ``missing``, which would otherwise miss their deadline.
+        finished: number of finished groups that wait to be taken.
         needed: B.
         missing: running groups, in admission order; empty unless ``kind`` is ``missing``.
     """

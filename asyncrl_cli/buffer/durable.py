@@ -1,8 +1,8 @@
-"""The ledger with its journal: every event goes to both, and a ledger can be made again from the journal.
+"""The ledger with its journal: every event goes to both, and the ledger can be restored from the journal.
 
-Invariant: the ledger in memory is the one that the journal's rows and the notes not yet committed describe. An answer
-is given only after the commit of what it rests on (``actor.py``), so no answer can be lost with the process. A call
-that is repeated, because its answer was lost, changes nothing the second time.
+Invariant: the ledger in memory is always the one that the journal's rows and the uncommitted notes describe. An answer
+is given only after the notes that it depends on are committed (``actor.py``), so a killed process never loses what it
+has answered. A call that is repeated, because its answer was lost, changes nothing the second time.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class DurableLedger:
     def begin(
         cls, path: Path, settings: BufferSettings, kind: str, note: str, base: Mapping[str, Any] | None = None
     ) -> DurableLedger:
-        """Open the journal as its one writer. Raises ``JournalError``.
+        """Open the journal as its only writer. Raises ``JournalError``.
 
-        The state is read in the transaction that notes the start, so that no earlier writer can commit in between.
+        The state is read in the transaction that records the start, so that no earlier writer can commit in between.
         """
         journal = Journal(path)
         with journal.transaction():
@@ -63,13 +63,13 @@ class DurableLedger:
     ) -> None:
         """Restore the ledger from the journal, which is opened unless it is given. Raises ``JournalError``.
 
-        ``base``: where the history begins when an earlier journal was abandoned, as ``fallback`` gives it. It is
-        ignored once the journal has one. Its ``step`` is the checkpoint's.
+        ``base``: the state (from ``fallback``) at which the history begins if an earlier journal was abandoned. It is
+        ignored if the journal already has one. Its ``step`` is the checkpoint's.
         """
         self._path = path
         self.journal = journal or Journal(path)
         self._settings = settings
-        self._finished: set[tuple[int, int]] = set()  # running rollouts that are recorded, but not scored
+        self._finished: set[tuple[int, int]] = set()  # recorded rollouts of running groups, not scored yet
         with sound(path, LedgerError):
             meta = self.journal.read(progress.meta)
             self._base: Mapping[str, Any] = meta.get("base", base or {})
@@ -96,7 +96,7 @@ class DurableLedger:
             self._serial = self.journal.read(progress.newest_serial)
 
     def start(self, kind: str, note: str) -> None:
-        """Note that this process begins to write: ``train``, ``resume`` or ``restart``, and by which settings."""
+        """Note that this process begins to write: the kind (``train``, ``resume`` or ``restart``) and the settings."""
         self.journal.started(kind, self.ledger.step, self.ledger.version, note, self._settings)
         folder = self._path.parent / "checkpoints"
         self.journal.checkpoints_found(
@@ -128,7 +128,7 @@ class DurableLedger:
         admissions = []
         new = [candidate for candidate in candidates if candidate.serial > self._serial]
         for candidate in new[: self.ledger.room()]:
-            # First: memory must never be ahead of what can be written.
+            # First, because memory must never have an event that cannot be written.
             self.journal.check_prompt(candidate)
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
@@ -190,7 +190,7 @@ class DurableLedger:
 
     def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
         """Abandon overdue groups and start their prompts again; returns (old index, new index, version)."""
-        # Those that are overdue still, selected before the first requeue: groups may have finished meanwhile.
+        # Select those that are still overdue before the first requeue: groups may have finished meanwhile.
         started = []
         for group_id in [group_id for group_id in group_ids if group_id in self.ledger.overdue()]:
             entry = self.ledger.requeue(group_id)
@@ -229,10 +229,10 @@ class DurableLedger:
             self.ledger.publish()
 
     def fallback(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of ``step`` keeps, as JSON, so that a run can be resumed from it without the journal.
+        """The state that the checkpoint of ``step`` stores, as JSON, so that a run can be resumed without the journal.
 
-        Prompts of a batch that was taken and not trained by then belong to it. As of the last commit, and from the
-        journal's thread: it reads only the file.
+        It includes the prompts of a batch that is taken but not trained by then. Call it in the journal's thread: it
+        reads only the file, and so the state of the last commit.
         """
         return {
             "next_group": max(self.journal.read(progress.next_group), self._base.get("next_group", 0)),

@@ -1,4 +1,4 @@
-"""The journal's writer: every event of a run as rows, committed in groups.
+"""The journal's writer: stores every event of a run as rows, committed in groups.
 
 An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method notes is
 committed together or not at all. One process writes, through one thread at a time.
@@ -70,7 +70,7 @@ _ROLLOUT = """
 
 
 class _Piece(NamedTuple):
-    """A recorded segment of an unfinished rollout, as far as it takes to recognise it."""
+    """A recorded segment of an unfinished rollout: the values by which a repeated segment is recognized."""
 
     start: int
     end: int
@@ -85,13 +85,13 @@ class Journal(JournalFile):
         """Open or create it; or only read it, which changes nothing on disk. Raises ``JournalError``."""
         super().__init__(path, to_write)
         self._noted: list[Statement] = []
-        # Rollouts of which segments, but not all, are recorded: by group, index, branch and first token.
+        # Segments of rollouts that are recorded in part: by group, index, branch and first token.
         self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}
 
     # -- events
 
     def described(self, meta: Mapping[str, Any]) -> None:
-        """What the rows mean; replaces earlier values."""
+        """Store metadata that describes the rows; replaces earlier values."""
         for key, value in meta.items():
             self._note("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
 
@@ -137,9 +137,9 @@ class Journal(JournalFile):
     def grown(self, segments: Iterable[Segment]) -> None:
         """New tokens of unfinished rollouts.
 
-        A segment that is recorded twice changes nothing. Other tokens where some are recorded mean that the sequence
-        was generated again from there, so what followed is void. A segment that does not follow what is recorded is
-        ignored: its finished rollout will have all tokens.
+        A segment that is recorded twice changes nothing. Different tokens at a recorded position mean that the sequence
+        was generated again from there, so later tokens are deleted. A segment that leaves a gap after the recorded
+        ones is ignored: the finished rollout will have all tokens.
         """
         now = time.time()
         for segment in segments:
@@ -178,7 +178,7 @@ class Journal(JournalFile):
         verdict = _verdict(outcome.score) if outcome else (None, None, None)
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
         self._note_rollout(columns, now if outcome else None, now)  # before the segments: it may be refused
-        if self._in_part.get(group_id, {}).pop(index, None):  # its pieces begin at other tokens
+        if self._in_part.get(group_id, {}).pop(index, None):  # their segments begin at other tokens
             for table in ("segments", "experts"):
                 self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
@@ -251,8 +251,9 @@ class Journal(JournalFile):
         self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, NULL)", step, time.time(), folder, seconds)
 
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
-        """The checkpoints on disk when this process begins, as folder and unix time of saving by step: a kill can come
-        between a checkpoint and its row, and people remove or restore folders. How long a save took is not known."""
+        """Record the checkpoints on disk when this process begins, as folder and unix time of saving by step: a kill
+        may have come between a checkpoint and its row, and users may have removed or restored folders. The duration of
+        the save is not known."""
         known = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
             if step not in known:
@@ -290,11 +291,11 @@ class Journal(JournalFile):
 
     @property
     def notes(self) -> int:
-        """How much waits for a commit."""
+        """Number of statements that wait for a commit."""
         return len(self._noted)
 
     def noted(self) -> list[Statement]:
-        """What waits for a commit, handed over."""
+        """Return the statements that wait for a commit, and clear the list."""
         noted, self._noted = self._noted, []
         return noted
 
@@ -343,14 +344,14 @@ def _verdict(score: Scored | RewardFailure) -> tuple[float | None, str | None, s
     return float(score.reward) + 0.0, None, metrics  # SQLite has no -0.0
 
 
-# -- what SQLite can store: a value that it cannot store would fail the commit, and with it the rows of other callers
+# -- what SQLite can store: one value that it cannot store would make the commit fail, also for other callers
 
 _LIMIT = 2**63
 """SQLite's integers have 64 bits."""
 
 
 def _fault_in(values: Iterable[object]) -> str:
-    """What keeps a row of these values from being stored; empty when nothing does."""
+    """Why a row of these values cannot be stored; empty if it can."""
     return next(filter(None, map(_fault_of, values)), "")
 
 
@@ -359,12 +360,12 @@ def _refusal(record: str, fault: str, path: Path) -> JournalError:
     return JournalError(
         f"{record} cannot be stored: it contains {fault}",
         location=str(path),
-        hint="correct where the value comes from, then `asyncrl resume`: everything acknowledged is in the journal",
+        hint="correct the source of the value, then `asyncrl resume`: everything acknowledged is in the journal",
     )
 
 
 def _storable(text: str) -> str:
-    """A message for people, with escapes for what cannot be stored."""
+    """A message with characters that cannot be stored written as escapes."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 

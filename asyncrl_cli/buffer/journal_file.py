@@ -1,7 +1,7 @@
-"""The journal's file as its one writer has it: commits, pruning, and reading back.
+"""The journal's file for its only writer: commits, pruning, and reading back.
 
 Invariant: only the process of the newest row of ``starts`` writes. Each transaction checks that this row is still the
-one that the process has seen or written, so a buffer that was replaced cannot write any more (decision 0024).
+one that the process has read or written, so a buffer that was replaced cannot write any more (decision 0024).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Statement = tuple[str, tuple[Any, ...]]
 
 PRUNED_AT_ONCE = 64
-"""Groups whose tokens one commit may drop, so that pruning never holds up an acknowledgement for long."""
+"""Largest number of groups whose tokens one commit may drop, so that pruning never delays an answer for long."""
 
 
 class JournalFile:
@@ -52,7 +52,8 @@ class JournalFile:
         self._connection.close()
 
     def needed_from(self, checkpoints: int, on_disk: Collection[int]) -> int:
-        """The first step whose tokens the newest so many checkpoints need, or any ``on_disk``; 0 for all."""
+        """The first step whose tokens are needed by the newest ``checkpoints`` checkpoints or any one ``on_disk``; 0 if
+        all tokens are needed."""
         recorded = {step for (step,) in self._rows("SELECT step FROM checkpoints")}
         newest = sorted(recorded.union(on_disk))[-checkpoints:]
         return min([*newest, *on_disk]) if len(newest) == checkpoints else 0
@@ -77,7 +78,7 @@ class JournalFile:
             )
             for table in ("segments", "experts"):
                 self._connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", dropped)
-            if dropped:  # without the mark, tokens that are missing by damage would pass for dropped ones
+            if dropped:  # without the mark, tokens that are missing because of damage would look like dropped ones
                 self._connection.execute(
                     "UPDATE meta SET value = max(CAST(value AS INTEGER), ?) WHERE key = 'pruned_to'",
                     (max(group_id for (group_id,) in dropped) + 1,),
@@ -87,7 +88,8 @@ class JournalFile:
     # -- reading back, for the writer's own use
 
     def read(self, query: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """What a query of ``journal`` gives on this connection, as of the last commit. Raises ``JournalError``."""
+        """The result of a query function of ``journal`` on this connection, as of the last commit. Raises
+        ``JournalError``."""
         with explained(self._path):
             return query(self._connection, *arguments, **named)
 

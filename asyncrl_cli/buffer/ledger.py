@@ -29,7 +29,7 @@ admitted at v, the version that the engines really serve, and trained at w.
 * For d >= w let places(d) = B·((d + 1)k − t − 1), the places in the batches *after* the next one until d
   has passed; U(d) the outstanding groups with a deadline of at most d; run(d) the running ones of them.
 * A batch is the B finished groups of the earliest deadlines, ties by admission order, taken once there are
-  B of them and run(d) <= places(d) for every d >= w: whoever is left behind still has a place in time.
+  B of them and run(d) <= places(d) for every d >= w: so each group left behind still gets a place in time.
 
 Claim: U(d) <= places(d) + B for every d >= w, and U(d) = 0 for every d < w whenever a batch is taken.
 Hence every group is taken by its deadline, and a batch can be taken as soon as the running groups finish.
@@ -64,13 +64,13 @@ groups would be due for two places.
 Versions never fall from one admission to the next, so deadlines rise with the admission index: earliest
 deadline first *is* admission order, and sorted lists of indices are all the state that is needed.
 
-What the theorem takes for granted, and the caller must keep: no token of a group admitted at version a is
+The theorem's assumption, which the caller must ensure: no token of a group admitted at version a is
 sampled under a version below a. So ``publish`` is called after *every* engine serves the new weights, and
 an engine that restarts loads the current version before it serves.
 
 With S = 0 the trainer waits for every publish, because there is no room before it. A batch is taken strictly in
 admission order then, because finish order must not decide what is in it: that makes ``async`` with S = 0 equal to
-``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the why.
+``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the reasons.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Ledger:
         self._requeued = 0
         self._late = 0
 
-    # -- what is
+    # -- state
 
     @property
     def step(self) -> int:
@@ -181,7 +181,7 @@ class Ledger:
         return GroupEntry(group_id, self._version_of[group_id], self._deadline(group_id))
 
     def counts(self) -> Counts:
-        """How many groups are where."""
+        """Number of groups in each state."""
         return Counts(
             running=len(self._running),
             finished=len(self._finished),
@@ -267,7 +267,7 @@ class Ledger:
     # -- batches
 
     def next_batch(self) -> Batch | Blocked:
-        """The batch of step t, or what it waits for. Changes nothing."""
+        """The batch of step t, or the reason why there is none yet. Changes nothing."""
         finished, needed = len(self._finished), self.settings.groups_per_step
         if self.done:
             return Blocked("done", finished, needed)
@@ -319,7 +319,7 @@ class Ledger:
     # -- restart
 
     def snapshot(self) -> LedgerState:
-        """The whole state beside the settings; ``restore`` gives a ledger that behaves the same."""
+        """The entire state except the settings; ``restore`` gives a ledger that behaves identically."""
         return LedgerState(
             step=self._step,
             version=self._version,
@@ -354,7 +354,7 @@ class Ledger:
     def _enough_finished(self) -> bool:
         """Whether a group admitted now would only wait, and be staler when it is trained.
 
-        A batch that misses a running group is held back for it: engines then have time for new groups.
+        If the next batch waits for a running group, this is false: then engines have time for new groups.
         """
         ahead, needed = self.settings.ahead, self.settings.groups_per_step
         if ahead is None or self.settings.max_staleness == 0 or len(self._finished) < ahead * needed:
@@ -376,7 +376,7 @@ class Ledger:
         return Batch(self._step, self.trainer_version, tuple(group_ids), versions)
 
     def _overflow(self, group_ids: Sequence[int]) -> int:
-        """How many of these groups find no place in time if the next batch leaves all of them behind.
+        """How many of these groups could not be trained in time if the next batch contained none of them.
 
         The maximum over d of |{deadline <= d}| − places(d), and 0 if that is negative. Only deadlines that
         occur matter: between two of them the count stays and places grow.
@@ -403,7 +403,7 @@ class Ledger:
         return tuple(self._running[: self._overflow(self._running)])
 
     def _check(self, batch: Batch) -> None:
-        """Whether the rules allow this batch now; it need not be the one ``next_batch`` would choose."""
+        """Raise ``LedgerError`` unless the rules allow this batch now; it may differ from that of ``next_batch``."""
         ids = batch.group_ids
         if len(ids) != self.settings.groups_per_step or list(ids) != sorted(set(ids)):
             raise LedgerError(f"a batch has {self.settings.groups_per_step} different groups in admission order")

@@ -1,4 +1,4 @@
-"""Changes to the journal of a run that nothing drives. The caller holds the run's lock, so no buffer writes."""
+"""Changes to the journal of a run without a driver. The caller holds the run's lock, so no buffer writes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
 def prepare_resume(journal: Path, retrain_from: int | None, accept_data: bool) -> None:
     """Bring an older journal up to date, and record what a resume changes.
 
-    What was reported of the steps from ``retrain_from`` (from 0) on is dropped: under other settings, or on another
-    machine, they may differ now. With ``accept_data`` the prompts admitted so far are never compared with the data.
+    The reports of the steps from ``retrain_from`` (counted from 0) on are dropped, because with other settings, or on
+    another machine, they may differ now. With ``accept_data`` the prompts admitted so far are never compared with the
+    data again.
     """
     with explained(journal), closing(open_for_writing(journal)) as connection:
         if retrain_from is not None:

@@ -1,7 +1,7 @@
 """The command line: `asyncrl COMMAND`.
 
-A command is a function in one of these modules, and a line here. The modules import only typer at the top, and the
-rest inside the functions, so that `asyncrl --help` never waits for torch, Ray or vLLM.
+Each command is a function in one of the modules below and is registered here. These modules import only typer at the
+top, and everything else inside their functions, so that `asyncrl --help` never waits for torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ add(app, "serve", serve.serve, "Serve a model through an OpenAI-compatible API."
 add(app, "watch", watch.watch, "Watch a run in the terminal.", "asyncrl watch latest")
 add(app, "scale", scale.scale, "Change how many engines a live run has.", "asyncrl scale latest --engines 4")
 add(app, "runs", runs.runs, "List runs.", "asyncrl runs --json")
-add(app, "track", track.track, "Send what MLflow lacks of a run that has ended.", "asyncrl track latest")
+add(app, "track", track.track, "Send the missing data of an ended run to MLflow.", "asyncrl track latest")
 app.add_typer(inspect.app, name="inspect")
 add(app, "events", inspect.events, "Print a run's events, in order.", "asyncrl events latest --kind fault")
 add(app, "staleness", inspect.staleness, "Show and verify staleness.", "asyncrl staleness latest --what-if 4")
@@ -88,11 +88,12 @@ def options(
 
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""What printing can raise. Errors of files have their names, and commands handle those of files that they write."""
+"""Errors of writing to standard output or standard error. An error of a file has its name, and the command that writes
+the file handles it."""
 
 
 def console_script() -> None:
-    """The entry point of the process: ``main``, and then an end without delay."""
+    """The entry point of the process: runs ``main``, then ends the process without delay."""
     exit_codes: list[int] = []
     atexit.register(_end_quickly, exit_codes)  # before everything else: handlers run in reverse order
     try:
@@ -104,9 +105,9 @@ def console_script() -> None:
 
 
 def _end_quickly(exit_codes: list[int]) -> None:
-    """End the process where it would take Python a second and more to dismantle torch (decision 0044).
+    """End the process at once if torch is loaded: Python takes more than a second to unload it (decision 0044).
 
-    Threads have ended and exit handlers have run by then. Output that cannot be written is left to Python.
+    By then, threads have ended and exit handlers have run. If the output cannot be flushed, Python ends the process.
     """
     if "torch" not in sys.modules or not exit_codes:
         return
@@ -121,10 +122,10 @@ def main() -> None:
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:  # started with this one closed: the next file that is opened would get its number
+        except OSError:  # the parent process closed it: the next file that is opened would get its number
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None when it was closed by whoever started the command
+        if isinstance(stream, io.TextIOWrapper):  # None if the parent process closed it
             # A terminal whose encoding lacks a character shows its escape; the default ends the command.
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -134,7 +135,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise
-        hint = "free space, or send it elsewhere"
+        hint = "free disk space, or redirect the output elsewhere"
         _end(diagnostic("error", f"cannot write the output: {error.strerror}", hint=hint), 1)
 
 

@@ -1,4 +1,5 @@
-"""How commands join the command line, and the arguments and options that several of them share, with completion."""
+"""Adds commands to the command line, and defines the arguments and options that several of them share, with shell
+completion."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ def add(
 ) -> None:
     """Add a command, with its line in the help of its group and an example in its own.
 
-    ``summary`` has room on a terminal of 80 columns, beside the longest name: 61 characters. A ``foreign`` command gets
-    options that it does not know as arguments.
+    ``summary`` may have 61 characters: the space beside the longest name on a terminal of 80 columns. A ``foreign``
+    command receives unknown options as arguments.
     """
     settings = {"ignore_unknown_options": foreign}
     command = app.command(
@@ -42,7 +43,7 @@ def run_names(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """A completion from names that are looked up when the shell asks for one."""
+    """A completion function; ``names`` is called each time the shell asks for completions."""
     return lambda incomplete: [name for name in names() if name.startswith(incomplete)]
 
 
@@ -68,7 +69,7 @@ RunName = Annotated[
         metavar="RUN", help="A run's id, a unique prefix of it, `latest`, or a path.", autocompletion=run_names
     ),
 ]
-RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="The folder that has all runs.")]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", metavar="DIR", help="The folder that contains all runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document.")]
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one key; may be repeated.")

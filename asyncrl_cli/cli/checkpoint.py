@@ -1,4 +1,4 @@
-"""`asyncrl checkpoint`: what a run has saved, whether it is undamaged, and the model in it."""
+"""`asyncrl checkpoint`: list, verify, export and prune a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def prune(
         raise RunError(
             "cannot keep the best checkpoints: the run's journal has no greedy accuracy",
             location=found.run_id,
-            hint="pass --keep-best 0 to go by the other rules alone",
+            hint="pass --keep-best 0 to use only the other rules",
         )
     if not dry_run:
         found.lock()

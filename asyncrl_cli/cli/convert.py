@@ -35,7 +35,8 @@ def verl(
     configs: Annotated[
         list[str],
         typer.Argument(
-            metavar="CONFIG", help="YAML files of verl, and overrides of its command line (`key=value`), for all."
+            metavar="CONFIG",
+            help="YAML files of verl, and overrides as on its command line (`key=value`), which apply to all files.",
         ),
     ],
     output: Output = None,
@@ -43,8 +44,8 @@ def verl(
 ) -> None:
     """Write a spec for each configuration of verl, with a comment for every key (docs/from-verl.md).
 
-    Overrides without a file are converted beside verl's defaults. Exit code: 0 when every spec is valid where its model
-    and data are; 1 when one has to be changed first; 2 when a configuration cannot be read.
+    Overrides without a file are applied to verl's defaults. Exit code: 0 when every spec is valid on a machine that has
+    its model and data; 1 when a spec has to be changed first; 2 when a configuration cannot be read.
     """
     from asyncrl_cli.convert.files import convert_one, targets
     from asyncrl_cli.convert.source import Source, override, read_file
@@ -67,7 +68,7 @@ def trl(
         typer.Argument(
             metavar="ARGUMENTS",
             help="YAML or JSON files of arguments; `grpo` (the default), `rloo`, `ppo` or `async_grpo`; and arguments "
-            "as `trl grpo` has them (`--learning_rate 1e-6`), for all files.",
+            "as `trl grpo` takes them (`--learning_rate 1e-6`), which apply to all files.",
         ),
     ],
     output: Output = None,
@@ -75,8 +76,8 @@ def trl(
 ) -> None:
     """Write a spec for each file of TRL's arguments, with a comment for every one (docs/from-trl.md).
 
-    The number of processes is Accelerate's: add --num_processes N, or --accelerate_config FILE. Exit codes are those of
-    `convert verl`.
+    Accelerate sets the number of processes: add --num_processes N, or --accelerate_config FILE. The exit codes are the
+    same as those of `convert verl`.
     """
     from asyncrl_cli.convert.files import convert_one, targets
     from asyncrl_cli.convert.source import Source, read_file
@@ -94,8 +95,9 @@ def trl(
 
 
 def _finish(results: list[Result], force: bool) -> None:
-    """Write the specs, and print where they are and what is left to do. Results without a file go to standard output,
-    and then everything else to standard error."""
+    """Write the specs, and print where they are and what remains to be done.
+
+    A result without a file is printed to standard output, and then all other text goes to standard error."""
     from asyncrl_cli.convert.files import write
 
     write(results, force=force)

@@ -1,4 +1,4 @@
-"""`asyncrl doctor`: whether this machine or a cluster can run asyncrl, what would not work, and what to do about it."""
+"""`asyncrl doctor`: checks whether this machine or a cluster can run asyncrl, with a hint for each problem."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ if TYPE_CHECKING:
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 INDENT = 23
-"""Columns before what was found."""
+"""The column in which the text of a finding begins."""
 
 
 def doctor(
     spec: Annotated[
         Path | None,
-        typer.Argument(metavar="SPEC", help="With --cluster: the spec that is to run there.", show_default=False),
+        typer.Argument(metavar="SPEC", help="With --cluster: the spec to run on the cluster.", show_default=False),
     ] = None,
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Check the hosts of a running Ray cluster, and all pairs of them.")
     ] = False,
     address: Annotated[
-        str | None, typer.Option("--address", metavar="ADDRESS", help="With --cluster: where it is. Default: auto.")
+        str | None,
+        typer.Option("--address", metavar="ADDRESS", help="With --cluster: the cluster's address. Default: auto."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Import no library: a second instead of a minute.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Import no large libraries: takes a second instead of a minute.")
+    ] = False,
     deep: Annotated[
         bool, typer.Option("--deep", help="Start an engine and a trainer on a small model: one more minute.")
     ] = False,
@@ -42,7 +45,7 @@ def doctor(
     work, with a hint for each problem. With --deep, vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
     With --cluster: whether the hosts of a Ray cluster can work together: connections between all of them with latency
-    and speed, token, versions, clocks, memory, and the folder of runs. A spec adds what it needs.
+    and speed, token, versions, clocks, memory, and the folder of runs. With a spec, also whether it fits the cluster.
 
     Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
@@ -69,7 +72,7 @@ def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
 
 
 def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
-    """What a start of the spec would find on the cluster. ``address`` takes precedence over the spec's."""
+    """The checks of a start of the spec on the cluster. ``address`` takes precedence over the spec's."""
     from asyncrl_cli.cli.running import start_checks
     from asyncrl_cli.orchestrator.checks.start import MODEL_CHECKS
     from asyncrl_cli.spec.load import load_spec
@@ -83,13 +86,16 @@ def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
-    """Print findings as they come, or all of them as a JSON document under ``verdict``; whether none is a failure."""
+    """Print each finding as soon as it is known, or all of them as one JSON document.
+
+    Returns whether no finding is a failure; in JSON the key ``verdict`` has this.
+    """
     from dataclasses import asdict
 
     found = []
     for finding in findings:
         found.append(finding)
-        if not as_json:  # immediately: the last ones take long
+        if not as_json:  # immediately: the last checks take long
             show_finding(finding)
     passed = all(finding.status != "failure" for finding in found)
     if as_json:
@@ -98,7 +104,7 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
 
 
 def show_finding(finding: Finding) -> None:
-    """One check: a mark, its name, what was found, and what to do about it."""
+    """Print one check: a mark for its status, its name, what it found, and the hint."""
     from asyncrl_cli.inspect.pages import paragraph
 
     hint = [f"-> {finding.hint}"] if finding.hint else []

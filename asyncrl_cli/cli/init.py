@@ -1,4 +1,4 @@
-"""`asyncrl init`: a folder to start from.
+"""`asyncrl init`: copies a template to a new folder.
 
 A template is a folder of `templates/` with a spec, the code and data that it names, and a README whose heading is what
 `--list` shows. An installed wheel has the folders as `asyncrl_cli/_templates`; an editable install takes them from the
@@ -27,11 +27,12 @@ SPEC = "spec.yaml"
 MODEL = "model"
 """A template's model: config and tokenizer, to which ``copy`` adds random weights."""
 STARTS = {"slurm": ("sbatch", "job.sbatch"), "kuberay": ("kubectl apply -f", "rayjob.yaml")}
-"""Of templates for a cluster: the command that starts a run, and its file. Others are started with `asyncrl train`."""
+"""For each template for a cluster: the command that starts a run, and the file that it is given. The other templates
+are started with `asyncrl train`."""
 
 
 class TemplateError(UserError):
-    """A template that does not exist, or a folder that must not be written to."""
+    """The template does not exist, or the folder must not be overwritten."""
 
     exit_code = 2
 
@@ -49,7 +50,7 @@ class Template:
 
     @property
     def title(self) -> str:
-        """What it is, in one line."""
+        """The heading of its README."""
         return (self.folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
     @property
@@ -58,10 +59,10 @@ class Template:
         return (self.folder / MODEL).is_dir()
 
     def copy(self, folder: Path, force: bool) -> list[str]:
-        """Copy to ``folder``, name the spec's runs after it, make the weights of a model, and return the names of the
-        files written, which include a JSON schema for editors.
+        """Copy the template to ``folder``, set the spec's ``name`` to the folder's name, and make random weights if the
+        template has a model. Returns the names of the files written, which include a JSON schema for editors.
 
-        ``force`` writes into a folder that is not empty: files of the same name are replaced, others stay. Raises
+        With ``force``, ``folder`` may contain files: those of the same name are replaced, the others are kept. Raises
         ``TemplateError``.
         """
         from asyncrl_cli.spec.schema import FILE, schema_text
@@ -83,13 +84,13 @@ class Template:
                 from asyncrl_cli.train.model.initial import write_weights
 
                 write_weights(folder / MODEL, seed=0)
-        except OSError as error:  # also copytree's collection of them
+        except OSError as error:  # includes shutil.Error, which copytree raises
             raise TemplateError(f"the folder cannot be written: {error}", location=str(folder)) from error
         return sorted([FILE, *(path.name for path in self.folder.iterdir() if path.name != "__pycache__")])
 
 
 def _renamed(spec: str, folder: str) -> str:
-    """The spec's text with ``name`` made from the folder's, as far as a run's name may have its characters."""
+    """The spec's text with ``name`` replaced by the folder's name, without characters that a run's name cannot have."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:64]
     return re.sub(r"^name: .*$", f'name: "{name}"', spec, count=1, flags=re.MULTILINE) if name else spec
 
@@ -103,7 +104,7 @@ def templates() -> list[Template]:
 
 
 def find_template(name: str) -> Template:
-    """The template of this name. Raises ``TemplateError`` with the most similar name."""
+    """The template of this name. Raises ``TemplateError`` if there is none, with the most similar name as the hint."""
     from asyncrl_cli.core.suggest import did_you_mean
 
     known = {template.name: template for template in templates()}
@@ -123,7 +124,7 @@ def init(
         typer.Argument(metavar="TEMPLATE", help="The template.", show_default=False, autocompletion=one_of(_names)),
     ] = None,
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="The folder to make.", show_default=False)
+        Path | None, typer.Argument(metavar="FOLDER", help="The folder to create.", show_default=False)
     ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="List the templates and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
@@ -152,4 +153,4 @@ def init(
     check = f"train {spec} --dry-run" if found.has_model else f"validate-spec {spec}"
     echo(f"{folder}: {', '.join(files)}\nnext:\n  asyncrl {check}\n  {command} {started}")
     if found.has_model:
-        echo(f"`{MODEL}` has random weights: for a model of your own, set model.path in {spec} to its folder or hub id")
+        echo(f"`{MODEL}` has random weights: to use your own model, set model.path in {spec} to its folder or hub id")

@@ -1,4 +1,4 @@
-"""What a run's journal has: `asyncrl inspect`, `asyncrl events` and `asyncrl staleness`. None of them needs Ray."""
+"""Views of a run's journal: `asyncrl inspect`, `asyncrl events` and `asyncrl staleness`. None of them needs Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WATCH_S = 1.0
 """Seconds between two updates of ``--watch``."""
 
 LISTED = 20
-"""Groups that a list shows by default."""
+"""Number of groups that a list shows by default."""
 
 app = typer.Typer(help="Look into a run that is running, stopped or dead.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -39,7 +39,7 @@ def _kinds() -> Iterable[str]:
 def inspect_buffer(
     run: RunName = "latest",
     group: Annotated[
-        str | None, typer.Option("--group", metavar="ID", help="Show one group: its id, or its prompt's uid.")
+        str | None, typer.Option("--group", metavar="ID", help="Show one group, by its id or its prompt's uid.")
     ] = None,
     rollout: Annotated[
         str | None, typer.Option("--rollout", metavar="ID", help="Show one rollout, such as 12-3, token by token.")
@@ -70,7 +70,8 @@ def inspect_buffer(
 ) -> None:
     """Show what is in a run's buffer, list some of its groups, or show one.
 
-    Steps count from 1, as in metrics.jsonl. The staleness of a group that is not taken is what it would be now.
+    Steps count from 1, as in metrics.jsonl. For a group that is not taken yet, the staleness is what it would be if it
+    were taken now.
     """
     from asyncrl_cli.inspect.buffer_pages import group_page, list_page, overview_page, rollout_page
     from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
@@ -113,7 +114,7 @@ def inspect_buffer(
 
 
 def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
-    """Show what a run was started from and what it has done: starts, failures, throughput, checkpoints, evaluations."""
+    """Show how a run was started and what happened in it: starts, failures, throughput, checkpoints, evaluations."""
     from asyncrl_cli.inspect.history_page import history_page
     from asyncrl_cli.journal.history import history
     from asyncrl_cli.journal.queries import snapshot
@@ -184,7 +185,7 @@ def staleness(
     """Show the staleness of every trained group, and verify from the journal that it stayed within the bound.
 
     Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups trained late with `on_stale: train`
-    are counted and violate nothing. Steps count from 1, as in metrics.jsonl.
+    are counted, but are not violations. Steps count from 1, as in metrics.jsonl.
     """
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.resolved import resolved_spec
@@ -235,7 +236,7 @@ def _watch(look: Callable[[], Page]) -> None:
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                # A plain Text, in which rich looks for no markup.
+                # As Text, because rich would interpret markup in a str.
                 live.update(Text("\n".join(look().lines)), refresh=True)
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryAnswer:
-    """What to print of a spec's memory; ``fits`` unless no run can work."""
+    """A memory estimate to print. ``fits`` is false if no run of the spec can work."""
 
     fits: bool
     text: str
@@ -28,7 +28,7 @@ class MemoryAnswer:
 
 
 def parse_memory(text: str | None) -> int | None:
-    """Bytes of the option `--gpu-memory`."""
+    """The value of the option `--gpu-memory` in bytes."""
     from asyncrl_cli.sizing.parts import memory_size
 
     try:
@@ -38,7 +38,7 @@ def parse_memory(text: str | None) -> int | None:
 
 
 def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
-    """Estimate a spec's memory; ``config_folder`` has the config of its model, if it is not to be looked up."""
+    """Estimate a spec's memory; ``config_folder`` has the model's config.json; None: find it by the model's name."""
     from asyncrl_cli.core.imports import large_imports
 
     with large_imports():
@@ -71,14 +71,14 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
 
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
-    """GPUs and hosts, each with its parts and what it has."""
+    """The estimate as text: each GPU and host with the parts of its memory and its capacity."""
     from asyncrl_cli.sizing.parts import shown
 
     trained = f", {_many(model.trained)} of them trained" if model.trained < model.parameters else ""
     lines = [f"memory, estimated (docs/sizing.md): {model.name}, {_many(model.parameters)} weights{trained}"]
     for device in estimate.devices:
         count = f", {device.count} alike" if device.count > 1 else ""
-        has = f"it has {shown(device.capacity)}" if device.capacity is not None else "how much it has is not known"
+        has = f"it has {shown(device.capacity)}" if device.capacity is not None else "its capacity is not known"
         lines += ["", f"{device.name}{count}"]
         rows = [(part.name, shown(part.bytes), part.note) for part in device.parts]
         rows.append(("sum", shown(device.total), has))

@@ -1,4 +1,4 @@
-"""How a command prints: text that is safe on a terminal, and JSON that stays JSON."""
+"""How commands print: text without control characters for the terminal, and valid JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from asyncrl_cli.core.terminal import printable
 
 _CONTROL = re.compile("[\x7f-\x9f\ud800-\udfff]")
-"""What JSON allows unescaped and a terminal acts on, or cannot encode."""
+"""Characters that JSON allows unescaped, but that control a terminal or cannot be encoded."""
 
 
 def debugging() -> bool:

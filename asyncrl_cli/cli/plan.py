@@ -1,4 +1,4 @@
-"""`asyncrl plan`: the step time of a spec, before it is paid for. Needs no GPU; only `--calibrate` starts anything."""
+"""`asyncrl plan`: predicts the step time of a spec. Needs no GPU; only `--calibrate` starts processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 SPREAD = 0.6
-"""Standard deviation of the logarithm of lengths, where they are assumed."""
+"""Default standard deviation of the logarithm of the response lengths, when no run is measured."""
 
 
 def plan(
@@ -24,14 +24,14 @@ def plan(
     overrides: Overrides = None,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate", help="Measure here: train a few steps with one engine and as few ranks as work."),
+        typer.Option("--calibrate", help="Measure here: train a few steps with one engine and the fewest ranks."),
     ] = False,
     calibrate_from: Annotated[
         str | None,
         typer.Option(
             "--calibrate-from",
             metavar="RUN",
-            help="Measure engines, trainer and lengths in this run.",
+            help="Use the speeds and lengths that this run measured.",
             autocompletion=run_names,
         ),
     ] = None,
@@ -42,7 +42,7 @@ def plan(
         int | None, typer.Option("--gpus", metavar="N", min=2, help="With --search: GPUs to split.")
     ] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="KIND", help="Where nothing is measured: the GPU whose data sheet to use.")
+        str, typer.Option("--gpu", metavar="KIND", help="Without a measurement: the GPU whose data sheet is used.")
     ] = "h100",
     mean_tokens: Annotated[
         float | None,
@@ -50,13 +50,19 @@ def plan(
             "--mean-tokens",
             metavar="N",
             min=1,
-            help="Where nothing is measured: mean length of a response. Default: half of rollout.max_response_tokens.",
+            help="Without a measurement: mean response length in tokens. Default: half of rollout.max_response_tokens.",
             show_default=False,
         ),
     ] = None,
     spread: Annotated[
         float,
-        typer.Option("--spread", metavar="SIGMA", min=0, max=3, help="With it: standard deviation of its logarithm."),
+        typer.Option(
+            "--spread",
+            metavar="SIGMA",
+            min=0,
+            max=3,
+            help="Without a measurement: standard deviation of the logarithm of the length.",
+        ),
     ] = SPREAD,
     model_config: Annotated[
         Path | None,
@@ -81,9 +87,9 @@ def plan(
 ) -> None:
     """Predict a spec's step time, what each side waits for, and how stale groups will be.
 
-    A run is simulated with the ledger that decides in a real one (docs/planning.md). Speeds and lengths are those of a
-    run (--calibrate, --calibrate-from), or guesses from data sheets. Exit code: 0 with a prediction; 2 when there is
-    nothing to predict from, and when the run that was measured is itself not reproduced within 10 %.
+    The simulation uses the same ledger as a real run (docs/planning.md). Speeds and lengths are measured in a run
+    (--calibrate, --calibrate-from), or estimated from data sheets. Exit code: 0 with a prediction; 2 when there is
+    nothing to predict from, or when the simulation does not reproduce the measured run within 10 %.
     """
     from asyncrl_cli.cli.plan_sources import Assumed, calibration_run, data_sheet_source, measured_source
     from asyncrl_cli.runs.catalogue import find_run
@@ -155,6 +161,6 @@ def _searched(spec: ExperimentSpec, source: Source, gpus: int) -> Page:
         raise ConfigError(
             f"none of {found.too_large} allocations fits into the memory of {gpus} GPUs",
             location="--gpus",
-            hint="`asyncrl validate-spec --memory` shows what takes how much",
+            hint="`asyncrl validate-spec --memory` shows what takes the memory",
         )
     return search_page(gpus, found, source.planned(spec, None).guesses)

@@ -1,4 +1,4 @@
-"""What `asyncrl plan` predicts from: a run that was measured, or data sheets."""
+"""The inputs of `asyncrl plan`: a run that was measured, or data sheets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 CALIBRATION_STEPS = 10
-"""Steps that `--calibrate` trains once the buffer is full three times."""
+"""Steps that `--calibrate` trains after the buffer has been filled three times."""
 ASSUMED_GROUPS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """What is given where nothing is measured: a kind of GPU, mean and spread of lengths, the model's config."""
+    """Assumptions used without a measurement: the kind of GPU, mean and spread of lengths, the model's config."""
 
     gpu: str
     mean_tokens: float | None
@@ -44,9 +44,9 @@ class Source:
     """What to predict from.
 
     Attributes:
-        planned: the scenario of a spec, whose engines' caches have room for so many tokens.
-        engine_gpus: sizes of an engine of which something is known.
-        model: sizes of the model, for the memory estimate; None where its config is not to be had.
+        planned: the scenario of a spec and of the number of tokens that fit into an engine's cache (None: not known).
+        engine_gpus: the engine sizes, in GPUs, whose speed is known.
+        model: sizes of the model, for the memory estimate; None if its config is not available.
     """
 
     planned: Callable[[ExperimentSpec, int | None], Planned]
@@ -56,7 +56,7 @@ class Source:
     page: Page | None = None
 
     def cache(self, spec: ExperimentSpec) -> int | None:
-        """Tokens for which an engine's cache has room; None where that is not known."""
+        """Number of tokens that fit into an engine's cache; None if it is not known."""
         from asyncrl_cli.sizing.engine import gpu_cache
 
         if self.model is None or self.gpu_bytes is None or not spec.rollout.gpus_per_engine:
@@ -65,7 +65,7 @@ class Source:
         return None if found is None else found.tokens
 
     def memory(self, spec: ExperimentSpec) -> tuple[Device, ...]:
-        """What each GPU has to hold; empty where that is not known."""
+        """The memory that each GPU needs; empty if it is not known."""
         from asyncrl_cli.sizing.estimate import estimate
 
         if self.model is None or self.gpu_bytes is None:
@@ -75,7 +75,7 @@ class Source:
 
 
 def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:
-    """A run. Raises ``ConfigError`` where it cannot be reproduced."""
+    """The measurements of a run. Raises ``ConfigError`` if the simulation does not reproduce the run."""
     from asyncrl_cli.inspect.plan_page import calibration_page
     from asyncrl_cli.orchestrator.actors import buffer_settings
     from asyncrl_cli.plan.scenario import planned_scenario
@@ -124,8 +124,8 @@ def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
     groups = lengths.groups(ASSUMED_GROUPS, rollout.group_size)
     notes = (
         *guesses(assumed.gpu, shape),
-        f"responses are taken to have {mean:,.0f} tokens in the mean, with a spread of {assumed.spread}; prompts the "
-        f"longest that rollout.max_prompt_tokens allows",
+        f"assumed: responses have {mean:,.0f} tokens on average, with a spread of {assumed.spread}; all prompts have "
+        f"the length of rollout.max_prompt_tokens",
     )
 
     def planned(own: ExperimentSpec, kv_tokens: int | None) -> Planned:
@@ -135,7 +135,7 @@ def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
 
 
 def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
-    """What a run's journal says of lengths and costs. Raises ``ConfigError`` when it says too little."""
+    """Lengths and costs measured in a run's journal. Raises ``ConfigError`` if the journal has too few steps."""
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.plan.from_journal import calibrate
@@ -150,7 +150,7 @@ def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
 
 
 def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
-    """Train a few steps of a spec with one engine, as few trainer ranks as work, and groups for these alone."""
+    """Train a few steps of a spec with one engine and as few trainer ranks as possible; batches are scaled to these."""
     from asyncrl_cli.cli.running import drive, start_checks
     from asyncrl_cli.orchestrator.launch import Start
     from asyncrl_cli.runs.directory import RunDirectory
@@ -182,7 +182,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
 
 
 def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
-    """The run's own steps, simulated. Raises ``ConfigError`` when they are not what was measured."""
+    """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
     from asyncrl_cli.inspect.plan_page import comparison_table
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.what_if import what_if
@@ -192,7 +192,8 @@ def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
         return found.lines
     echo("\n".join(comparison_table("its own steps", found.lines)), err=True)
     raise ConfigError(
-        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; what fits least: {found.misfit}",
+        f"the run's own steps are not reproduced within 10 %, so nothing is predicted; "
+        f"the largest difference: {found.misfit}",
         location=run.run_id,
         hint="measure a run on a machine that nothing else uses, with more steps after its lengths have settled",
     )

@@ -59,7 +59,7 @@ def resume(
         with start_checks(spec, search_path) as checks:
             experiment = checks.experiment()
         check_data(run, experiment, plan, accept_changed_data)
-    start = plan.carry_out(run, accept_changed_data)  # nothing on disk changes before
+    start = plan.carry_out(run, accept_changed_data)  # until here, nothing has changed on disk
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
     run.begin(dump_spec(spec, references), spec.stop.steps)

@@ -1,4 +1,4 @@
-"""What `train` and `resume` share: the header, the view and the closing lines of a run."""
+"""The parts that `train` and `resume` share: the header, the live view and the closing lines of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def start_checks(
     thorough: bool = False,
     references: Mapping[tuple[str, ...], str] | None = None,
 ) -> StartChecks:
-    """All checks of a start; those that take long report it on standard error."""
+    """All checks of a start. Checks that take long print a notice to standard error."""
     from asyncrl_cli.orchestrator.checks.start import StartChecks
 
     return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
@@ -39,7 +39,7 @@ def start_checks(
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A block that only checks: the exit code of its errors means that nothing was changed or started."""
+    """A block that only checks. A ``UserError`` in it gets exit code 2: nothing was changed or started."""
     try:
         yield
     except UserError as error:

@@ -45,7 +45,7 @@ def _row(run: RunDirectory) -> dict[str, Any]:
 
 
 def _engines(row: Mapping[str, Any]) -> str:
-    """Of a run that has ended, nothing."""
+    """Engines of a run as serving/wanted; ``-`` for a run that has ended."""
     counts = row["engines"]
     return f"{counts['serving']}/{counts['wanted']}" if counts and row["phase"] in ("starting", "running") else "-"
 

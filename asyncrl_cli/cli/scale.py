@@ -17,17 +17,18 @@ POLL_S = 0.5
 def scale(
     run_id: RunName,
     engines: Annotated[
-        int, typer.Option("--engines", metavar="N", min=1, help="Engines that the run is to have from now on.")
+        int, typer.Option("--engines", metavar="N", min=1, help="Number of engines that the run should have.")
     ],
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait so long until that many serve.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait up to this long for all of them to serve.")
     ] = 120.0,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Change how many engines a live run has, within the bounds of `rollout.engines` in its spec.
 
-    Engines that leave return their rollouts first, and others continue them from their tokens. Engines that join wait
-    for Ray to have room, which may take longer than this command waits: it says what is missing, and exits with 0.
+    An engine that leaves first returns its rollouts, and other engines continue them from their tokens. An engine that
+    joins waits until Ray has room for it. If that takes longer than --wait, the command prints what is missing and
+    exits with 0.
     """
     from asyncrl_cli.core.errors import ConfigError, RunError
     from asyncrl_cli.runs.catalogue import find_run

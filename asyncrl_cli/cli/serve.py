@@ -33,7 +33,8 @@ def serve(
 ) -> None:
     """Serve a model to any OpenAI client, without training, until Ctrl-C.
 
-    Of a run the final model, or else that of the newest checkpoint; of a spec the model that training starts from.
+    For a run: its final model, or the newest checkpoint's if it has not finished. For a spec: the model that training
+    starts from.
     """
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]

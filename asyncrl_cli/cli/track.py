@@ -1,4 +1,4 @@
-"""`asyncrl track`: send to MLflow what it could not take while the run ran."""
+"""`asyncrl track`: sends the data of a run to MLflow that could not be sent during the run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def track(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Send what MLflow lacks of a run that has ended.
+    """Send the data of an ended run that MLflow does not have yet.
 
-    Nothing is sent twice. Exit code: 1 when something could not be sent; try again later.
+    Nothing is sent twice. Exit code: 1 when something could not be sent; then try again later.
     """
     from asyncrl_cli.core.secrets import hide
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, run_id)
-    run.lock()  # a run that is driven sends its own data
+    run.lock()  # a run that is still going sends its own data
     spec = load_recorded(run.path).spec
     changes = {"uri": uri, "register_model": register}
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})

@@ -58,7 +58,7 @@ def train(
 
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
-    """What is wrong with the spec, then what the checks of a start find. Raises ``SpecError`` unless ``as_json``."""
+    """The problems of the spec, then the findings of the start checks. Raises ``SpecError`` unless ``as_json``."""
     from asyncrl_cli.cli.running import start_checks
     from asyncrl_cli.orchestrator.checks.finding import Finding
     from asyncrl_cli.spec.load import load_spec
@@ -74,7 +74,7 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
         problems, checked = loaded.warnings, loaded.spec
     for problem in problems:
         status: Status = "failure" if problem.severity == "error" else "warning"
-        found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status says that already
+        found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status already shows it
         yield Finding("spec", status, found, problem.hint)
     if checked is not None:
         if not problems:

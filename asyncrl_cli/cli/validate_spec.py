@@ -1,4 +1,4 @@
-"""`asyncrl validate-spec`: every problem of a spec, with its line, before anything heavy starts."""
+"""`asyncrl validate-spec`: reports every problem of a spec with its line, without starting anything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def validate_spec(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="With --memory: what a GPU has, such as 80GB. Default: cluster.gpu_memory_gb, or this machine's.",
+            help="With --memory: memory of a GPU, such as 80GB. Default: cluster.gpu_memory_gb, or this machine's.",
             show_default=False,
         ),
     ] = None,
@@ -103,7 +103,7 @@ class _Answer:
 
 
 class _Memory(NamedTuple):
-    """What `--memory` is asked with."""
+    """The options of `--memory`."""
 
     gpu_bytes: int | None
     config_folder: Path | None
@@ -138,7 +138,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
 
 
 def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:
-    """What the first prompt is, and all that it depends on."""
+    """The checks that show the first prompt, and the checks that they depend on."""
     from asyncrl_cli.cli.running import start_checks
 
     with start_checks(loaded.spec, Path(spec).absolute().parent, thorough=True, references=loaded.references) as checks:

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from asyncrl_cli.runs.directory import RunDirectory
 
 REFRESH_S = 1.0
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 OLDER, NEWER = (b"p", b"\x1b[D", b"\x1bOD"), (b"n", b"\x1b[C", b"\x1bOC")
 """Keys: letters, and what terminals send for the arrows to the left and the right."""
 KEYS = "p older rollout · n newer · f all, right or wrong · 12g to step 12 · c colours · b back · q quit"
 KEY = re.compile(rb"\x1b\[[0-9;]*[^0-9;]|\x1bO.|\x1b(?=[^\[O])|[^\x1b]", re.DOTALL)
 """What terminals send for one key: a byte, or an escape sequence."""
 MOST_DIGITS = 9
-"""Of the step that `g` goes to."""
+"""The largest number of digits of the step number that `g` takes."""
 READ_BYTES = 1024
-"""Read at a time: keys may arrive together."""
+"""Bytes read at a time: several keys may arrive together."""
 
 
 def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
@@ -123,8 +123,8 @@ def split_keys(data: bytes) -> tuple[list[bytes], bytes]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """A function that waits some seconds for keys, and returns all that have arrived. In the block, the terminal
-    delivers keys immediately and does not show them."""
+    """A context whose value is a function: it waits up to the given seconds for keys and returns all that have arrived.
+    In the block, the terminal delivers each key immediately and does not echo it."""
     import termios
     import tty
 

@@ -1,4 +1,4 @@
-"""Work that the caller must not wait for, done in order on a thread."""
+"""Runs jobs in order on a thread, so that the caller need not wait for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The errors that a user can fix: each says what is wrong, where, and what to do about it.
+"""Errors that a user can fix: each has a message (what is wrong), a location (where) and a hint (what to do).
 
-Every other exception is a bug and keeps its traceback. These are printed as a diagnostic by ``cli.app.main``: a line
-with what is wrong, one with where it is, and one with the hint. Texts follow the compilers' habit: lower case, no full
-stop, matter of fact.
+Every other exception is a bug and keeps its traceback. ``cli.app.main`` prints these errors as a diagnostic, with one
+line each for message, location and hint. Like compilers' messages, the texts are short, begin in lower case and have no
+full stop at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class UserError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """One line, for logs and for what quotes the error: ``location: message (hint)``, without secrets."""
+        """The error in one line, for logs and for messages that quote it: ``location: message (hint)``, without
+        secrets."""
         located = f"{self.location}: {self.message}" if self.location else self.message
         return hide(f"{located} ({self.hint})" if self.hint else located)
 
@@ -40,7 +41,7 @@ class UserError(Exception):
 
 
 def diagnostic(severity: Severity, message: str, location: str = "", hint: str = "") -> str:
-    """What is wrong, where, and what to do, a line each; a part that is empty has no line."""
+    """The lines of a diagnostic: message, location and hint, one line each; empty parts are omitted."""
     lines = [f"{severity}: {message}"]
     if location:
         lines.append(f" --> {location}")

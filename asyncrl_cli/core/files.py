@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all, so that no reader sees half of one."""
+"""Writes files and folders atomically: they appear complete or not at all, so no reader sees a partial one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl_cli.core.errors import ConfigError
 
 
 def require_folder(path: str | Path, location: str) -> None:
-    """Raises ``ConfigError``, which names this host, when a folder is not here; ``location``: the key it comes from."""
+    """Raise ``ConfigError``, naming this host, if a folder does not exist here; ``location``: the key of its path."""
     if not os.path.isdir(path):
         raise ConfigError(
             f"{socket.gethostname()} has no folder {path}",
@@ -25,8 +25,8 @@ def require_folder(path: str | Path, location: str) -> None:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path may get a new file: nothing is there, or a regular file. A device, a pipe and what a link points
-    to (`/dev/stdout`) have to be written to as they are."""
+    """Whether a path may be replaced by a new file: it does not exist, or is a regular file. Devices, pipes and links
+    (`/dev/stdout`) have to be written to directly."""
     return not path.is_symlink() and (path.is_file() or not path.exists())
 
 
@@ -55,8 +55,8 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = False) ->
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which a user has named; its folder is made. What ``is_replaceable`` is as by
-    ``atomic_write``. Raises ``OSError``."""
+    """A file to write to, at a path that a user has given; its folder is created. If the path ``is_replaceable``, it is
+    written as by ``atomic_write``. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) if is_replaceable(path) else path.open("wb") as file:
         yield file
@@ -64,9 +64,9 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to ``path`` when the block ends without an error, and else removed.
+    """A folder to fill, which is renamed to ``path`` when the block ends without an error, and otherwise removed.
 
-    Its parents are made. Raises ``OSError``, also when ``path`` is a folder that is not empty.
+    Its parent folders are created. Raises ``OSError``, also when ``path`` is a folder that is not empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unfinished(path)
@@ -79,13 +79,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or folder within its folder, on disk too when this returns."""
+    """Rename a file or folder within its folder; the new name is on disk when this returns."""
     os.rename(source, target)
     sync(target.parent)
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on disk before returning."""
+    """Sync a file, or a folder's list of names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

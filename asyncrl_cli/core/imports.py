@@ -1,4 +1,4 @@
-"""Imports of torch, transformers, DeepSpeed and vLLM, which are most of what the start of a run costs."""
+"""Imports of torch, transformers, DeepSpeed and vLLM, which take most of the time of a run's start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 UNUSED = ("mlflow", "scipy", "sklearn")
-"""What DeepSpeed's autotuner, vLLM's resampling of audio and transformers' assisted generation import where it is
-installed; a second or two each."""
+"""Packages that DeepSpeed's autotuner, vLLM's resampling of audio and transformers' assisted generation import if they
+are installed; each takes a second or two."""
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def large_imports() -> Iterator[None]:
     """
     hidden = [name for name in UNUSED if name not in sys.modules]
     collecting = gc.isenabled()
-    # Imports leave little to collect, and each collection would look through all modules again.
+    # Imports leave little garbage, and each collection would traverse all modules again.
     gc.disable()
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import system's own mark
     try:

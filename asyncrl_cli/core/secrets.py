@@ -1,7 +1,7 @@
-"""Keeping secrets out of what is shown and written.
+"""Keeps secrets out of all output and files.
 
-A spec names a secret as ``${env:NAME}``. What is written keeps that reference (``spec.load.dump_spec``); messages,
-which may quote a value, go through ``hide``.
+A spec refers to a secret as ``${env:NAME}``. Files that are written keep this reference (``spec.load.dump_spec``).
+Messages, which may quote a value, are passed through ``hide``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SECRET_PART = re.compile(
     r"|\w*(?:token|secret|secrets|password|passwords|passwd|pwd|apikey|accesskey|webhook)",
     re.IGNORECASE,
 )
-"""Parts of the names of variables and settings that hold secrets: of API_KEY, but not of MONKEY or TOKENIZER."""
+"""Words in the names of variables and settings that hold secrets. They match API_KEY, but not MONKEY or TOKENIZER."""
 NUMBER = re.compile(r"[-+]?[\d_]{1,12}(\.\d*)?(e[-+]?\d{1,3})?|true|false|null", re.IGNORECASE)
 """Numbers and switches, which are not secrets."""
 SHORTEST = 6
-"""Characters; shorter values occur in ordinary words."""
+"""Smallest length of a secret in characters; shorter values occur in ordinary words."""
 PATTERNS = (
     # user:password@ and token@ in a URI
     (re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^\s/?#'\"]+@"), rf"\1{MASK}@"),
@@ -42,15 +42,16 @@ _values: dict[str, str] = {}
 
 
 def remember(name: str, value: str) -> None:
-    """The value of an environment variable that a spec refers to: if it is a secret, ``hide`` knows it from now on."""
+    """Remember the value of an environment variable that a spec refers to, if it is a secret, so that ``hide`` masks
+    it."""
     # PWD is not a secret
     if len(value) >= SHORTEST and is_secret(name) and not NUMBER.fullmatch(value) and not os.path.exists(value):
         _values[value] = f"${{env:{name}}}"
 
 
 def hide(text: str) -> str:
-    """The text without passwords in URIs, without tokens, and with references in place of secrets from the
-    environment."""
+    """The text with passwords in URIs and tokens masked, and with secrets from the environment replaced by their
+    references."""
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, _values[value])
     for pattern, replacement in PATTERNS:
@@ -64,7 +65,8 @@ def is_secret(name: str) -> bool:
 
 
 def hide_settings(value: Any, name: str = "") -> Any:
-    """Settings, as plain values, with those masked whose own key is the name of a secret, and ``hide`` on the others.
+    """Settings, as plain values: those whose key is the name of a secret are masked, the others are passed through
+    ``hide``.
 
     References to the environment stay as they are.
     """
@@ -81,7 +83,7 @@ def hide_settings(value: Any, name: str = "") -> Any:
 
 
 def hide_argument(argument: str) -> str:
-    """An argument of a command line; of ``key=value``, the value as ``hide_settings`` has it."""
+    """A command-line argument without secrets; the value of ``key=value`` is treated as in ``hide_settings``."""
     import yaml
 
     name, equals, text = argument.partition("=")

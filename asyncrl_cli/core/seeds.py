@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, and never on when or where they are drawn."""
+"""Random numbers that depend only on their purpose, and never on when or where they are drawn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 
 
 def derive_seed(*parts: object) -> int:
-    """A seed of 63 bits for what ``parts`` name, such as a seed, a group's id and an index.
+    """A seed of 63 bits that depends on ``parts``, such as a seed, a group's id and an index.
 
-    Earlier runs are replayed with the same function: it must not change.
+    Earlier runs are replayed with the same function, so it must not change.
     """
     return _number(parts) >> 1
 
 
 def derive_fraction(*parts: object) -> float:
-    """A number in [0, 1) for what ``parts`` name."""
+    """A number in [0, 1) that depends on ``parts``."""
     return _number(parts) / 2**64
 
 

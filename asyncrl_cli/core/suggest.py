@@ -1,4 +1,4 @@
-"""Which known name was meant by an unknown one."""
+"""Finds the known name that was probably meant by an unknown one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def closest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The hint that names the most likely one, or ``otherwise`` if none is similar."""
+    """A hint with the most similar known name, or ``otherwise`` if none is similar."""
     close = closest(word, known)
     return f"did you mean `{close[0]}`?" if close else otherwise

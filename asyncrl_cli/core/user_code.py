@@ -1,4 +1,4 @@
-"""The user's own code in this process: importing it, and turning its hangs and ``sys.exit`` into errors with a line."""
+"""Imports the user's own code in this process, and reports hangs and ``sys.exit`` in it as errors with their line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVED = {
 """Modules that templates and documentation of earlier versions import in user code, and their present names."""
 
 CODE_S = 120.0
-"""Seconds that importing and constructing what a spec names may take."""
+"""Seconds that importing and constructing the user's objects may take."""
 
 
 class _TooLong(BaseException):
@@ -113,10 +113,10 @@ def _line(lines: list[tuple[str, int]]) -> str:
 def import_named(
     target: str, folder: Path | None, location: str, hint: str, error_type: type[ConfigError] = ConfigError
 ) -> Any:
-    """What a spec calls ``module:name``; names of attributes may have dots.
+    """The object that a spec names as ``module:name``; the name may be a dotted path of attributes.
 
-    The module is searched in ``folder``, if that is given, before Python's path. Raises ``error_type`` at ``location``
-    when it cannot be imported or has no such name; ``hint`` says what may be named there.
+    The module is searched in ``folder``, if given, before Python's path. Raises ``error_type`` at ``location`` when it
+    cannot be imported or lacks the name; ``hint`` says what may be named there.
     """
     module_name, _, path = target.partition(":")
     found: Any = _module(module_name, folder and folder.resolve(), location, error_type)

@@ -1,7 +1,7 @@
 """Where the content of a reply that calls tools may end, by the name of its tool parser.
 
 ``LAYOUTS[name]`` has every text at which that parser may stop to read content: what begins a call, and marks that it
-drops. What stands before the first of them is the beginning of the content, whatever follows, but for spaces right
+drops. What stands before the first of them is the beginning of the content, whatever follows, except for spaces right
 before it. So it can be sent while the reply is generated. The replies of a format that is not here come at their end.
 """
 

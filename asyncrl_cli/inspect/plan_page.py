@@ -58,7 +58,7 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
         f"{number(outcome.running)} rollouts at once",
         "stale    " + _staleness(outcome),
         f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
-        f"         max_staleness {predicted.free} is the least that costs nothing (within 2 %)",
+        f"         max_staleness {predicted.free} is the smallest that costs no time (within 2 %)",
         "",
         f"binds    {BINDS[predicted.binds]}",
         *_changes(predicted),

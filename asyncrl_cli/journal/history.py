@@ -11,18 +11,18 @@ from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Start, Ste
 from asyncrl_cli.journal.progress import Progress, progress
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
-"""Metrics that say who was idle (docs/metrics.md)."""
+"""Metrics of idle times (docs/metrics.md)."""
 NEWEST_FAILURES = 10
-"""Failures that are shown one by one."""
+"""Number of failures that are listed individually."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the trained steps come to, by their metrics.
+    """Totals of the trained steps, from their metrics.
 
     Args:
-        steps: how many were trained.
-        seconds: their windows together, which is the run's time without the time between two starts.
+        steps: number of trained steps.
+        seconds: the sum of their time windows, which is the run's time without the time between two starts.
         trained_tokens, generated_tokens: as docs/metrics.md defines them.
         shares: means of the ``SHARES``, weighted by the length of the windows.
     """
@@ -36,7 +36,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Everything, oldest first; of the failures the newest ones (stalls included), and all counted by kind."""
+    """The events of a run, oldest first. Of failures (including stalls) it has the newest ones, and counts all by
+    kind."""
 
     progress: Progress
     starts: tuple[Start, ...]

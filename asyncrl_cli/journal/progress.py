@@ -1,4 +1,4 @@
-"""How far a run has come: what the ledger, a resume and every page refer to, read from the journal.
+"""The progress of a run, read from the journal, on which the ledger, a resume and all pages are based.
 
 All functions take a connection of ``reading`` or ``snapshot``, or the writer's own. Steps are counted from 0,
 as in the journal.
@@ -25,7 +25,7 @@ ACCEPTED = "accepted_data_to"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The numbers that everything else refers to.
+    """The numbers that describe the progress of a run.
 
     Args:
         settings: the bounds the buffer works by, as last recorded.
@@ -50,12 +50,12 @@ def progress(connection: sqlite3.Connection) -> Progress:
 
 
 def meta(connection: sqlite3.Connection) -> dict[str, Any]:
-    """What the rows mean: bounds, group size, where the history begins."""
+    """The metadata of the rows: bounds, group size, and the step at which the history begins."""
     return {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
 
 
 def base(connection: sqlite3.Connection) -> dict[str, Any]:
-    """What the checkpoint kept with which the journal's history begins; empty when it begins with step 0."""
+    """The state from the checkpoint with which the journal's history begins; empty if it begins with step 0."""
     found: dict[str, Any] = meta(connection).get("base") or {}
     return found
 
@@ -103,7 +103,7 @@ def kept_checkpoints(connection: sqlite3.Connection) -> set[int]:
 
 
 def ledger_state(connection: sqlite3.Connection) -> LedgerState:
-    """The ledger's state, as the rows have it."""
+    """The ledger's state that the rows describe."""
     outstanding: dict[str, list[tuple[int, int]]] = {"running": [], "finished": []}
     for state, group_id, version in connection.execute(
         f"SELECT state, id, version FROM groups WHERE {OUTSTANDING} ORDER BY id"

@@ -1,4 +1,4 @@
-"""What is in the buffer, read from the journal of a live run, a dead one or a copy.
+"""Queries for the contents of the buffer, on the journal of a live run, a dead one or a copy.
 
 Nothing here writes or needs Ray. All queries under one ``snapshot`` see the same moment. None of them reads tokens or
 goes through the entire history, except for one group and for a filter that most groups fail: a journal of a million
@@ -39,7 +39,7 @@ LARGEST = 2**63 - 1
 IN_MEMORY_BYTES = 2**25
 """What is ``spooled`` goes to a temporary file beyond this size."""
 RECENT_GROUPS = 1000
-"""Groups of a state, the newest ones, whose rollouts make up its distributions."""
+"""Number of the newest groups of a state whose rollouts are used for its distributions."""
 
 _OUTSTANDING, _DROPPED = f"g.{OUTSTANDING}", f"g.{DROPPED}"
 _WHERE: dict[GroupState, str] = {
@@ -68,8 +68,8 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
-    """What ``read`` gives of one snapshot of the journal, handed out after that is closed: SQLite cannot empty the
-    journal's `-wal` while a snapshot is open, so a pager that waits for its user must not hold one.
+    """The items of ``read`` on one snapshot of the journal, yielded after the snapshot is closed: SQLite cannot empty
+    the journal's `-wal` while a snapshot is open, so it must not be open while a pager waits for its user.
 
     Raises ``JournalError``, and ``UserError`` when there is no room for the temporary file.
     """
@@ -95,12 +95,12 @@ def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> It
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """The groups of one state. What would take a pass through the history is None.
+    """The groups of one state. Values that would need a pass through the history are None.
 
     Args:
-        groups: how many.
-        rollouts: rollouts of theirs that have ended.
-        tokens: sampled tokens recorded so far, of all their rollouts.
+        groups: number of groups.
+        rollouts: number of their rollouts that have ended.
+        tokens: number of sampled tokens recorded so far, over all their rollouts.
         age_s, oldest_s: median and highest age in seconds: since admission (running), since the last rollout
             ended (finished), since the batch was taken (taken).
     """
@@ -154,7 +154,7 @@ class Overview:
 
 
 def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
-    """Everything about the buffer that fits a screen."""
+    """A summary of the buffer for one screen."""
     at = time.time() if now is None else now
     where = progress(connection)
     dropped = dropped_groups(connection)
@@ -194,14 +194,14 @@ def _present(connection: sqlite3.Connection, state: GroupState, since: str, now:
 
 
 def _trained(connection: sqlite3.Connection) -> int:
-    # Counted as all that were taken without the few that are not trained: both are quick, unlike going by step.
+    # All taken groups minus the few that are not trained: both counts are fast, unlike a count by step.
     (taken,) = connection.execute("SELECT count(*) FROM groups g WHERE g.step IS NOT NULL").fetchone()
     (untrained,) = connection.execute(f"SELECT count(*) FROM groups g WHERE {_WHERE['taken']}").fetchone()
     return int(taken - untrained)
 
 
 def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]:
-    """The groups that are not taken, those that were admitted first at the top."""
+    """The groups that are not taken, by version of admission, the oldest first."""
     rows = connection.execute(
         f"SELECT g.version, sum(g.state = 'running'), sum(g.state = 'finished') FROM groups g "
         f"WHERE {_OUTSTANDING} GROUP BY g.version ORDER BY g.version"
@@ -233,12 +233,12 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
     return ascending[min(len(ascending) - 1, int(share * len(ascending)))]
 
 
-# -- groups, by what they are like
+# -- lists of groups
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Which groups to list; what is None filters nothing. ``min_reward`` bounds the mean reward of a group's
+    """Which groups to list; a value of None does not filter. ``min_reward`` bounds the mean reward of a group's
     scored rollouts, ``stale_over`` its staleness (see ``GroupRow``)."""
 
     state: GroupState | None = None
@@ -296,7 +296,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
     if wanted.min_reward is not None:
         conditions.append(f"{_REWARD} >= :min_reward")
     rows = connection.execute(
-        # First which, then what: SQLite would work out the columns of all that pass.
+        # Select the ids first: otherwise SQLite would compute the columns of all groups that pass.
         f"{_GROUP} WHERE g.id IN (SELECT g.id FROM groups g LEFT JOIN batches b ON b.step = g.step "
         f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
         {
@@ -310,7 +310,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
 
 
 def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
-    """The groups that a name means, oldest first: the one with this id, or else those of the prompt with this uid."""
+    """The groups with a name, oldest first: the group with this id, or else the groups of the prompt with this uid."""
     if name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST:
         found = connection.execute("SELECT id FROM groups WHERE id = ?", (int(name),)).fetchall()
         if found:
@@ -342,7 +342,7 @@ class RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """One group with its prompt and its rollouts, in the order of their places."""
+    """One group with its prompt and its rollouts, by index."""
 
     row: GroupRow
     prompt: Prompt

@@ -1,6 +1,6 @@
-"""Recorded rollouts: how tokens become columns of the journal, and how rows become rollouts and batches again.
+"""Recorded rollouts: converts tokens to columns of the journal, and rows back to rollouts and batches.
 
-Arrays are raw little-endian bytes. Whatever has a CRC is checked against it when it is read; a wrong one raises
+Arrays are raw little-endian bytes. Rows with a CRC are checked when they are read; a wrong CRC raises
 ``sqlite3.DatabaseError``, which ``schema.explained`` turns into a ``JournalError``.
 """
 
@@ -29,7 +29,7 @@ from asyncrl_cli.records.prompt import Prompt, prompt_from
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 PROMPT = -1
-"""In place of a segment's first token, in ``experts``: the row is of the prompt."""
+"""The value of ``start`` in a row of ``experts`` that belongs to the prompt instead of a segment."""
 TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 
 

@@ -1,8 +1,7 @@
 """Monitors: objects that are notified of what happens in a run.
 
-The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors, and so can a class of the
-user's be (``tracking.monitors``). ``reporter`` calls them, and keeps the promise that none of them delays a run or ends
-it.
+The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors. Users can write their own
+(``tracking.monitors``). ``reporter`` calls them, and ensures that none of them delays or ends a run.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended. ``message`` says it to people; ``reason`` is why it did not finish, as its state has it."""
+    """How a run ended. ``message`` is a text for users; ``reason`` is why it did not finish, as in its state."""
 
     phase: Literal["finished", "interrupted", "failed"]
     message: str = ""
@@ -72,7 +71,7 @@ class Monitor:
     """
 
     name = ""
-    """What warnings and the closing lines of a run call it; the class's name when empty."""
+    """The monitor's name in warnings and in the closing lines of a run; if it is empty, the class's name."""
 
     def started(self, run: RunInfo) -> None:
         """The first call: the run starts, or resumes."""
@@ -84,26 +83,27 @@ class Monitor:
         """What the loop is doing, and how many groups are in the buffer by state."""
 
     def engines(self, serving: int, wanted: int) -> None:
-        """So many engines serve, and so many are wanted; after every change."""
+        """Called after every change of how many engines serve or are wanted."""
 
     def warn(self, text: str) -> None:
         """Something failed or takes long, and the run continues."""
 
     def stalled(self, text: str) -> None:
-        """Something has been waited for for half of ``pipeline.stall_minutes``. ``warn`` says it, too."""
+        """A part has been waiting for half of ``pipeline.stall_minutes``. ``warn`` is called, too."""
 
     def faulted(self, kind: str) -> None:
         """A fault is recorded; its kind is that of the journal, such as ``engine``."""
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """A step (from 1) is done, by which there is this weight version. docs/metrics.md describes the metrics."""
+        """A step (counted from 1) is done; ``version`` is the newest weight version. docs/metrics.md describes the
+        metrics."""
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
 
     def finish(self, ending: Ending) -> str | None:
-        """The last call: the run has ended. Returns what the closing lines of the run say of this monitor, if
-        anything."""
+        """The last call: the run has ended. Returns a text about this monitor for the closing lines of the run, or
+        an empty one."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: one live panel on a terminal, a line per step elsewhere."""
+"""The console output of a run: a live panel on a terminal, a line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 LOOK_S = 1.0
-"""Seconds between two looks of the panel at the run."""
+"""Seconds between two updates of the panel from the run's files."""
 LOOK_SHARE = 0.01
-"""Share of the time that looking may take: on a slow disk it looks less often."""
+"""Largest share of the time that reading may take: on a slow disk the panel is updated less often."""
 
 
 class SupportsWrite(Protocol):
@@ -83,7 +83,7 @@ class PlainView(Monitor):
 
 
 class QuietView(Monitor):
-    """Nothing but what went wrong, on standard error."""
+    """Shows only warnings and errors, on standard error."""
 
     def __init__(self, err: SupportsWrite) -> None:
         self._err = err

@@ -27,9 +27,10 @@ WEBHOOK_S = 10.0
 COMMAND_S = 30.0
 """Seconds that a delivery may take."""
 WAIT_S = 45.0
-"""Seconds that the end of a run waits for all deliveries: a server that answers byte by byte outlasts the above."""
+"""Seconds that a run waits at its end for all deliveries: a server that answers byte by byte can exceed the limit
+above."""
 AT_ONCE = 20
-"""Deliveries under way at a time; further notices are not sent."""
+"""Largest number of concurrent deliveries; further notices are not sent."""
 FROM_ENVIRONMENT = "env:"
 COMMAND = "ASYNCRL_NOTIFY_COMMAND"
 LOG = "logs/notify.log"

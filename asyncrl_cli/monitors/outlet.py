@@ -1,8 +1,8 @@
 """The terminal of a run: its output can neither delay nor end the process that drives the run.
 
 A terminal can be stopped (Ctrl-S) or hang up, the reader of a pipe can stall or exit, the disk below a log can be full.
-So during a run only a thread writes to the real standard output and standard error. Whatever else prints in this
-process (Ray, warnings, C libraries) goes to ``logs/driver.log`` in the run's folder.
+So during a run only a thread writes to the real standard output and standard error. All other output of this process
+(Ray, warnings, C libraries) goes to ``logs/driver.log`` in the run's folder.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from asyncrl_cli.core.background import Background
 from asyncrl_cli.system.logs import redirect_output
 
 PATIENCE_S = 3.0
-"""Seconds that the end of a run waits for a reader that does not read."""
+"""Seconds that a run waits at its end for a reader that does not read."""
 LINES, FRAMES = 10_000, 100
-"""Lines, or frames of a panel, that wait for a reader."""
+"""Largest number of lines, or frames of a panel, that wait for a reader."""
 STANDARD = (1, 2)
 """Standard output and standard error."""
 
 
 class Outlet:
-    """Text for a file descriptor, written by a thread. It has what ``print`` and rich ask of a file.
+    """A text file whose writes to a descriptor are made by a thread. It has the methods that ``print`` and rich need.
 
     Invariant: ``write`` neither waits nor raises. Lines that cannot be written are dropped and counted.
     """
@@ -76,7 +76,7 @@ class Outlet:
         return "".join((*self._lost_text, *self._waiting))
 
     def flush(self) -> None:
-        """Nothing to do: the thread writes as soon as it can."""
+        """Does nothing: the thread writes as soon as it can."""
 
     def isatty(self) -> bool:
         """Whether the descriptor is a terminal."""
@@ -84,7 +84,7 @@ class Outlet:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal; 80 by 25 when it does not tell."""
+        """Columns and lines of the terminal; 80 by 25 if they are not known."""
         try:
             size = os.get_terminal_size(self._descriptor)
         except OSError:
@@ -121,7 +121,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # whoever shares the descriptor with us made it non-blocking
+        except BlockingIOError:  # another process that shares the descriptor made it non-blocking
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()

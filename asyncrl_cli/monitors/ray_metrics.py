@@ -1,4 +1,4 @@
-"""The run's numbers as metrics of Ray, from whose agents Prometheus, and so Grafana, has them.
+"""Publishes the run's numbers as metrics of Ray, from whose agents Prometheus, and so Grafana, reads them.
 
 Names: the metric ``area/quantity`` of a step is the gauge ``ray_asyncrl_area_quantity`` (``ray_`` is Ray's), counters
 end in ``_total``, and everything has the tag ``run_id``. docs/watching.md lists what is not a metric of a step.

@@ -1,8 +1,8 @@
-"""The one place that a run reports to: state and metrics in its folder, and a list of monitors.
+"""The only place that a run reports to: it writes state and metrics to the run's folder, and calls a list of monitors.
 
 Invariant: nothing here delays the run or ends it. Files are written by a thread. A monitor's calls either return at
-once (the project's own, which have threads or processes for what takes long) or are made on a thread of the monitor's
-own. One that raises, or that does not keep up, is switched off with one warning and a row in ``LOG``.
+    once (asyncrl's own monitors, which have threads or processes for slow work) or are made on a separate thread for
+    the monitor. A monitor that raises, or that is too slow, is switched off with one warning and a row in ``LOG``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from asyncrl_cli.runs.recorder import Recorder
 LOG = "logs/monitors.jsonl"
 """Why monitors were switched off, with tracebacks; in the run's folder."""
 CALLS = 1000
-"""Calls that may wait for a monitor's thread."""
+"""Largest number of calls that wait for a monitor's thread."""
 PATIENCE_S: Mapping[str, float] = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
-"""Seconds that the end of a run waits for the threads of monitors, by how it ended."""
+"""Seconds that a run waits at its end for the threads of monitors, by its phase."""
 GRACE_S = 0.5
-"""Seconds that each thread has at least, when those before it have taken all: one that has finished can say so."""
+"""Smallest number of seconds for each thread, even if earlier ones have used up the time, so that a thread that has
+finished can return its text."""
 
 Call = Callable[[Monitor], object]
 
@@ -89,7 +90,7 @@ class Reporter:
         self.accuracy_before: dict[str, float] = dict(recorder.state.accuracy_before)
         self.accuracy: dict[str, float] = dict(recorder.state.accuracy)
         self.notes: dict[str, str] = {}
-        """What monitors that have finished say, by their names."""
+        """The texts of monitors that have finished, by their names."""
         self.join(console)
 
     def join(self, monitor: Monitor, in_thread: bool = False) -> None:
@@ -132,7 +133,7 @@ class Reporter:
         self._tell(lambda monitor: monitor.faulted(kind))
 
     def stalled(self, text: str) -> None:
-        """Something has been waited for for long, and may end the run."""
+        """A part has been waiting for long, which may end the run."""
         self.warn(text)
         self._tell(lambda monitor: monitor.stalled(text))
 
@@ -144,7 +145,7 @@ class Reporter:
         self._tell(lambda monitor: monitor.stepped(step, version, metrics))
 
     def engines(self, serving: int, wanted: int, wait: str) -> None:
-        """So many engines serve, so many are wanted; ``wait``: what those that are missing wait for."""
+        """Report how many engines serve and how many are wanted; ``wait``: what the missing ones wait for."""
         self._recorder.update(engines={"serving": serving, "wanted": wanted}, engines_wait=wait)
         self._tell(lambda monitor: monitor.engines(serving, wanted))
 

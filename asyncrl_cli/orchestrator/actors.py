@@ -1,7 +1,7 @@
-"""How the actors of a run are made, and how they start together.
+"""Creates the actors of a run, and starts them together.
 
-Starting takes each actor seconds, so everything that can start at once does: engines from the model's stub
-while trainer rank 0 makes its weights.
+Each actor takes seconds to start, so all that can start in parallel do: engines start from the model's stub (its config
+and tokenizer) while trainer rank 0 makes the weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from asyncrl_cli.system.remote import on_node
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 MANY = 100_000
-"""Calls that an episode worker takes at a time: as many as it is asked."""
+"""Largest number of concurrent calls of an episode worker; in practice there is no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorFactory:
-    """Asks Ray for actors; a call returns at once. Names are those of the log files."""
+    """Creates Ray actors; each call returns at once, before the actor has started. An actor's name is that of its log
+    file."""
 
     spec: ExperimentSpec
     run_path: Path
@@ -44,15 +45,15 @@ class ActorFactory:
         return str(self.log_folder or self.run_path / "logs")
 
     def engine_place(self, name: str, trainer: PlacementGroup | None = None) -> EnginePlace:
-        """For the resources of engine ``engine-N``; in bundle N of ``trainer``, the group of all ranks, if they share
-        GPUs."""
+        """The placement group for engine ``engine-N``. If engines share GPUs with ranks, bundle N of ``trainer``, the
+        placement group of all ranks."""
         wants = engine_wants(self.spec)
         if trainer is not None and shares_gpus(self.spec):
             return BundlePart(name, trainer, int(name.removeprefix("engine-")), wants)
         return PlacementGroup(name, wants, self.spec.cluster.engines, examiner=self.examiner)
 
     def trainer_group(self) -> PlacementGroup:
-        """For the resources of all trainer ranks, and of the engines that share their GPUs."""
+        """The placement group for all trainer ranks, and for the engines that share GPUs with them."""
         spec = self.spec
         who = "the trainer and its engines" if shares_gpus(spec) else "the trainer"
         return PlacementGroup(who, bundle_wants(spec), spec.cluster.trainer, spec.trainer.ranks, self.examiner)
@@ -100,7 +101,7 @@ class ActorFactory:
 
         from asyncrl_cli.workers.reward_actor import RewardActor
 
-        # Where the driver is, there are the user's files.
+        # On the driver's node, which has the user's files.
         options = ray.remote(RewardActor).options(num_cpus=0, scheduling_strategy=on_node())
         return options.remote("scorer", task, str(self.search_path), self._logs)
 
@@ -109,7 +110,7 @@ class ActorFactory:
 
         from asyncrl_cli.workers.episode_actor import EpisodeActor
 
-        # Where the driver is, there is the gateway. Calls are waited for here, and bounded here.
+        # On the driver's node, which has the gateway. The driver waits for calls, and limits how many there are.
         options = ray.remote(EpisodeActor).options(num_cpus=0, scheduling_strategy=on_node(), max_concurrency=MANY)
         return options.remote(name, task, str(self.search_path), self._logs)
 
@@ -118,7 +119,7 @@ class ActorFactory:
 
         from asyncrl_cli.gateway.actor import GatewayActor
 
-        # Where the driver is, there are the episode workers.
+        # On the driver's node, which has the episode workers.
         return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=on_node()).remote(self._logs)
 
     def buffer(self) -> Any:
@@ -126,13 +127,13 @@ class ActorFactory:
 
         from asyncrl_cli.buffer.actor import Buffer
 
-        # Where the driver is, there is the run's folder.
+        # On the driver's node, which has the run's folder.
         options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=on_node())
         return options.remote(str(self.run_path / FILE), buffer_settings(self.spec), self._logs)
 
 
 def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
-    """What the buffer needs to know of the spec."""
+    """The settings of the spec that the buffer needs."""
     pipeline = spec.pipeline
     return BufferSettings(
         groups_per_step=pipeline.groups_per_step,
@@ -157,17 +158,17 @@ async def start_all(
     initial: asyncio.Future[Path],
     shared_gpus: bool = False,
 ) -> str:
-    """Bring engines and trainer up; returns the initial model's folder. Those that die meanwhile are started again.
+    """Start engines and trainer; returns the initial model's folder. Actors that die during this are restarted.
 
-    Agents of the hosts of trainer ranks start meanwhile. ``initial`` gets that folder as soon as it is there.
+    The host agents of the trainer ranks start at the same time. ``initial`` gets the folder as soon as it exists.
     ``shared_gpus``: ranks load when the engines are up, because vLLM measures a GPU's free memory while it starts and
     fails if another process changes it.
 
-    Raises ``UserError`` with the first cause: a mistake in the settings ends the start at once.
+    Raises ``UserError`` with the first cause: a mistake in the settings is not tried again.
     """
     progress("starting engines and trainer")
     starting = [asyncio.create_task(engine.running()) for engine in engines]
-    first = tuple(starting) if shared_gpus else ()  # not the task that is added below: it waits for these
+    first = tuple(starting) if shared_gpus else ()  # not the task that is added below, which waits for these
     starting.append(
         asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget, initial, first))
     )

@@ -1,8 +1,8 @@
-"""The driver's end of the buffer: calls that survive the buffer's death.
+"""The driver's client of the buffer: its calls survive the death of the buffer's actor.
 
-A call that died with its actor is made again on a new one, which has read the journal. Every call may be repeated
-(``buffer.durable``), so the caller sees one answer. Before that, ``on_reopen`` gets what the journal holds:
-groups that were admitted without the driver hearing of it are in there.
+A call whose actor died is repeated on a new actor, which has read the journal. All calls may be repeated
+(``buffer.durable``), so the caller gets one answer. Before the repetition, ``on_reopen`` gets the journal's state,
+which may contain groups that were admitted in a call whose answer was lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 NAME = "buffer"
 PATIENCE_S = 2.0
-"""Seconds after which the buffer says what a batch waits for."""
+"""Seconds after which the buffer reports what a batch waits for."""
 CLOSE_S = 10.0
 """Seconds that the buffer may take to close the journal."""
 
@@ -39,12 +39,12 @@ T = TypeVar("T")
 
 
 class BufferClient:
-    """The methods of ``buffer.actor.Buffer``. They wait for ``open``; each raises ``JournalError``, and ``RunError``
-    after too many deaths."""
+    """The methods of ``buffer.actor.Buffer``. They wait until ``open`` was called. Each raises ``JournalError``, and
+    ``RunError`` after too many deaths of the actor."""
 
     def __init__(self, make_actor: Callable[[], Any], limit_s: float, budget: RestartBudget) -> None:
         """``limit_s``: seconds that one call may take."""
-        # A buffer that does not answer is not replaced: its disk would not answer the next one either (decision 0014).
+        # A buffer that does not answer is not replaced: the disk would not answer another one either (decision 0014).
         self._buffer = SupervisedActor("buffer", NAME, make_actor, self._reopen, budget, losses=ActorDied)
         self._buffer.ask()
         self._limit_s = limit_s
@@ -90,7 +90,7 @@ class BufferClient:
         outcomes: Sequence[Outcome] = (),
         requests: Sequence[EngineRequest] = (),
     ) -> Settled:
-        """Record what became of rollouts, and new tokens; returns the groups that the outcomes have ended."""
+        """Record finished rollouts, outcomes, new tokens and engine requests; returns the groups that have ended."""
         arguments = list(rollouts), list(segments), list(outcomes), list(requests)
         return await self._call(lambda buffer: buffer.record.remote(*arguments))
 
@@ -99,45 +99,45 @@ class BufferClient:
         return await self._call(lambda buffer: buffer.take.remote(step, patience_s))
 
     async def batch(self, step: int) -> TrainingBatch:
-        """A batch that was taken, from the journal."""
+        """A batch that was taken, read from the journal."""
         return await self._call(lambda buffer: buffer.batch.remote(step))
 
     async def requeue(self, group_ids: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Start the prompts of overdue groups again; returns (old index, new index, version)."""
+        """Abandon overdue groups and start their prompts again; returns (old index, new index, version) for each."""
         return await self._call(lambda buffer: buffer.requeue.remote(list(group_ids)))
 
     async def trained(self, record: StepRecord) -> None:
-        """A step is trained."""
+        """Record a trained step."""
         await self._call(lambda buffer: buffer.trained.remote(record))
 
     async def publish(self, record: PublishRecord) -> None:
-        """Every serving engine has proved a version."""
+        """Record that every serving engine has proved a version."""
         await self._call(lambda buffer: buffer.publish.remote(record))
 
     async def fallback(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of ``step`` keeps."""
+        """The state that the checkpoint of ``step`` stores, to resume from it without the journal."""
         return await self._call(lambda buffer: buffer.fallback.remote(step))
 
     async def checkpointed(self, step: int, folder: str, seconds: float, removed: Sequence[int] = ()) -> None:
-        """A checkpoint is complete, and older ones are removed."""
+        """Record that a checkpoint is complete, and that older ones (``removed``) are deleted."""
         await self._call(lambda buffer: buffer.checkpointed.remote(step, folder, seconds, list(removed)))
 
     async def evaluated(self, result: EvaluationResult) -> None:
-        """An evaluation is done."""
+        """Record an evaluation."""
         await self._call(lambda buffer: buffer.evaluated.remote(asdict(result)))
 
     async def failed(self, kind: str, part: str, message: str) -> None:
-        """Something failed, whether or not the run continues."""
+        """Record a failure, whether or not the run continues."""
         await self._call(lambda buffer: buffer.failed.remote(kind, part, message))
 
     async def engine_changed(self, engine: str, change: str, reason: str) -> None:
-        """An engine began to serve (``join``), or left (``leave``)."""
+        """Record that an engine began to serve (``join``), or left (``leave``)."""
         await self._call(lambda buffer: buffer.engine_changed.remote(engine, change, reason))
 
     async def prune(self, checkpoints: int) -> None:
-        """Keep the tokens that the newest checkpoints, and all on disk, need."""
+        """Delete the tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint on disk needs."""
         await self._call(lambda buffer: buffer.prune.remote(checkpoints))
 
     async def close(self) -> None:
-        """Have the journal closed, in bounded time: the last call. Whatever goes wrong loses nothing."""
+        """Close the journal, in bounded time; the last call. If it fails, nothing that was acknowledged is lost."""
         await asyncio.wait_for(self._call(lambda buffer: buffer.close.remote()), CLOSE_S)

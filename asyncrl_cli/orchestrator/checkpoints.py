@@ -1,7 +1,7 @@
-"""Saving and pruning checkpoints during a run.
+"""Saves and prunes checkpoints during a run.
 
-Ranks write their shards and compute their checksums between two steps; everything else that is slow runs on a thread.
-The driver's loop never waits for a disk, so generation continues. ``runs.checkpoints`` says what a checkpoint is.
+Ranks write their shards and compute checksums between two steps; all other slow work runs on a thread. The driver's
+event loop never waits for a disk, so generation continues. ``runs.checkpoints`` describes the format.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def unrecorded(run: RunDirectory) -> list[Checkpoint]:
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run and keeps those that the spec wants. Calls come one at a time."""
+    """Writes the checkpoints of one run, and deletes those that the spec does not keep. Call one method at a time."""
 
     def __init__(self, run: RunDirectory, trainers: TrainerRanks, spec: ExperimentSpec) -> None:
         trainer = spec.trainer
@@ -59,9 +59,9 @@ class Checkpoints:
     async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
 
-        ``state`` is what the driver needs to resume, JSON-able; the trainer's layout is added as ``trainer``. A step
-        is saved once: a second call returns what is there, unless that is damaged. When the call is cancelled, its
-        thread ends within moments and no checkpoint appears.
+        ``state`` is what the driver needs to resume, serializable as JSON; the trainer's layout is added as
+        ``trainer``. A step is saved once: a second call returns the existing checkpoint, unless it is damaged. When the
+        call is cancelled, its thread ends within moments and no checkpoint appears.
         """
         final = Checkpoint(self._folder / checkpoint_name(step), step)
         cancelled = Event()

@@ -3,7 +3,8 @@
 A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
 reaper (``system.reaper``) ends the rest.
 
-Whoever may call Ray runs code as this user, so a local cluster has a token of its own and listens on loopback alone.
+Every process that can call Ray can run code as this user, so a local cluster has its own token and listens on loopback
+only.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ OBJECT_STORE_BYTES = 512 * 2**20
 
 
 class Actors(NamedTuple):
-    """How many actors with resources of their own a command starts."""
+    """How many engines and trainer ranks, which have their own resources, a command starts."""
 
     engines: int
     ranks: int
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> Actors:
-        """Those that a run starts with."""
+        """The numbers with which a run of the spec starts."""
         return cls(spec.rollout.min_engines, spec.trainer.ranks)
 
 
 @contextmanager
 def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = None) -> Iterator[None]:
-    """Ray, for the length of the block. Raises ``RunError`` when it cannot be had.
+    """Ray, started or joined, for the length of the block. Raises ``RunError`` if this fails.
 
-    ``actors``: what a joined cluster must have room for, if that is not what a run starts with.
+    ``actors``: what a joined cluster must have room for. Default: the actors that a run starts with.
     """
     if spec.cluster.address is not None:
         with joined(spec, actors or Actors.of(spec)):
@@ -55,7 +56,7 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
 
 
 def _hint_for(error: Exception) -> str:
-    """What helps where Ray does not start."""
+    """The hint when Ray does not start."""
     if "AF_UNIX" in str(error):  # the path of a socket is too long
         return f"set TMPDIR to a shorter path than {tempfile.gettempdir()}, such as /tmp"
     return "free memory, disk or ports, or name a running cluster in cluster.address"
@@ -78,10 +79,11 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         # setproctitle would overwrite the environment that the reaper reads.
         "SPT_NOENV": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # By default Ray's workers give way to everything else on the machine (nice 15).
+        # By default Ray's workers have a low priority (nice 15).
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Whoever reaches Ray's ports runs code as this user. Ray before 2.59 asks for no token of itself.
+        # Every process that reaches Ray's ports can run code as this user. By default, Ray before 2.59 requires no
+        # token.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
@@ -124,7 +126,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _only_needed_processes() -> Iterator[None]:
-    """Keep Ray from starting its autoscaler, its dashboard and what reads logs for drivers, within the block.
+    """Keep Ray from starting its autoscaler, dashboard and log monitor, within the block.
 
     A cluster of one machine has no use for them, ``include_dashboard`` and ``log_to_driver`` do not prevent them, and
     they cost each run two seconds (decision 0044). ``ray.init`` calls these methods; a Ray without them starts all.
@@ -143,7 +145,7 @@ def _only_needed_processes() -> Iterator[None]:
 
 
 def _read_environment_again() -> None:
-    """Ray keeps what it read of the environment at its import, and the token that it first used."""
+    """Have Ray read the environment again: it keeps the values of its import, and the token that it first used."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in Ray's stub
 
@@ -193,7 +195,7 @@ def connected(address: str) -> Iterator[None]:
         raise RunError(
             f"no Ray cluster answers at {address}: {type(error).__name__}: {error}",
             location="cluster.address",
-            hint="start one with `ray start --head`, or leave cluster.address out to have one started here; a "
+            hint="start one with `ray start --head`, or remove cluster.address to have one started here; a "
             "cluster with token authentication needs RAY_AUTH_MODE=token in this environment",
         ) from error
     try:

@@ -1,13 +1,13 @@
 """Engines that come and go while the run continues.
 
-The pool wants a number of engines within the bounds of the spec. Those that are missing are asked of Ray in the
-background, which holds nothing up. An engine joins as every engine begins to serve: it loads the current weights and
-proves them. It leaves on request (``asyncrl scale``, a drain notice of Ray for its node, SIGTERM at its
-process), after its requests have gone to other engines with all their tokens, or because its node is gone.
+The pool has a target number of engines (``wanted``) within the bounds of the spec. Missing engines are requested from
+Ray in the background, so nothing waits for them. A new engine begins to serve like every engine: it loads the current
+weights and proves them. An engine leaves on request (``asyncrl scale``, a drain notice of Ray for its node, SIGTERM to
+its process), after its requests have moved to other engines with all their tokens, or because its node is gone.
 
-Invariants: at most ``wanted`` engines stay after each look. An engine that leaves takes no request from then on
-(``GenerationClient.withdraw``). What the pool does changes no group's deadline: the bound on staleness is the ledger's
-alone (buffer/ledger.py). Decision 0040 says why an engine that is lost with its node does not count as a restart.
+Invariants: after each look at most ``wanted`` engines remain. An engine that leaves gets no more requests
+(``GenerationClient.withdraw``). The pool never changes a group's deadline: only the ledger bounds staleness
+(buffer/ledger.py). Decision 0040 explains why an engine that is lost with its node does not count as a restart.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ LOOK_S = 1.0
 LEAVE_S = 30.0
 """Seconds that an engine may take to return its requests. Notices of preemption often give no more."""
 RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
-"""Seconds until another engine is asked for after one that could not join; doubled each time."""
+"""Seconds between a failed attempt to add an engine and the next attempt; doubled after each failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEvents:
-    """What the pool tells others.
+    """Callbacks of the pool.
 
     Args:
-        record: makes a change durable: the engine's name, the change, and why.
-        failed: notes that an engine could not join: its name and the cause.
+        record: records a change durably: the engine's name, the change, and the reason.
+        failed: records that an engine could not join: its name and the cause.
         notice: shows a text to the user.
-        counted: hears how many engines serve, how many are wanted, and what those that are missing wait for, whenever
-            that changes.
+        counted: is called on each change with the number of engines that serve, the number wanted, and what the missing
+            ones wait for.
     """
 
     record: Callable[[str, Change, str], Awaitable[None]]
@@ -58,7 +58,7 @@ class _Member:
     name: str
     engine: EngineState | None = None  # once it has started
     task: asyncio.Task[None] | None = None
-    leaving: str = ""  # why
+    leaving: str = ""  # the reason, if it leaves
     waits_for: str = ""  # what Ray lacks to start it
 
     @property
@@ -69,10 +69,10 @@ class _Member:
 
 
 def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[int]]:
-    """The numbers of the engines that should be asked for, and of those that should leave, so that ``wanted`` remain.
+    """The numbers of the engines to request, and of the engines that should leave, so that ``wanted`` remain.
 
-    ``phases`` has the engines by number. New ones get the lowest free numbers. Those that leave are first the ones that
-    do not serve yet, which costs nothing, and the highest numbers of each kind.
+    ``phases`` has the phase of each engine by its number. New engines get the lowest free numbers. Engines that do not
+    serve yet leave first, which costs nothing; among equals, the highest numbers leave first.
     """
     staying = [number for number, phase in phases.items() if phase != "leaving"]
     if len(staying) <= wanted:
@@ -93,7 +93,8 @@ class EnginePool:
         source: EngineSource,
         events: PoolEvents,
     ) -> None:
-        """``bounds``: the least and the most engines. The client has the first ones, started, as engine 0, 1, ..."""
+        """``bounds``: the smallest and the largest number of engines. The first engines are started already, and the
+        client has them as engine 0, 1, ..."""
         self.bounds = bounds
         self.wanted = bounds[1]
         self._client = client
@@ -130,10 +131,10 @@ class EnginePool:
                     pass
 
     def want(self, count: int) -> None:
-        """Have so many engines from now on. Raises ``ValueError`` outside the bounds."""
+        """Set the target number of engines. Raises ``ValueError`` if it is outside the bounds."""
         least, most = self.bounds
         if not least <= count <= most:
-            raise ValueError(f"{count} is not from {least} to {most}")
+            raise ValueError(f"{count} is not between {least} and {most}")
         self.wanted = count
         self._changed.set()
 
@@ -223,7 +224,7 @@ class EnginePool:
 
     def _leave(self, member: _Member, reason: str) -> None:
         if not member.leaving:
-            member.leaving = reason  # first: whoever finds it lost must not start it again
+            member.leaving = reason  # first: code that finds the engine lost must not restart it
             self._spawn(self._withdraw(member))
 
     async def _withdraw(self, member: _Member) -> None:
@@ -239,7 +240,7 @@ class EnginePool:
             self._forget(member)
 
     async def _end(self, member: _Member) -> None:
-        """The last of an engine: nothing of it is left, and its number may be used again."""
+        """End an engine completely; its number may be used again afterwards."""
         assert member.engine is not None
         self._client.remove(member.engine)
         await member.engine.process.dismiss()

@@ -1,4 +1,4 @@
-"""Where further engines come from, and what becomes of the nodes that they are on: Ray, asked for both."""
+"""Requests further engines from Ray, and asks Ray for the state of the nodes that engines run on."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from asyncrl_cli.rollout.engine_handle import EngineHandle
 
 Waits = Callable[[str], None]
 LOOK_S = 1.0
-"""Seconds between two looks at what has become of a node."""
+"""Seconds between two checks of the state of a node."""
 NODE_DEATH_S = 20.0
-"""Seconds that a lost connection may turn out to be a lost node: Ray notices one after about 15."""
+"""Seconds to wait after a lost connection for Ray to report the node as lost, which takes about 15."""
 
 
 class EngineSource(Protocol):
     """What an engine pool asks of the cluster. ``draining`` and ``why_gone`` may block, and are called in a thread."""
 
     async def hire(self, name: str, waits: Waits) -> EngineHandle:
-        """A further engine, started. Waits for room as long as that takes, and tells ``waits`` what is missing.
+        """Start a further engine. Waits for room without a limit, and calls ``waits`` with what is missing.
 
-        When this is cancelled, or raises ``UserError``, nothing of the engine is left.
+        If it is cancelled or raises ``UserError``, nothing of the engine remains.
         """
         ...
 
     def draining(self) -> Mapping[str, str]:
-        """The nodes that are to be given back, by id, and by when, in words."""
+        """The nodes that are being drained, by id, each with its deadline as text."""
         ...
 
     def why_gone(self, node: str) -> str:
-        """Why an actor on this node is lost with it; empty while the node lives."""
+        """Why an actor on this node is lost together with the node; empty while the node is alive."""
         ...
 
 
 async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
-    """What ``ask`` says of an actor that is lost: why it is not to be started again, empty when it is.
+    """The reason from ``ask`` why a lost actor should not be restarted; empty if it should be.
 
-    ``unreachable``: what became of its process is not known yet, so ``ask`` is called until it says something, for
-    ``NODE_DEATH_S`` seconds. It may block.
+    ``unreachable``: it is not known yet whether its process is alive, so ``ask``, which may block, is called until it
+    gives a reason, for at most ``NODE_DEATH_S`` seconds.
     """
     deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
     while not (why := await asyncio.to_thread(ask)) and time.monotonic() < deadline:
@@ -60,7 +60,7 @@ class RayEngines:
         """As ``EngineSource``."""
         process = self._make(name)
         try:
-            await process.group.held(waits, limit_s=None)  # an autoscaler sees that it is wanted
+            await process.group.held(waits, limit_s=None)  # so that an autoscaler sees the request
             await process.start_once()
         except BaseException:
             process.release()

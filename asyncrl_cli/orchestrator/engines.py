@@ -21,11 +21,11 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 STOP_S = 5.0
 """Seconds that an engine may take to stop its processes before it is killed."""
 MAX_EQUAL_FAILURES = 3
-"""An engine that fails so often in the same way, while none has completed a request, ends the run."""
+"""The run ends when an engine has failed this often with the same cause before any engine completed a request."""
 
 
 class EngineProcess(SupervisedActor):
-    """One engine's actor, and the ones that take its place after it."""
+    """One engine's actor, and the actors that replace it."""
 
     node = ""
     """The Ray node's id, once it has started."""
@@ -40,9 +40,9 @@ class EngineProcess(SupervisedActor):
         group: EnginePlace,
         version: int | None = None,
     ) -> None:
-        """``make()`` asks Ray for an actor in ``group``. ``folder``: the model that it is started on, a stub where all
-        weights are published. ``version``: what the weights in there count as; None where it gets its weights by
-        publishing."""
+        """``make()`` creates an actor in ``group``. ``folder``: the folder of the model that it starts with, a stub if
+        all weights are published. ``version``: the weight version of the weights in this folder; None if the engine
+        gets its weights by publishing."""
         super().__init__("engine", name, make, self._bring_up, budget)
         self.group = group
         self._spec = spec
@@ -52,12 +52,12 @@ class EngineProcess(SupervisedActor):
         group.ask()
 
     async def room(self) -> None:
-        """Wait until Ray has room for the engine. A run that has begun waits as long as anything generates."""
+        """Wait until Ray has room for the engine, without a limit once the run has begun and other engines generate."""
         await self.group.held(self._warn, None if self.node else START_TIMEOUT_S)
 
     async def _bring_up(self, actor: Any) -> None:
-        """A mistake in the settings would come back: it ends the first start. Later the settings are known to be good,
-        and whatever goes wrong is a reason for another process."""
+        """Start the engine. At the first start a ``UserError`` is passed on, because a mistake in the settings would
+        occur again. At later starts the settings are known to work, and after any error another process is started."""
         try:
             preloading = wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
             pid = await self.group.first_answer(preloading, self._warn)
@@ -71,13 +71,13 @@ class EngineProcess(SupervisedActor):
             raise
 
     async def stop(self) -> None:
-        """Let an engine on GPUs stop its processes; all others, and what does not stop, are killed after it."""
+        """Let an engine on GPUs stop its processes. Other engines, and processes that do not stop, are killed."""
         # vLLM takes three seconds to stop. On a CPU nothing of it outlives its processes (decision 0044).
         if self.actor is not None and self._spec.rollout.gpus_per_engine:
             await wait_for(self.actor.stop.remote(), self.name, STOP_S)
 
     def release(self) -> None:
-        """End the process, and give its room back to Ray."""
+        """End the process, and release its resources."""
         super().release()
         self.group.remove()
 
@@ -107,7 +107,7 @@ def client_of(
 
 
 class Weights(Protocol):
-    """Where engines have their weights from: a ``Publisher``, or the folder that they start on."""
+    """The source of the engines' weights: a ``Publisher``, or the folder that they start with."""
 
     async def bring_up(self, engine: EngineState) -> None:
         """Have a new engine get its weights, and serve. Raises ``RunError`` when it cannot."""
@@ -121,8 +121,9 @@ class EngineKeeper:
         self, client: GenerationClient, weights: Weights, may_start: Callable[[], Awaitable[Any]] | None = None
     ) -> None:
         """``may_start()`` returns when engines may use their GPUs. The engine pool sets two callbacks: ``on_serving``
-        hears that an engine has begun to serve, and ``why_left(engine, unreachable)`` says of one that is lost why it
-        is not to be started again; empty when it is. ``unreachable``: what became of its process is not known yet."""
+        is called when an engine has begun to serve. ``why_left(engine, unreachable)`` returns the reason why a lost
+        engine should not be restarted; empty if it should be. ``unreachable``: it is not known yet whether its process
+        is alive."""
         self._client = client
         self._weights = weights
         self._may_start = may_start or _at_once
@@ -159,7 +160,7 @@ class EngineKeeper:
             await engine.process.running()
 
     def _count_failure(self, name: str, cause: str) -> None:
-        """Raise ``RunError`` when this would come back at every start: nothing has ever worked."""
+        """Raise ``RunError`` if every start fails with the same cause and no engine has ever worked."""
         if any(engine.has_completed for engine in self._client.engines):
             return
         kind = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # without addresses, process ids and times

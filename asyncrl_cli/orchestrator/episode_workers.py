@@ -1,6 +1,7 @@
-"""The actors that run episodes as one: slots for episodes, and actors that are replaced when they are lost.
+"""A pool of the actors that run episodes: it assigns slots to episodes, and replaces actors that are lost.
 
-The actor handles what agents and environments do. When it is lost itself, its episodes are to be continued.
+An actor handles failures of agents and environments. When the actor itself is lost, its episodes are continued on
+another one.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.process import START_S
 
 APART = 2
-"""Processes of one worker in which episodes under suspicion are played, one at a time in each."""
+"""Processes of one worker for isolated episodes, which may have killed their process before; each plays one episode at
+a time."""
 ACTOR_S = 60.0
-"""Seconds that Ray may take for an actor's process or an answer's way, beside what the actor does itself."""
+"""Seconds that Ray may take to start an actor's process or to transfer an answer, besides the actor's own time."""
 STOP_S = 5.0
-"""Seconds in which a worker must have ended its processes; what is left dies with the cluster."""
+"""Seconds that a worker has to end its processes; remaining ones end with the cluster."""
 
 Play = Callable[[str, Prompt, ModelAccess], Coroutine[Any, Any, Played]]
-"""Plays one episode under a key of its own; cancelling this stops it. Raises ``UserError`` when the task cannot be
-loaded any more, or a worker was lost too often."""
+"""Plays one episode, identified by a unique key; cancelling the call stops the episode. Raises ``UserError`` when the
+task can no longer be loaded, or a worker was lost too often."""
 
 
 class EpisodeWorker:
-    """One worker. ``episodes`` counts those that it has now."""
+    """One worker. ``episodes`` is the number of episodes that it plays now."""
 
     def __init__(self, name: str, make_actor: Callable[[str], Any], budget: RestartBudget) -> None:
         self.episodes = 0
@@ -42,7 +44,7 @@ class EpisodeWorker:
         self._actor = SupervisedActor("episode-worker", name, partial(make_actor, name), self._start, budget)
 
     async def start(self) -> None:
-        """Have an actor that has loaded the task. Raises ``UserError`` when it cannot be loaded."""
+        """Start the actor and load the task in it. Raises ``UserError`` when the task cannot be loaded."""
         await self._actor.running()
 
     async def _start(self, actor: Any) -> None:
@@ -65,14 +67,14 @@ class EpisodeWorker:
             return Played(RewardFailure(f"{self._name}: {lost.message}"), Retry.RESUME)
 
     async def stop(self) -> None:
-        """End its processes."""
+        """End the worker's processes."""
         if self._actor.started:
             with suppress(RunError):
                 await wait_for(self._actor.actor.stop.remote(), self._name, STOP_S)
 
 
 class EpisodeWorkers:
-    """All workers of one task. ``make_actor(name)`` asks Ray for one's actor."""
+    """All workers of one task. ``make_actor(name)`` creates the Ray actor of one worker."""
 
     def __init__(
         self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str = "episode-worker"
@@ -83,12 +85,13 @@ class EpisodeWorkers:
         self._limit_s = spec.timeout_s + START_S + ACTOR_S
 
     async def start(self) -> None:
-        """Have the task loaded everywhere. Raises ``UserError`` when it cannot be."""
+        """Start all workers and load the task in them. Raises ``UserError`` when it cannot be loaded."""
         await asyncio.gather(*(worker.start() for worker in self._workers))
 
     @asynccontextmanager
     async def slot(self, apart: bool) -> AsyncIterator[Play]:
-        """Room for one episode, once there is some; ``apart`` from others in a process of its own."""
+        """A slot for one episode; waits until one is free. ``apart``: isolated from other episodes, in a separate
+        process."""
         async with self._isolated if apart else self._slots:
             worker = min(self._workers, key=lambda worker: worker.episodes)
             worker.episodes += 1

@@ -1,12 +1,13 @@
-"""Episodes from the driver: one rollout is played until it has a score or a reason why it has none.
+"""The driver's side of episodes: plays one rollout until it has a score, or a reason why it has none.
 
-Every attempt has a session of its own in the gateway, with its own URL and key, which ends with it: what an earlier
-agent still sends is refused. Generated tokens are kept from one attempt to the next, unless the agent itself failed;
-then the episode restarts, with other random numbers.
+Each attempt has its own session in the gateway, with its own URL and key. The session ends with the attempt, so later
+requests of an earlier agent are refused. Generated tokens are kept from one attempt to the next, unless the agent
+itself failed; then the episode restarts with other random numbers.
 
-Invariant: ``play`` returns, whatever the agent does. An attempt has limits (``task.episode``). Restarts after a failure
-of the agent count against ``rollout.retries``; other attempts follow the loss of a worker or of the gateway, which have
-a restart budget, or suspicion of another episode, which isolates this one.
+Invariant: ``play`` always returns. An attempt has limits (``task.episode``). Restarts after a failure of the agent
+    count against ``rollout.retries``. Other restarts follow the loss of a worker or of the gateway, which have a
+    restart budget, or happen when it is not known which of several episodes killed their process; then this one is
+    isolated.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from asyncrl_cli.workers.messages import Played, Retry
 
 OnSegments = Callable[[list[Segment]], None]
 Recorded = Mapping[int, tuple[Segment, ...]]
-"""What is recorded of a rollout, by branch."""
+"""The recorded segments of a rollout, by branch."""
 
 LOOK_S = 10.0
-"""Seconds between two looks at an episode under way."""
+"""Seconds between two checks of a running episode."""
 
 
 class Episodes:
@@ -55,9 +56,9 @@ class Episodes:
         retries: int,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``retries``: times that an episode is played again after its own code failed. ``on_progress`` hears that an
-        episode has ended, and now and then that some are busy with something else than the policy: tools may take
-        their time, which is bounded."""
+        """``retries``: how often an episode is played again after its own code failed. ``on_progress`` is called when
+        an episode has ended, and from time to time while episodes run that do not wait for the policy: their tools may
+        take long, within limits."""
         self._client = client
         self._gateway = gateway
         self._workers = workers
@@ -70,7 +71,7 @@ class Episodes:
 
     @property
     def resting(self) -> int:
-        """Episodes under way that are not asking for anything right now."""
+        """Number of running episodes that have no request to the policy at the moment."""
         return max(0, self._open - self._calls)
 
     async def play(
@@ -82,12 +83,12 @@ class Episodes:
         recorded: Recorded | None = None,
         record: OnSegments | None = None,
     ) -> tuple[Rollout | None, Scored | RewardFailure]:
-        """One episode; None when the policy sampled nothing in it.
+        """Play one episode; returns its rollout (None if the policy sampled no token), and its score or failure.
 
-        ``sampling`` is that of every call, each with a seed that follows from it; its ``max_tokens`` are a call's.
-        Calls with a lower ``priority`` run first. ``recorded`` is what an earlier driver recorded of the rollout,
-        ``record`` hears of every token. Cancelling this stops the episode. Raises ``UserError`` when the task cannot
-        be loaded any more, or a part of the run died too often.
+        ``sampling`` applies to each call of the model, with a seed derived from it; its ``max_tokens`` limit one call.
+        Calls with a lower ``priority`` run first. ``recorded`` are the tokens that an earlier driver recorded of the
+        rollout; ``record`` is called with all new tokens. Cancelling the call stops the episode. Raises ``UserError``
+        when the task can no longer be loaded, or a part of the run died too often.
         """
         known = _KnownTokens(rollout_id, recorded or {}, record)
         attempts, restarts, isolated = 0, 0, False
@@ -125,11 +126,11 @@ class Episodes:
             ):
                 played = await self._patiently(play(opening.name, prompt, session.access), session)
                 return played, await session.finish()
-        except GatewayLost as lost:  # whatever the episode made of it
+        except GatewayLost as lost:  # takes precedence over the episode's own result
             return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.number)
 
     async def _patiently(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
-        """What the work comes to. Raises ``GatewayLost`` as soon as there is no gateway any more."""
+        """The result of ``work``. Raises ``GatewayLost`` as soon as the gateway is lost."""
         episode = asyncio.create_task(work)
         first: set[asyncio.Future[Any]] = {episode, session.end}
         try:
@@ -163,8 +164,8 @@ class Episodes:
 
 
 class EpisodeServices:
-    """What the episodes of a run need beside the engines: the gateway, and workers for each task that calls the model
-    itself. ``stop`` stops what was started by then."""
+    """The services that the episodes of a run need in addition to the engines: the gateway, and workers for each task
+    that calls the model itself. ``stop`` stops everything that was started so far."""
 
     def __init__(self, spec: ExperimentSpec, factory: ActorFactory, budget: RestartBudget) -> None:
         self._spec = spec
@@ -174,7 +175,7 @@ class EpisodeServices:
         self._keeping: asyncio.Task[None] | None = None
 
     def workers(self, task: TaskSpec, name: str = "episode-worker") -> EpisodeWorkers:
-        """The workers of a task, not started; ``name`` is what their logs are called."""
+        """The workers of a task, not started yet; ``name`` is the prefix of their log files."""
         workers = EpisodeWorkers(task.episode, partial(self._factory.episode_worker, task), self._budget, name)
         self._workers.append(workers)
         return workers
@@ -186,7 +187,7 @@ class EpisodeServices:
         self._gateway = GatewayClient(setup, self._factory.gateway, client.generate, self._budget)
         await self._gateway.start()
         self._keeping = asyncio.create_task(self._gateway.keep())
-        # Whoever has a session gets its error, which ends the run.
+        # An error of the gateway is raised in all sessions, which ends the run.
         self._keeping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
 
     def episodes(
@@ -209,7 +210,7 @@ class EpisodeServices:
 
     async def stop(self) -> None:
         """Stop everything, in bounded time."""
-        # Agents first: one that is still running would find no gateway, and count that as a failure.
+        # Agents first: a running agent would find no gateway and count as failed.
         await asyncio.gather(*(workers.stop() for workers in self._workers), return_exceptions=True)
         if self._keeping is not None:
             self._keeping.cancel()
@@ -218,7 +219,7 @@ class EpisodeServices:
 
 
 class _KnownTokens:
-    """What is known of a rollout's tokens from all attempts: segments, by sequence.
+    """The tokens of a rollout from all attempts, as segments by sequence.
 
     A segment that starts at a known token replaces that token and all that followed in its sequence.
     """
@@ -230,11 +231,11 @@ class _KnownTokens:
 
     @property
     def recorded(self) -> Recorded:
-        """All that is known."""
+        """All tokens so far."""
         return {number: tuple(segments) for number, segments in self._known.items()}
 
     def add(self, segments: list[Segment]) -> None:
-        """New tokens."""
+        """Add new tokens, and record them."""
         for segment in segments:
             number = int(segment.rollout_id.removeprefix(self._rollout_id)[1:] or 0)  # of ``branch_id``
             known = self._known.setdefault(number, [])
@@ -246,7 +247,7 @@ class _KnownTokens:
 
 
 def _seed(seed: int | None, attempt: int) -> int | None:
-    """Another attempt gets other random numbers."""
+    """The seed of an attempt, so that each has other random numbers."""
     if seed is None or attempt == 0:
         return seed
     return derive_seed(seed, "attempt", attempt)

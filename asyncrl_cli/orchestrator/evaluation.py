@@ -30,14 +30,14 @@ class Player(Protocol):
     """Plays the episodes of a task that calls the model itself."""
 
     async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Score]:
-        """One episode: what the policy sampled in it (None: nothing), and what it scored."""
+        """Play one episode; returns its rollout (None if the policy sampled no token), and its score."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Prompts to evaluate on, with their token ids, and who judges the responses: ``scoring``, or the ``player`` of a
-    task that calls the model itself."""
+    """Prompts to evaluate on, with their token ids, and the part that scores the responses: ``scoring``, or for a task
+    that calls the model itself its ``player``."""
 
     prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
     scoring: Scoring
@@ -46,11 +46,11 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Evaluations that compare with each other: the same prompts, answered in the same way, after one step and another.
+    """A series of comparable evaluations: the same prompts and sampling settings, after different steps.
 
     Args:
-        every: steps between two; 0: before and after training only.
-        at_most: prompts of an evaluation while training; None for all, as before and after.
+        every: steps between two evaluations; 0: only before and after training.
+        at_most: number of prompts of an evaluation during training; None for all, as before and after training.
         temperature: 0 is greedy.
         samples: responses per prompt.
     """
@@ -71,12 +71,12 @@ class _Sample:
 
     @property
     def reward(self) -> float:
-        """A response without a reward is not a right answer."""
+        """The reward; 0 for a response without one, so that it counts as wrong."""
         return self.score.reward if isinstance(self.score, Scored) else 0.0
 
     @property
     def versions(self) -> list[int]:
-        """The weight versions of the tokens that were sampled, one by one."""
+        """The weight versions of the sampled tokens, one entry per token."""
         sequences = self.rollout.sequences if self.rollout is not None else ()
         return [version for sequence in sequences for version in sequence.versions[sequence.sampled].tolist()]
 
@@ -98,11 +98,11 @@ class Evaluator:
         self._series = tuple(_all_series(spec, held_out, sets))
 
     def due(self, step: int) -> list[Series]:
-        """What is to be evaluated after so many steps."""
+        """The series that have an evaluation after this step."""
         return [series for series in self._series if self._is_end(step) or (series.every and step % series.every == 0)]
 
     async def evaluate(self, series: Series, step: int) -> EvaluationResult:
-        """One evaluation; its samples go to a file. Raises ``RunError`` when a rollout fails."""
+        """Make one evaluation, and write its samples to a file. Raises ``RunError`` when a rollout fails."""
         prompts = series.held_out.prompts
         chosen = prompts if self._is_end(step) else prompts[: series.at_most]
         wanted = [entry for entry in chosen for _ in range(series.samples)]
@@ -241,14 +241,15 @@ def _result(series: Series, step: int, samples: Sequence[_Sample]) -> Evaluation
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The share of choices of ``k`` among ``samples`` responses that hold one of the ``correct`` ones.
+    """The unbiased estimate of pass@k from n = ``samples`` ≥ k responses of which c = ``correct`` are correct.
 
-    That is the unbiased estimate of pass@k from n ≥ k samples: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021,
+    It is 1 - C(n - c, k) / C(n, k): the share of all choices of k responses with a correct one (Chen et al. 2021,
     arXiv:2107.03374).
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def mean_pass_at(samples: int, correct: Sequence[int]) -> tuple[float, ...]:
-    """pass@1, ..., pass@``samples``, means over prompts of which so many responses were right each."""
+    """pass@1, ..., pass@``samples``, averaged over prompts; ``correct``: the number of correct responses of each
+    prompt."""
     return tuple(sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in range(1, samples + 1))

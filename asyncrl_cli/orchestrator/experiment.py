@@ -22,12 +22,12 @@ class Experiment:
     """A checked spec with its data, ready to run.
 
     Args:
-        search_path: where the user's own modules lie.
-        stages: of the curriculum.
+        search_path: the folder of the user's own modules.
+        stages: the stages of the curriculum.
         sets: the prompts of further evaluation sets, by name.
         episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
-        monitors: that ``tracking`` names, TensorBoard for example; not started.
-        replica_bytes: the size of one weight version; 0 where it is not known.
+        monitors: those that ``tracking`` enables, such as TensorBoard; not started.
+        replica_bytes: the size of one weight version in bytes; 0 if it is not known.
     """
 
     spec: ExperimentSpec
@@ -44,8 +44,8 @@ class Experiment:
     def load(
         cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
     ) -> Experiment:
-        """Import the task and open the data; ``notice`` gets what takes long. Raises a ``UserError`` that names what
-        is wrong."""
+        """Import the task and open the data; ``notice`` is called with a text when something takes
+        long. Raises a ``UserError`` that names the problem."""
         with user_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path)
             tasks = {"": task} | {

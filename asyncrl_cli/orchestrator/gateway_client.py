@@ -1,8 +1,8 @@
-"""The gateway as the driver sees it: an actor that asks for generations, and that is replaced when it is lost.
+"""The driver's client of the gateway: an actor that requests generations, and that is replaced when it is lost.
 
-The driver holds one ``collect`` at the actor all the time and sends what it has to say in one ``tell`` after another
-(``gateway/actor.py``). When the actor dies or does not answer, the generations that it asked for are
-cancelled, its sessions end with ``GatewayLost``, and another actor takes its place.
+The driver always has one ``collect`` call pending at the actor, and sends its messages in ``tell`` calls, one at a time
+(``gateway/actor.py``). When the actor dies or does not answer, the generations that it requested are cancelled, its
+sessions end with ``GatewayLost``, and another actor replaces it.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from asyncrl_cli.tasks.base import ModelAccess
 log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
-"""Its name, which is that of its log file."""
+"""The actor's name, which is also that of its log file."""
 POLL_S = 5.0
-"""Seconds after which ``collect`` answers with nothing, so that an actor that hangs is noticed."""
+"""Seconds after which ``collect`` returns an empty answer, so that an actor that hangs is noticed."""
 ANSWER_S = 60.0
-"""Seconds that the actor may take for an answer beside that."""
+"""Further seconds that the actor may take to answer."""
 STOP_S = 8.0
 """Seconds that the actor may take to stop."""
 
 
 class GatewayLost(Exception):
-    """The gateway's process is gone; the text is the cause."""
+    """The gateway's process is lost; the text is the cause."""
 
 
 class RemoteSession:
@@ -60,16 +60,16 @@ class RemoteSession:
         self.closing = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.end: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
-        """What it came to once it is closed, or ``GatewayLost`` at any time."""
+        """Its result once it is closed; ``GatewayLost`` as soon as the gateway is lost."""
 
     async def finish(self) -> SessionEnd:
-        """End it; returns what it came to. Raises ``GatewayLost``."""
+        """End the session; returns its result. Raises ``GatewayLost``."""
         self._link.close(self)
         return await asyncio.shield(self.end)
 
 
 class _Link:
-    """What goes to one actor and comes from it."""
+    """The communication with one gateway actor."""
 
     def __init__(self, actor: Any, url: str, generate: Generate) -> None:
         self.actor, self.url = actor, url
@@ -83,7 +83,7 @@ class _Link:
         self._ordered = asyncio.Event()
 
     async def run(self) -> RunError:
-        """Work until the actor is lost; returns why."""
+        """Exchange messages until the actor is lost; returns the cause."""
         lost: list[RunError] = []
         try:
             async with self._group:
@@ -93,13 +93,13 @@ class _Link:
             lost += [error for error in errors.exceptions if isinstance(error, RunError)]
         except* UserError:
             raise
-        except* Exception as errors:  # a bug costs the gateway, not the run
+        except* Exception as errors:  # a bug ends the gateway's actor, not the run
             log.error("the gateway's link failed", exc_info=errors)
             lost.append(RunError(f"{type(errors.exceptions[0]).__name__} in the driver"))
         return lost[0]
 
     def lose(self, cause: str) -> None:
-        """There is no actor any more: its sessions have ended, and none can be opened."""
+        """Handle the loss of the actor: its sessions end, and no session can be opened."""
         self._cause = cause
         for session in self._sessions.values():
             waiting: list[asyncio.Future[Any]] = [session.opened, session.end]
@@ -125,7 +125,7 @@ class _Link:
         return session
 
     def close(self, session: RemoteSession) -> None:
-        """End a session and its calls; ``session.end`` says what it came to."""
+        """End a session and its calls; ``session.end`` will have its result."""
         if not session.closing:
             session.closing = True
             for call in session.calls:
@@ -155,7 +155,7 @@ class _Link:
             if cancelled := [self._calls[number] for number in news.cancelled if number in self._calls]:
                 for call in cancelled:
                     call.cancel()
-                await asyncio.wait(cancelled)  # or their ids may be in use when they are asked for again
+                await asyncio.wait(cancelled)  # otherwise their ids may still be in use when they are requested again
             for generation in news.requests.values():
                 self._begin(generation)
             for end in news.ends:
@@ -183,14 +183,15 @@ class _Link:
             result = await generate(generation.request, grown)
         except GenerationFailed as error:
             result = RolloutFailure(generation.request.rollout_id, str(error), error.refused)
-        except Exception as error:  # a bug costs the call, not the run
+        except Exception as error:  # a bug makes the call fail, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
         self._order().results.append((generation.number, result))
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
-    """The chat format of the model in a folder. Raises ``UserError``: for its parsers, or the chat template."""
+    """The chat format of the model in a folder. Raises ``UserError`` for invalid parsers or an invalid chat
+    template."""
     from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
     tokenizer = load_tokenizer(model_folder, spec.model.chat_template)
@@ -204,7 +205,7 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
 
 
 def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str | None = None) -> GatewaySetup:
-    """A gateway for the model in a folder, under new secrets; ``model`` is the name that clients use."""
+    """The setup of a gateway for the model in a folder, with new secrets; ``model`` is the name that clients use."""
     return GatewaySetup(spec, partial(chat_format, spec, model_folder), model, new_secret(), api_key)
 
 
@@ -229,13 +230,13 @@ class GatewayClient:
     async def _connect(self, actor: Any) -> None:
         pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
         self._actor.pid = pid if self._setup.spec.cluster.address is None else None
-        if self._setup.api_key is not None:  # clients know the address
+        if self._setup.api_key is not None:  # clients know the address, so it must not change
             self._port = int(url.rpartition(":")[2])
         self._link.set_result(_Link(actor, url, self._generate))
 
     async def keep(self) -> None:
-        """Answer what the gateway asks for, and replace it when it is lost. Ends with an error only; those who have
-        sessions, or want one, get it, too."""
+        """Answer the gateway's requests, and replace it when it is lost. It ends only with an error, which open
+        sessions and later calls of ``session`` raise, too."""
         link = self._link.result()
         try:
             while True:
@@ -259,8 +260,8 @@ class GatewayClient:
     ) -> AsyncIterator[RemoteSession]:
         """A session, open for the length of the block.
 
-        ``on_segments`` hears of its tokens, ``generate`` answers its calls. Raises ``GatewayLost``, and ``UserError``
-        when there is no gateway any more.
+        ``on_segments`` is called with its tokens, ``generate`` answers its calls. Raises ``GatewayLost``, and
+        ``UserError`` when the gateway cannot be replaced any more.
         """
         link = await asyncio.shield(self._link)
         url, key = session_url(link.url, opening.name), session_key(self._setup.secret, opening.name)

@@ -1,7 +1,7 @@
-"""Turns of trainer and engines on the GPUs that they share, where nothing is generated while the trainer trains.
+"""Trainer and engines take turns on the GPUs that they share, if nothing is generated while the trainer trains.
 
-Invariant: in the trainer's turn every engine sleeps, or its process is gone. So engines start, load weights and prove
-them in their own turn only (``EngineKeeper``).
+Invariant: during the trainer's turn every engine sleeps, or its process has ended. So engines start, load weights and
+prove them only during their own turn (``EngineKeeper``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class GpuTurns:
     """
 
     def __init__(self, client: GenerationClient, sleeping: bool, limit_s: float) -> None:
-        """``sleeping``: whether engines sleep at all. ``limit_s``: seconds in which one has to fall asleep."""
+        """``sleeping``: whether engines sleep during the trainer's turn. ``limit_s``: seconds that an engine may take
+        to fall asleep."""
         self.engines = asyncio.Event()
         self.engines.set()
         self._client = client
@@ -48,7 +49,7 @@ class GpuTurns:
             self.engines.set()
 
     async def _put_to_sleep(self, engine: EngineState) -> None:
-        # An engine that is starting now has to end that first: vLLM measures the GPU's free memory meanwhile.
+        # An engine that is starting must finish first, because vLLM measures the GPU's free memory during a start.
         await self._call(engine, await engine.process.running(), "sleep")
 
     async def _call(self, engine: EngineState, actor: Any, method: str) -> None:

@@ -1,4 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they end what is under way in order; a second Ctrl-C ends the process at once."""
+"""Ctrl-C, SIGTERM and SIGHUP: they end the running work in an orderly way; a second Ctrl-C ends the process at
+once."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,16 +49,16 @@ class Stop:
         self.asked = True
         if self._loop is None:
             raise KeyboardInterrupt
-        if not self._loop.is_closed():  # afterwards the work has its result or error, which stays what it is
+        if not self._loop.is_closed():  # afterwards the work has its result or error, which does not change
             self._loop.call_soon_threadsafe(self._event.set)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Handle the signals for the length of the block, and until the process ends once one has come.
+    """Handle the signals for the length of the block; once a signal has come, until the process ends.
 
-    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. What the process ignores from its
-    start (SIGHUP below nohup) stays ignored.
+    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. A signal that the process has ignored since
+    its start (SIGHUP with nohup) remains ignored.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}

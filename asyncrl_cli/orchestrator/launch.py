@@ -1,7 +1,7 @@
 """A run from start to end: folder, cluster, actors, loop, results.
 
-Everything that can be refused is refused before the first process starts; whatever was started is gone when
-``run_experiment`` returns or raises.
+All problems that can be detected in advance are raised before the first process starts. All processes that were started
+have ended when ``run_experiment`` returns or raises.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from asyncrl_cli.train.model.probe import prompt_tokens
 from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 INTERRUPT_S = 5.0
-"""Seconds that an interrupted run may spend on saving where it is."""
+"""Seconds that an interrupted run may take to save a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ class Start:
     """How a run begins: from the start (``train``), or where its journal ends (``resume``).
 
     Args:
-        kind: of the start, as the journal records it.
-        note: what the journal records about it.
+        kind: the kind of start, as the journal records it.
+        note: a note about the start for the journal.
         checkpoint: where the trainer starts from; None for the initial model.
-        base: where the history begins without the old journal (``DurableLedger.fallback`` of a checkpoint).
+        base: the state at which the history begins if the old journal is abandoned (``DurableLedger.fallback`` of a
+            checkpoint).
     """
 
     kind: Literal["train", "resume"] = "train"
@@ -74,7 +75,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a finished run leaves. Accuracies by kind (``greedy``, ``sampled``), what monitors say by their names."""
+    """The results of a finished run. Accuracies are by kind (``greedy``, ``sampled``), monitors' results by their
+    names."""
 
     seconds: float
     accuracy_before: Mapping[str, float] = field(default_factory=dict)
@@ -85,9 +87,9 @@ class Outcome:
 
 
 def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: Start) -> Outcome:
-    """Run to the last step. The run's state on disk says how it ended, in every case.
+    """Run an experiment to the last step. In every case the run's state on disk shows how it ended.
 
-    Raises ``UserError`` with the cause when it cannot continue, ``Interrupted`` after Ctrl-C or SIGTERM.
+    Raises ``UserError`` with the cause when the run cannot continue, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
     recorder = Recorder(run, console.warn)
     reporter = Reporter(recorder, console)
@@ -100,7 +102,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
             console.warn(f"{run.run_id}: {missing}")
 
     def end(ending: Ending) -> None:
-        # Only asked for here: the notice goes out even if nothing can be written any more.
+        # Only submitted here: the notice is sent even if nothing can be written any more.
         recorder.update(phase=ending.phase, reason=ending.reason)
         for wait in (partial(reporter.finish, ending), close_files):
             try:
@@ -112,7 +114,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
     try:
         with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
             outcome = asyncio.run(_run(experiment, recorder, reporter, start, stop))
-    except (KeyboardInterrupt, Interrupted):  # the former while there was no loop to hear it
+    except (KeyboardInterrupt, Interrupted):  # the former before an event loop handled signals
         end(Ending("interrupted", reason="stopped by the user"))
         raise Interrupted from None
     except BaseException as error:
@@ -131,7 +133,7 @@ def _failure(error: BaseException) -> Ending:
 
 
 def _in_short(run: RunDirectory, outcome: Outcome) -> str:
-    """How a run went, in a line."""
+    """The result of a run in one line."""
     accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(outcome.accuracy.items())]
     return f"finished {run.state.step} steps in {outcome.seconds:.0f} s{''.join(accuracies)}"
 
@@ -143,7 +145,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
     orchestrator: Orchestrator | None = None
     ending = Ending("failed")
     closing: list[Callable[[], Awaitable[None]]] = []
-    # These two need the cluster, so they finish before it ends.
+    # Both need the cluster, so they finish before it ends.
     in_cluster: list[Monitor] = [RayMetrics(run, spec, reporter.warn)]
     if spec.tracking.mlflow:
         in_cluster.append(Mlflow(recorder, spec))
@@ -173,8 +175,8 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
     finally:
         if spec.tracking.mlflow:
             reporter.status("finishing MLflow's log")
-            await asyncio.to_thread(recorder.wait)  # the log is made from these files
-        # The spec's monitors, too: the cluster's end kills every process of the run, and so what they have started.
+            await asyncio.to_thread(recorder.wait)  # MLflow's log is made from these files
+        # The spec's monitors, too: the end of the cluster kills all processes of the run, including those of monitors.
         reporter.finish(ending, [*in_cluster, *experiment.monitors])
         await asyncio.gather(*(close() for close in closing), return_exceptions=True)
     return outcome
@@ -187,7 +189,7 @@ async def _start(
     reporter: Reporter,
     closing: list[Callable[[], Awaitable[None]]],
 ) -> Orchestrator:
-    """Start every part, and put them together. ``closing`` gets what stops them, each in bounded time."""
+    """Start all parts, and connect them. Functions that stop them, each in bounded time, are added to ``closing``."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     forget_requests(run)
 
@@ -206,7 +208,7 @@ async def _start(
     initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     # The weights that adapters are applied to are in the initial model's folder alone.
     engine_folder = stub if spec.model.published_adapter is None else initial
-    # Ray serves requests in their order: first what must fit together.
+    # Ray serves requests in their order: first the one whose resources must fit together.
     trainer_group = factory.trainer_group()
     trainer_group.ask()
     made: list[EngineProcess] = []
@@ -223,7 +225,7 @@ async def _start(
     services = EpisodeServices(spec, factory, budget)
     closing += [services.stop, stop_engines]
     buffer = BufferClient(factory.buffer, limit_s, budget)
-    # The watchdog knows since when a call takes too long, so its message comes first.
+    # The watchdog's message names the wait and its start, so its limit must be reached first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
     source = RayEngines(make_engine)
     replicas = Replicas(factory.host_agent, factory.address_of, budget, spec.weights.mover, source.why_gone)
@@ -319,7 +321,7 @@ def _encoded(
 
 
 async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Reporter) -> None:
-    """Save a checkpoint if there is time: resuming takes less then. The journal has everything else already."""
+    """Save a checkpoint if there is time, so that resuming is faster. Everything else is in the journal already."""
     if orchestrator is None:
         return
     reporter.status("stopping: saving a checkpoint if there is time")

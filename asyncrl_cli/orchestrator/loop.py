@@ -1,11 +1,11 @@
-"""The one loop of a run.
+"""The main loop of a run.
 
     admit -> generate -> record -> score -> take -> train -> publish -> admit ...
 
-Generation and training never wait for each other except where the buffer says so, and the trainer does not wait for
-the engines to load what it publishes; ``sync``, ``one_step_off`` and
-``async`` are settings of its numbers and of nothing in this file. An engine serves a version only after it has
-proved it, so a group admitted under version v never holds an older token.
+Generation and training wait for each other only if the buffer requires it, and the trainer does not wait until the
+engines have loaded what it publishes. The modes ``sync``, ``one_step_off`` and ``async`` are settings of the buffer's
+numbers; no code in this file depends on them. An engine serves a version only after it has proved it, so a group
+admitted under version v never has an older token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Orchestrator:
     """Drives started parts from where the journal ends to the last step."""
 
     def __init__(self, spec: ExperimentSpec, parts: Parts, opening: Opening, checkpoint_step: int) -> None:
-        """``checkpoint_step``: what the trainer ranks have started from."""
+        """``checkpoint_step``: the step of the checkpoint that the trainer ranks have started from; 0 without one."""
         self._spec = spec
         self._opening = opening
         self._run = parts.run
@@ -112,14 +112,14 @@ class Orchestrator:
             ),
         )
         self._accuracies = dict(opening.evaluated)
-        self._evaluated = set(opening.evaluations)  # step and kind
+        self._evaluated = set(opening.evaluations)  # (step, kind) of each evaluation that is done
         self._evaluation: asyncio.Task[None] | None = None
-        self._fixed_version = False  # whether that belongs to one version, so that the next one waits for it
-        self._evaluating: set[int] = set()  # steps whose evaluation is under way
+        self._fixed_version = False  # whether the evaluation needs one version, so publishes wait
+        self._evaluating: set[int] = set()  # steps whose evaluation is running
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._written = opening.version  # the newest version whose publish has begun
         self._publishing: asyncio.Task[None] | None = None
-        self._published: PublishRecord | None = None  # and not reported
+        self._published: PublishRecord | None = None  # not reported yet
         self._publish_wait_s = 0.0  # of this step's publish, until the trainer could write
         parts.watchdog.on_stall = self._note_stall
 
@@ -131,7 +131,9 @@ class Orchestrator:
                     tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
-                    tasks.create_task(answer_scale_requests(self._run, self._pool)),  # first: it knows how many
+                    tasks.create_task(
+                        answer_scale_requests(self._run, self._pool)
+                    ),  # first: it sets the number of engines
                     tasks.create_task(self._pool.run()),
                 ]
                 await self._loop()
@@ -141,16 +143,15 @@ class Orchestrator:
             raise _first_cause(group) from None
 
     async def settle(self) -> None:
-        """After an interruption: wait until the trainer's step and the publish in flight, if any, are done, and report
-        the step.
+        """After an interruption: wait until the running step and publish, if any, are done, and report the step.
 
-        Raises ``RunError`` when one failed, and when recovery was interrupted: the ranks may still be at a step, so the
-        weights are of no step that can be saved.
+        Raises ``RunError`` when one of them failed, and when a recovery was interrupted: then the ranks may still train
+        a step, so their weights do not belong to a step that can be saved.
         """
         if self._in_flight is not None:
             taken, training = self._in_flight
             self._steps.report(taken, await training, None, self._trainer.version)
-        # A checkpoint after the next step holds the weights of this version no more, and a resumed run publishes every
+        # A checkpoint after the next step no longer has the weights of this version, and a resumed run publishes every
         # version that the journal lacks.
         await self._finish_publish()
         await self._steps.flush()
@@ -159,9 +160,9 @@ class Orchestrator:
         self._step = self._trainer.step
 
     async def checkpoint(self) -> None:
-        """Save where the run is now. Call it between steps, or after ``settle``."""
+        """Save a checkpoint of the present step. Call it between steps, or after ``settle``."""
         step = self._step
-        # Between two publishes the engines' version could not be made again from it (decision 0009).
+        # From a checkpoint between two publishes the engines' version could not be restored (decision 0009).
         if step % self._spec.pipeline.publish_every:
             return
         started = time.monotonic()
@@ -182,7 +183,7 @@ class Orchestrator:
         self._scheduler.resume(self._opening)
         behind = self._step - self._trainer.step
         self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
-        while self._publish_due:  # two, when a publish was in flight as the run stopped
+        while self._publish_due:  # two versions if a publish was in flight when the run stopped
             await self._begin_publish()
         await self._finish_publish()
         await self._trainer.catch_up(self._step)
@@ -203,7 +204,7 @@ class Orchestrator:
             published, self._published = self._published, None
             self._steps.report(taken, report, published, self._trainer.version, publish_s, self._publish_wait_s)
             self._spawn(self._steps.flush())
-            # Only now: until it is reported, an interrupted run has to report the step itself (``settle``).
+            # Only now: while it is set, an interrupted run has to report the step itself (``settle``).
             self._in_flight = None
             if partial:
                 await self._client.resume()
@@ -237,7 +238,7 @@ class Orchestrator:
                 self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
 
     async def _stop_generation(self) -> None:
-        """The batch is full: what has not ended keeps its tokens, and continues when engines may generate again."""
+        """The batch is complete: stop generating. Unfinished rollouts keep their tokens and continue later."""
         if self._fixed_version:
             await self._finish_evaluation("the evaluation of the current weights")
         await self._watchdog.until(self._client.pause(), DRIVER, "engines to stop generating")
@@ -246,7 +247,7 @@ class Orchestrator:
         self._reporter.doing("training", taken.counts)
         training = asyncio.create_task(self._trainer.train(taken.batch))
         self._in_flight = (taken, training)
-        # Shielded: Ctrl-C does not stop the ranks, and ``settle`` waits for what they do.
+        # Shielded: Ctrl-C does not stop the ranks, and ``settle`` waits for their step.
         work = asyncio.shield(training)
         report = await self._watchdog.until(work, DRIVER, f"the trainer's step {self._step + 1}")
         self._step += 1
@@ -263,7 +264,7 @@ class Orchestrator:
         self._publish_wait_s = time.monotonic() - begun
         written = await self._trainer.write(self._written + 1)
         self._written = written.version
-        # Ctrl-C does not stop what engines load: ``settle`` waits for it.
+        # Ctrl-C does not stop the engines' loading: ``settle`` waits for it.
         self._publishing = asyncio.create_task(self._deliver(written, self._publish_wait_s))
         self._tasks.create_task(self._delivered(self._publishing))  # an error ends the run at once
 
@@ -284,11 +285,11 @@ class Orchestrator:
 
     @staticmethod
     async def _delivered(publishing: asyncio.Task[None]) -> None:
-        """Return when a publish is done; it continues when this is cancelled."""
+        """Return when a publish is done. Cancelling the call does not cancel the publish."""
         await asyncio.shield(publishing)
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
-        """The trainer has caught up by one step. Those that this driver has taken are reported by the loop."""
+        """A recorded step was trained again. The loop itself reports the steps whose batches this driver has taken."""
         self._watchdog.caught_up()
         self._reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         if self._steps.reported <= batch.step < self._opening.step:
@@ -302,7 +303,7 @@ class Orchestrator:
 
     async def _between_steps(self) -> None:
         if self._evaluations_due():
-            await self._finish_publish()  # it is of the weights after this step
+            await self._finish_publish()  # the publish is of the weights after this step
             await self._finish_evaluation("an evaluation")
             self._begin_evaluation()
         if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:
@@ -312,7 +313,7 @@ class Orchestrator:
                 self._spawn(self._buffer.prune(self._spec.journal.keep))
 
     def _evaluations_due(self) -> list[Series]:
-        """What is to be evaluated after this step and has not been, perhaps because the run was stopped meanwhile."""
+        """The evaluations after this step that are not done yet; some may remain from before the run was stopped."""
         due = self._evaluator.due(self._step)
         return [series for series in due if (self._step, series.kind) not in self._evaluated]
 
@@ -320,7 +321,7 @@ class Orchestrator:
         if due := self._evaluations_due():
             self._evaluating.add(self._step)
             self._evaluation = self._tasks.create_task(self._evaluate(due, self._step))
-            # The accuracy before training is that of the initial model and nothing else.
+            # The accuracy before training must be that of the initial model only.
             self._fixed_version = self._step == 0 or self._spec.evaluation.fix_version
 
     async def _finish_evaluation(self, what: str) -> None:

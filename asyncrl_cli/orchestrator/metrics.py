@@ -27,9 +27,9 @@ from asyncrl_cli.tasks.mix import task_names
 
 
 class StepClock:
-    """Cuts the run's time into the windows between steps.
+    """Measures the time windows between steps.
 
-    ``processors`` tells the processor time that this process has used, and that of its host.
+    ``processors`` returns the processor time of this process in seconds, and that of its host.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class StepRecorder:
         reporter: Reporter,
         reported: int,
     ) -> None:
-        """``reported``: steps that earlier drivers have had recorded."""
+        """``reported``: number of steps that earlier drivers have reported."""
         self.reported = reported
         self._float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
         self._task_names = task_names(spec.task)
@@ -112,8 +112,9 @@ class StepRecorder:
         publish_s: float = 0.0,
         publish_wait_s: float = 0.0,
     ) -> None:
-        """A step is done; ``flush`` has it recorded. ``version``: what engines serve now. ``publish_s``: seconds for
-        which the publish after it has kept the trainer, ``publish_wait_s`` of them until it could write."""
+        """Report a trained step; it is recorded by the time ``flush`` returns. ``version``: the version that engines
+        serve now. ``publish_s``: seconds that the trainer spent on the publish after the step; in ``publish_wait_s`` of
+        them it waited before it could write."""
         step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(taken.batch, report, published, window, taken.counts, self._task_names)
         metrics["time/publish_s"] = publish_s
@@ -135,7 +136,7 @@ class StepRecorder:
             self._unrecorded.pop(step, None)
 
     def _warn_of_gap(self, step: int, report: StepReport) -> None:
-        """Say once that an engine's log-probs are further from the trainer's than rounding explains."""
+        """Warn once if an engine's log-probs differ more from the trainer's than rounding explains."""
         gap, limit = report.metrics.get("engine/logprob_gap_max", 0.0), TOLERANCE["float32"]
         if self._float32 and gap > limit and not self._gap_warned:
             self._gap_warned = True
@@ -146,7 +147,7 @@ class StepRecorder:
 
 
 def batch_digest(batch: TrainingBatch) -> str:
-    """A digest of a batch's prompts, responses and versions: equal ones are equal token for token.
+    """A digest of a batch's prompts, responses and versions: two batches with the same digest are equal in all tokens.
 
     Batches of rollouts with one sequence each have had the same digest in all releases.
     """
@@ -216,13 +217,13 @@ def step_metrics(
 
 
 def _calls(rollout: Rollout) -> int:
-    """How many times the policy was called: runs of sampled tokens."""
+    """How many times the policy was called, counted as contiguous spans of sampled tokens."""
     masks = [sequence.sampled for sequence in rollout.sequences]
     return sum(int((mask & np.diff(mask, prepend=False)).sum()) for mask in masks)
 
 
 def _task_metrics(batch: TrainingBatch, names: Sequence[str]) -> dict[str, float]:
-    """What tasks measured, averaged over the rollouts that have it; and the rewards of each task of a mix."""
+    """The tasks' own metrics, each averaged over the rollouts that have it, and the rewards of each task of a mix."""
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for group in batch.groups:
         for of_rollout in group.metrics:

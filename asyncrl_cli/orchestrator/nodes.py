@@ -1,6 +1,6 @@
 """The nodes of a Ray cluster: which of them a part of the run may use, what fits on them, what is missing.
 
-All of it is pure, but for ``live_nodes``, which asks Ray.
+All functions are pure except ``live_nodes``, which asks Ray.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Resources = Mapping[str, float]
 SHOWN_NODES = 8
 """Nodes that a message lists."""
 ROUNDING = 1e-6
-"""Ray counts resources in ten-thousandths; their floats differ by less than this from what they stand for."""
+"""Tolerance in comparisons: Ray counts resources in ten-thousandths, so its floats have rounding errors below this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One node that is alive. ``total``: its resources; ``free``: those that no actor or group holds."""
+    """One live node. ``total``: its resources; ``free``: those that no actor or placement group holds."""
 
     node_id: str
     address: str
@@ -57,7 +57,7 @@ def live_nodes() -> tuple[Node, ...]:
 
 
 def numbers_of(address: str) -> tuple[tuple[int, int, str], ...]:
-    """Orders addresses as people do: 10.0.0.9 before 10.0.0.10."""
+    """A key that sorts addresses by their numbers: 10.0.0.9 before 10.0.0.10."""
     return tuple(
         (0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"[.:]", address) if part
     )
@@ -75,7 +75,7 @@ def eligible(nodes: Sequence[Node], selector: NodeSelector) -> tuple[Node, ...]:
 
 
 def _has(value: str | None, wanted: str) -> bool:
-    """As Ray matches a label: a node without the label has none of the values."""
+    """Whether a label's value matches the ``wanted`` expression, by Ray's rules; None (no label) equals no value."""
     negated = wanted.startswith("!")
     wanted = wanted.removeprefix("!")
     values = re.split(r", ?", wanted[3:-1]) if wanted.startswith("in(") else [wanted]
@@ -101,9 +101,9 @@ def bundle_wants(spec: ExperimentSpec) -> dict[str, float]:
 
 
 def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, ranks: int) -> str:
-    """The nodes have room for so many engines and trainer ranks, each whole on one node.
+    """Check that the nodes have room for this many engines and trainer ranks, each of them on one node.
 
-    Returns what was found; raises ``RunError`` that names what lacks.
+    Returns what was found; raises ``RunError``, which names what is missing.
     """
     if spec.cluster.autoscaling:
         return f"{len(nodes)} nodes; the cluster adds others when Ray asks for them"
@@ -164,9 +164,9 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
 def most_engines(
     engine_nodes: Sequence[Node], rank_nodes: Sequence[Node], engine: Resources, rank: Resources, ranks: int
 ) -> int | None:
-    """How many engines fit on the nodes beside all ranks, at most; None where the ranks alone do not fit.
+    """The largest number of engines that fit on the nodes together with all ranks; None if the ranks alone do not fit.
 
-    Exact: ``best[r]`` are the most engines on the nodes seen so far if r ranks are there, too.
+    Exact, by dynamic programming: ``best[r]`` is the largest number of engines on the nodes so far, with r ranks there.
     """
     best: list[int | None] = [0] + [None] * ranks
     hosts_engines, hosts_ranks = ({node.node_id for node in some} for some in (engine_nodes, rank_nodes))
@@ -195,7 +195,7 @@ def _without(there: Resources, wants: Resources, times: int) -> dict[str, float]
 
 
 def _times(there: Resources, wants: Resources) -> int:
-    """How often the wants fit."""
+    """How many times the resources ``wants`` fit into ``there``."""
     return min((int((there.get(kind, 0) + ROUNDING) // amount) for kind, amount in wants.items() if amount), default=0)
 
 
@@ -205,7 +205,7 @@ def times_on(node: Node, wants: Resources) -> int:
 
 
 def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:
-    """What ``count`` bundles want, and how much of that is free on the nodes that they may use."""
+    """A text: what ``count`` bundles need, and how much of it is free on the nodes that they may use."""
     kinds = [kind for kind, amount in wants.items() if amount]
     needs = f"{f'{count} × ' if count > 1 else ''}{amounts(wants)}"
     if not nodes:

@@ -2,8 +2,7 @@
 
 An engine has a group of one bundle with all its GPUs, so it is whole on one node. All trainer ranks are in one group,
 one bundle each, packed on as few nodes as possible. Engines that share GPUs with trainer ranks are in the ranks'
-bundles, one in each: Ray would put shares of two groups on GPUs as it likes, and two ranks on one GPU, which NCCL
-refuses.
+bundles, one in each: with two groups, Ray could place two ranks on one GPU, which NCCL refuses.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from asyncrl_cli.spec.sections import NodeSelector
 from asyncrl_cli.system.remote import START_TIMEOUT_S
 
 FIRST_NOTICE_S, NOTICE_S = 15.0, 60.0
-"""Seconds until a warning that a part waits for resources, and between two notices."""
+"""Seconds until the first warning that a part waits for resources, and between two warnings."""
 LOOK_S = 5.0
 """Seconds between two looks whether nodes that the spec names have joined the cluster."""
 NODE_ID = "ray.io/node-id"
@@ -31,7 +30,7 @@ T = TypeVar("T")
 
 
 class Examiner(Protocol):
-    """Looks at nodes before actors of a run start there."""
+    """Checks nodes before actors of a run start there."""
 
     @property
     def avoided(self) -> frozenset[str]:
@@ -39,7 +38,7 @@ class Examiner(Protocol):
         ...
 
     async def usable(self, nodes: Collection[str]) -> bool:
-        """Whether actors may start on all of these nodes. Those for which that is not so are ``avoided`` then."""
+        """Whether actors may start on all of these nodes. Nodes that fail the check are in ``avoided`` afterwards."""
         ...
 
 
@@ -51,9 +50,9 @@ class _Trusting:
 
 
 def rank_order(seats: Sequence[Seat]) -> list[int]:
-    """The indices of the seats in the order of ranks: node by node, and by GPU on a node.
+    """The indices of the seats in the order of ranks: by node, and on a node by GPU.
 
-    Ranks next to each other then share a node as far as possible: rings and ZeRO's groups within a node need that.
+    So neighbouring ranks share a node if possible, which NCCL's rings and ZeRO's groups within a node need.
     """
 
     def key(index: int) -> tuple[Any, ...]:
@@ -84,13 +83,12 @@ class PlacementGroup:
         self._selector = selector
         self._examiner = examiner or _Trusting()
         self._group: Any = None
-        self._asked: tuple[frozenset[str], frozenset[str]] | None = None  # nodes that are named, and avoided
+        self._asked: tuple[frozenset[str], frozenset[str]] | None = None  # the named and the avoided nodes
 
     def ask(self) -> None:
-        """Ask Ray for the resources, unless that is done; returns at once.
+        """Request the resources from Ray, unless this is done already; returns at once.
 
-        A group that waits is replaced when others of the nodes that the spec names are there, and when other nodes are
-        to be avoided.
+        A group that still waits is replaced when the set of nodes that it may use has changed.
         """
         from ray.util.placement_group import placement_group
 
@@ -102,7 +100,7 @@ class PlacementGroup:
             return
         self.remove()
         if named:
-            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that comes back has another id
+            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that returns has another id
         elif self._selector.nodes:
             return
         elif avoided:
@@ -123,8 +121,8 @@ class PlacementGroup:
         return True
 
     async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
-        """Wait until Ray holds the resources on usable nodes; ``warn`` gets what is missing. Raises ``RunError`` after
-        ``limit_s`` seconds; None waits without a limit."""
+        """Wait until Ray holds the resources on usable nodes; ``warn`` is called with what is missing. Raises
+        ``RunError`` after ``limit_s`` seconds; None waits without a limit."""
         started = time.monotonic()
         next_notice = started + FIRST_NOTICE_S
         self.ask()
@@ -135,7 +133,7 @@ class PlacementGroup:
                     raise RunError(
                         f"Ray found no room for {self.who} within {limit_s:.0f} s: {waits}",
                         location="cluster",
-                        hint="stop what else runs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
+                        hint="stop other programs in the cluster, add nodes, or lower rollout.engines or trainer.ranks",
                     )
                 warn(f"{self.who} waits until Ray has room for it: {waits}")
                 next_notice = now + NOTICE_S
@@ -150,9 +148,11 @@ class PlacementGroup:
         return False
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
-        """The first answer of actors in the group, with what is missing if their node dies before it.
+        """Wait for the first answer of actors in the group; if their node dies first, ``warn`` is called as in
+        ``held``.
 
-        Ray notices a death after some seconds, and until then the group counts as held. Raises as ``held``.
+        Ray notices the death of a node after some seconds, and until then the group counts as held. Raises like
+        ``held``.
         """
         call = asyncio.ensure_future(answer)
         try:
@@ -163,7 +163,7 @@ class PlacementGroup:
             call.cancel()
 
     def shortage(self, nodes: Sequence[Node]) -> str:
-        """What the group needs and what the nodes have."""
+        """A text: what the group needs and what the nodes have."""
         usable = [node for node in nodes if node.node_id not in self._examiner.avoided]
         return shortage(self._bundle, self.count, eligible(usable, self._selector))
 
@@ -187,7 +187,7 @@ class PlacementGroup:
         return tuple(places[index] for index in range(self.count))
 
     def remove(self) -> None:
-        """Give the resources back; what runs in the group dies."""
+        """Release the resources; actors in the group die."""
         from ray.util.placement_group import remove_placement_group
 
         group, self._group, self._asked = self._group, None, None
@@ -202,7 +202,7 @@ class PlacementGroup:
 
 
 class BundlePart:
-    """The part of a group's bundle that one engine has; a trainer rank has the rest."""
+    """One engine's part of a bundle; a trainer rank has the rest. It has the interface of ``PlacementGroup``."""
 
     def __init__(self, who: str, group: PlacementGroup, index: int, wants: Resources) -> None:
         self.who = who
@@ -211,7 +211,7 @@ class BundlePart:
         self._wants = wants
 
     def ask(self) -> None:
-        """As ``PlacementGroup``, as are the other methods."""
+        """See ``PlacementGroup``, also for the other methods."""
         self._group.ask()
 
     async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
@@ -224,7 +224,7 @@ class BundlePart:
         return self._group.options(self._index, self._wants)
 
     def remove(self) -> None:
-        """Nothing: the rank stays."""
+        """Does nothing, because the rank keeps the bundle."""
 
 
 EnginePlace = PlacementGroup | BundlePart

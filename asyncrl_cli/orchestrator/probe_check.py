@@ -1,4 +1,4 @@
-"""Whether an engine's log-probs of the probe are those of a weight version (decision 0003)."""
+"""Checks whether an engine's log-probs of the probe belong to a weight version (decision 0003)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest gap in nats between an engine's and the trainer's log-probs of the probe, by the coarser dtype of the two. In
 fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
 NOISE = {"float32": 1e-4, "bfloat16": 0.02}
-"""Nats, likewise: two versions whose probes differ by more than this can be distinguished."""
+"""In nats, by dtype: two versions whose probes differ by more than this can be distinguished."""
 USUAL, LEAST = 5.0, 0.1
-"""In bfloat16 an engine may differ by this many times the gap of the first engine that proved a version, and always by
-so many nats."""
+"""In bfloat16 an engine's gap may be this many times that of the first engine that proved a version, and always at
+least this many nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class ProbeCheck:
         self._exact = coarsest == "float32"
         self._noise = NOISE[coarsest]
         self.tolerance = TOLERANCE[coarsest]
-        """Nats; in bfloat16 it is lower once an engine has proved a version."""
+        """The allowed gap in nats; in bfloat16 it is lowered once an engine has proved a version."""
         self._learned = self._exact
 
     def distance(self, one: np.ndarray, other: np.ndarray) -> float:
-        """How far apart log-probs of the probe are, in nats."""
+        """The distance between two sets of log-probs of the probe, in nats."""
         differences = np.abs(one - other)
         return float(differences.max() if self._exact else np.median(differences))
 
@@ -68,8 +68,9 @@ class ProbeCheck:
         return Verdict(gap, "")
 
     def _nearer(self, answer: np.ndarray, probe: np.ndarray, other: np.ndarray, gap: float) -> bool:
-        """Whether the engine is as near to other weights, which differ from these by more than noise.
+        """Whether the engine's answer is as near to ``other``, log-probs under other weights that differ by more than
+        noise, as to ``probe``.
 
-        ``gap``: its distance to these.
+        ``gap``: the distance to ``probe``.
         """
         return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)

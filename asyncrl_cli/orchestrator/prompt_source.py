@@ -1,4 +1,4 @@
-"""From prompts to token ids, without those that are too long."""
+"""Turns prompts into token ids, and skips those that are too long."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 MAX_SKIPS_IN_A_ROW = 10_000
-"""So many over-long prompts one after another end the run instead of the search."""
+"""After this many consecutive prompts that are too long, the run ends."""
 
 
 UNUSABLE_NAMED = 20
-"""So many rows that cannot be used are named; all are counted."""
+"""Number of unusable rows that are named in warnings; all are counted."""
 
 FIRST_ROWS = 200
-"""So many rows are looked at for prompts that are short enough, before there is anything to wait for."""
+"""Number of rows that are searched at the start for prompts that are short enough."""
 
 
 class PromptEncoder:
@@ -38,8 +38,8 @@ class PromptEncoder:
         apply_chat_template: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """``episodic``: rollouts are episodes, which say themselves what the model is given. ``apply_chat_template``:
-        texts go through the template, if there is one. ``template_kwargs``: the template's variables."""
+        """``episodic``: rollouts are episodes, in which the task decides what the model gets. ``apply_chat_template``:
+        render texts with the template, if there is one. ``template_kwargs``: the template's variables."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
@@ -58,7 +58,7 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
-        """Token ids, or None when there are too many; none for an episode.
+        """The token ids; None if there are too many, and empty for an episode.
 
         Raises ``RunError`` for messages without a template, and ``DataError`` for a prompt that the tokenizer or its
         template refuses.
@@ -73,7 +73,7 @@ class PromptEncoder:
             )
         try:
             ids = self._encode(prompt.content)
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates can raise any exception
             raise DataError(
                 f"the prompt {prompt.uid!r} cannot be encoded: {type(error).__name__}: {error}",
                 location="data",
@@ -101,7 +101,7 @@ class PromptEncoder:
     def _hint(self, content: str | tuple[Message, ...]) -> str:
         """What to do about a prompt that the tokenizer or its template refuses."""
         if not isinstance(content, str) and len(content) > 1 and content[0]["role"] == "system":
-            with suppress(Exception):  # then it is not the system message alone
+            with suppress(Exception):  # then the system message is not the only problem
                 self._encode(content[1:])
                 return "the template takes no system message: remove `system`, and put its text into the user's message"
         return "fix the row or remove it, or use another chat template (model.chat_template)"
@@ -116,9 +116,9 @@ class PromptEncoder:
 
 
 class PromptSource:
-    """The training prompts in their order; those given back by an interrupted run come first.
+    """The training prompts in their order; first those that an interrupted run did not use.
 
-    ``skipped`` counts prompts that were too long, ``unusable`` rows that cannot be encoded.
+    ``skipped`` counts prompts that were too long, ``unusable`` counts rows that cannot be encoded.
     """
 
     def __init__(
@@ -140,7 +140,8 @@ class PromptSource:
         self._all_solved = False
 
     def next(self) -> tuple[Prompt, tuple[int, ...]]:
-        """The next prompt that is short enough. Raises ``RunError`` when there seems to be none."""
+        """The next prompt that is short enough. Raises ``RunError`` after ``MAX_SKIPS_IN_A_ROW`` prompts without
+        one."""
         for _ in range(MAX_SKIPS_IN_A_ROW):
             try:
                 prompt = self._first.popleft() if self._first else self._unsolved()
@@ -163,13 +164,13 @@ class PromptSource:
         )
 
     def _refuse(self, error: DataError) -> None:
-        """Skip a row that is not a prompt, which was not checked when the data was opened."""
+        """Skip an invalid row; rows are not checked when the data is opened."""
         self.unusable += 1
         if self.unusable <= UNUSABLE_NAMED:
             self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
 
     def _unsolved(self) -> Prompt:
-        """The next prompt that is not filtered out, or the next one if an entire epoch is."""
+        """The next prompt that is not filtered out; if a whole epoch is filtered out, simply the next prompt."""
         for _ in range(len(self.loader)):
             prompt = self.loader.next()
             if self.filter is None or not self.filter.excludes(prompt.uid, self.loader.epoch):
@@ -180,7 +181,7 @@ class PromptSource:
         return prompt
 
     def visited(self, uid: str, solved: bool) -> None:
-        """A prompt's group has ended; it was ``solved`` when every rollout was right."""
+        """Note that a prompt's group has ended; ``solved``: every rollout was correct."""
         if self.filter is not None:
             self.filter.visited(uid, solved)
 
@@ -191,7 +192,7 @@ class PromptSource:
         return Candidate(self._serial, prompt, ids, self.loader.state())
 
     def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
-        """Continue after the prompt ``serial``, from the position of the loader after it."""
+        """Continue after the prompt with number ``serial``; ``loader`` is the data loader's position after it."""
         self._serial = serial
         if loader is not None:
             self.loader.restore(dict(loader))
@@ -200,13 +201,13 @@ class PromptSource:
 def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator[tuple[int, ...]]:
     """Token ids of the prompts that can be trained on, in the order of the data; none of episodes."""
     for row in range(min(len(prompts), FIRST_ROWS)):
-        with suppress(DataError):  # the loader skips it, too, and says so
+        with suppress(DataError):  # the loader skips it, too, with a warning
             if ids := encoder.encode(prompts[row]):
                 yield ids
 
 
 def _with_text(message: Message) -> dict[str, Any]:
-    """A message whose content is text: templates print a list of text parts as a list, or nothing of it."""
+    """The message with its content as one text: templates print a list of text parts as a list, or omit it."""
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         return {**message, "content": "".join(str(part["text"]) for part in content)}

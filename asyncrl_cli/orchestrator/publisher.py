@@ -1,14 +1,15 @@
-"""Publishing: new weights reach every engine, and every engine proves that it serves them.
+"""Publishing: brings new weights to all engines, and each engine proves that it serves them.
 
 The phases of a publish: the ranks write their shards into the replicas of their hosts, and are free again; the agents
-compute the digests; the hosts of engines pull what they lack, while their engines generate with the old version; then
-each engine pauses, loads, resumes and proves (decision 0038).
+compute the digests; the hosts of engines pull the parts that they lack, while their engines generate with the old
+version; then each engine pauses, loads, resumes and proves the new version (decision 0038).
 
 Invariant: an engine that serves has answered a probe with log-probs that agree with the trainer's own under the weights
 of the current version, or ``deliver`` is waiting for it to do so. So when ``deliver`` returns, which is before its
 record is made durable, no engine that gets requests serves an older version: a group that is admitted at version v has
-no token older than v. Two places keep this, each without an await: ``deliver`` makes a version the current one and
-lists the engines that serve; ``bring_up`` sees that what an engine has proved is the current version, and has it serve.
+no token older than v. Two places ensure this, and neither may contain an await: ``deliver`` makes a version the current
+one and lists the engines that serve; ``bring_up`` compares the version that an engine has proved with the current one,
+and has it serve.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from asyncrl_cli.weights.layout import size_of
 from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone
 
 LATE_S = 10.0
-"""A host is late when it takes twice as long as the fastest one, and this many seconds more."""
+"""A host is late when it takes more than twice as long as the fastest host plus this many seconds."""
 WITHDRAW_S = 10.0
 """Seconds that an engine has to return its requests when it is taken out of service."""
 RETRY_S = 1.0
@@ -47,8 +48,8 @@ RETRY_S = 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Publication:
-    """A version that engines can load. ``last_probe`` are the trainer's log-probs under the version before it;
-    ``replaced`` is set when it is no longer the current one."""
+    """A version that engines can load. ``last_probe`` are the trainer's log-probs of the probe under the previous
+    version; ``replaced`` is set when the version is no longer the current one."""
 
     manifest: Manifest
     probe: Probe
@@ -58,8 +59,8 @@ class Publication:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One engine's change to a version: seconds that its host took to get it, its pause (unix times, s), its gap in
-    nats."""
+    """One engine's update to a version: the seconds that its host took to get the version, the engine's pause (begin
+    and end as unix times in s), and its gap in nats."""
 
     engine: str
     transfer_s: float
@@ -86,7 +87,7 @@ class Publisher:
         self._watchdog = watchdog
         self._budget = budget
         self._publish_every = spec.pipeline.publish_every
-        # An engine that drains takes as long as its rollouts do.
+        # With drain, an engine's update takes as long as its rollouts.
         drains = spec.pipeline.weight_update == "drain"
         self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
         self._withdraw_s = min(WITHDRAW_S, spec.rollout.hang_seconds)
@@ -96,17 +97,17 @@ class Publisher:
         self._available = asyncio.Event()
         self._publishing = False
         self._delivering = asyncio.Lock()
-        self._waiting = 0  # engines that wait for a version that no host has
-        self._usual_s: float | None = None  # that the fastest host took to pull, in the newest publish with a pull
+        self._waiting = 0  # number of engines that wait for a version that no host has
+        self._usual_s: float | None = None  # seconds of the fastest host's pull in the newest publish with one
 
     @property
     def current(self) -> tuple[int, str] | None:
-        """The version that engines serve or are about to, and the checksum of its bytes; None before the first."""
+        """The version that engines serve or are loading, and the checksum of its bytes; None before the first."""
         return None if self._current is None else (self._current.manifest.version, self._current.manifest.checksum)
 
     @property
     def available(self) -> bool:
-        """Whether engines can get the current version from the hosts, as far as is known."""
+        """Whether, as far as is known, the hosts together have the current version, so that engines can get it."""
         return self._available.is_set()
 
     @property
@@ -116,7 +117,7 @@ class Publisher:
         return waiting and not self.available and not self._publishing
 
     async def serve(self, version: int) -> PublishRecord:
-        """``write`` and ``deliver``, again and again while the version is lost in between. Raises ``TrainerLost``."""
+        """``write`` and ``deliver``, repeated as long as the version is lost in between. Raises ``TrainerLost``."""
         while True:
             if (record := await self.deliver(await self.write(version))) is not None:
                 return record
@@ -134,12 +135,12 @@ class Publisher:
             raise
 
     async def deliver(self, written: Written) -> PublishRecord | None:
-        """Have all engines that serve load and prove a version; None when a host has lost it, so that it must be
-        written again.
+        """Have all serving engines load and prove a version. Returns None when a host has lost the version, so that it
+        must be written again.
 
-        An engine that cannot is marked dead. Engines whose host does not get the version in time do not serve any more,
-        and their requests continue elsewhere, until ``bring_up``. When the very same weights are being served already,
-        as when they were written again for engines that come, the engines are not disturbed.
+        An engine that fails is marked as dead. Engines whose host does not get the version in time stop serving until
+        ``bring_up``, and their requests continue on other engines. If the engines serve the same weights already, for
+        example because they were written again for new engines, nothing is loaded.
         """
         started, version = time.monotonic(), written.version
         try:
@@ -148,13 +149,13 @@ class Publisher:
             return None
         finally:
             self._publishing = False
-        # One after another: a version that is written again must not meet its first delivery at an engine.
+        # One at a time: an engine must not get a version that was written again while its first delivery is running.
         async with self._delivering:
             served, probe = self._current, written.probe
             same = served is not None and served.manifest == manifest
             last = None if served is None else served.last_probe if same else served.probe.logprobs
-            # No await before the list of engines: one that comes up either serves by now, or finds another current
-            # version than it has proved.
+            # No await before the list of engines: an engine in ``bring_up`` either serves by now, or finds that the
+            # version it has proved is no longer the current one.
             self._current = publication = Publication(manifest, probe, last)
             if served is not None:
                 served.replaced.set()
@@ -186,7 +187,7 @@ class Publisher:
             assert publication is not None
             pull = asyncio.ensure_future(self._replicas.pull(engine.process.node, publication.manifest))
             try:
-                # A host that cannot keep up fetches the newest version, and not those that were replaced meanwhile.
+                # A host that is too slow fetches the newest version, and skips those that were replaced meanwhile.
                 if not await _first(pull, publication.replaced):
                     continue
                 await self._prove(engine, publication, pull.result().path)
@@ -199,16 +200,17 @@ class Publisher:
                 return
 
     async def _get_again(self, publication: Publication) -> None:
-        """A host could not get a version: wait for the next try, or have the trainer write the version again."""
+        """After a host failed to get a version: wait until the next attempt, or have the trainer write it again."""
         if self._current is not publication:
-            return  # its host was overtaken by a newer version
+            return  # the current version is newer
         if await self._replicas.have(publication.manifest):
             await asyncio.sleep(RETRY_S)
         elif self._current is publication:
             self._available.clear()
 
     async def _update_all(self, engines: Iterable[EngineState], publication: Publication) -> list[Update]:
-        """Change engines to a version, each as soon as its host has it; what those did that serve it."""
+        """Update engines to a version, each as soon as its host has it. Returns the updates of the engines that serve
+        it."""
         hosts: dict[str, list[EngineState]] = {}
         for engine in engines:
             hosts.setdefault(engine.process.node, []).append(engine)
@@ -228,7 +230,7 @@ class Publisher:
         return [update for update in updates if update is not None]
 
     async def _too_late(self, pulls: Iterable[asyncio.Future[Pulled]]) -> None:
-        """Return when the hosts that have not got a version are late."""
+        """Return at the time at which all hosts that do not have the version yet count as late."""
         started, waiting = time.monotonic(), set(pulls)
         fastest: float | None = None
         while waiting:
@@ -238,7 +240,7 @@ class Publisher:
             if not done:
                 return
             for pull in done:
-                # Nothing is fetched by a host on which all ranks have written.
+                # A host on which all ranks have written fetches nothing.
                 if pull.exception() is None and pull.result().fetched_bytes and fastest is None:
                     self._usual_s = fastest = pull.result().seconds
 
@@ -261,7 +263,7 @@ class Publisher:
             pause = resumed_at - answer.stall_s, resumed_at
             return Update(engine.name, pulled.seconds, pause, answer.stall_s, gap)
         except (PullFailed, ReplicaGone) as missing:
-            # Not a fault of the engine: it comes back when its host has the version (``bring_up``).
+            # Not a fault of the engine: it serves again when its host has the version (``bring_up``).
             await self._client.withdraw(engine, self._withdraw_s)
             await self._budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
         except RunError as error:
@@ -273,7 +275,7 @@ class Publisher:
         """Update one engine; returns its answer and its gap in nats."""
         name, actor = engine.name, engine.process.actor
         manifest, probe, last = publication.manifest, publication.probe, publication.last_probe
-        if actor is None:  # lost since it was chosen; its keeper has another started
+        if actor is None:  # lost since it was chosen; its keeper starts another one
             raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
             actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids),
@@ -294,7 +296,7 @@ class Publisher:
 
 
 async def _first(work: asyncio.Future[Pulled], event: asyncio.Event) -> bool:
-    """Wait for either; whether it was the work. The other one is not waited for any more."""
+    """Wait for the first of the two; returns whether it was ``work``."""
     happening = asyncio.ensure_future(event.wait())
     either: list[asyncio.Future[Any]] = [work, happening]
     try:

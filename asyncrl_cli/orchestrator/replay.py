@@ -1,7 +1,7 @@
-"""Replay: a run's recorded batches trained again, without engines, and whether the same weights come out.
+"""Replay: trains a run's recorded batches again, without engines, and compares the resulting weights.
 
-With the spec unchanged every published version must have the recorded checksum, bit for bit, on the same kind of
-machine. With another objective it shows what that makes of the same data, at the price of training alone.
+If the spec is unchanged, every published version must have the recorded checksum on the same kind of machine, so it is
+equal bit for bit. With another objective, a replay shows its effect on the same data, at the cost of training only.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from asyncrl_cli.weights.manifest import comparable
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step trained again. ``equal`` compares the weights with the version published after it; None when none was,
-    it is not in the journal, or its checksum is of an earlier release (``outdated``)."""
+    """One step trained again. ``equal``: whether the weights are those of the version published after it; None if no
+    version was published then, the journal lacks it, or its checksum is of an earlier release (``outdated``)."""
 
     step: int
     version: int
@@ -43,7 +43,7 @@ class ReplayedStep:
 
 
 def recorded_steps(run: RunDirectory) -> int:
-    """Steps that the journal says are trained. Raises ``JournalError``."""
+    """Number of trained steps in the journal. Raises ``JournalError``."""
     with reading(run.path / FILE) as connection:
         return steps_trained(connection)
 
@@ -67,8 +67,8 @@ class ReplayPlan:
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
-    """Train again. Raises ``RunError`` when a batch is not in the journal any more or a rank dies, and ``ConfigError``
-    when hosts cannot work together."""
+    """Train recorded batches again. Raises ``RunError`` when a batch is no longer in the journal or a rank dies, and
+    ``ConfigError`` when the hosts of a cluster cannot work together."""
     actors, logs = Actors(0, plan.spec.trainer.ranks), _log_folder(plan.run)
     with ray_cluster(plan.spec, logs, actors):
         check_joined(plan.spec, actors, logs, progress)

@@ -1,9 +1,9 @@
-"""The driver's side of the host agents: one on every node that has a trainer rank or an engine, each kept running.
+"""The driver's side of the host agents: one runs on each node with a trainer rank or an engine, and is restarted.
 
-An agent owns the memory that has weight versions on its host (``weights/replica.py``, decision 0038). What it held is
-gone when it dies. It is started again empty: an engine's host then pulls the version from others, and what no host has
-any more is written again by the trainer. An agent that is lost with its node is not started again, and does not count
-as a restart; so it is with engines (engine_pool.py).
+An agent owns the memory that holds weight versions on its host (``weights/replica.py``, decision 0038). When it dies,
+this memory is lost, and it restarts empty. An engine's host then pulls the version from other hosts; parts that no host
+has any more are written again by the trainer. Like an engine (engine_pool.py), an agent that is lost together with its
+node is not restarted, and does not count as a restart.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed, ReplicaGone
 
 CALL_S = 120.0
-"""Seconds that an agent may take to answer a call that waits for no other host, besides those for its bytes."""
+"""Seconds that an agent may take for a call that does not depend on other hosts, besides the time for its bytes."""
 PULL_S = 600.0
-"""Seconds after which a pull is begun again; it continues with the chunks that it has."""
+"""Seconds after which a pull is restarted; it keeps the chunks that it already has."""
 PEERS = 16
-"""Hosts without ranks that a host asks for chunks."""
+"""Number of hosts without ranks that a host asks for chunks."""
 LOOK_S = 10.0
-"""Seconds in which an agent shows that it is alive."""
+"""Seconds within which an agent must answer a ping."""
 
 
 class AgentLost(RunError):
-    """An agent died or did not answer, and what it held is gone; the next call starts another."""
+    """An agent died or did not answer, and the versions in its memory are lost; the next call starts another agent."""
 
 
 class HostGone(RunError):
-    """An agent is gone with its node; there will be no other one."""
+    """An agent is lost together with its node, and is not replaced."""
 
 
 @dataclass(slots=True, eq=False)
 class _Agent:
-    """The agent of one node. ``held`` are the ranks whose shards it has, by version and checksum; ``gone`` is why there
-    will be no other one."""
+    """The agent of one node. ``held``: the ranks whose shards it has, by version and checksum. ``gone``: why it is not
+    replaced, if it is lost with its node."""
 
     node: str
     process: SupervisedActor
@@ -60,7 +60,7 @@ class _Agent:
 class Written:
     """A version that the ranks have written into the replicas of their hosts.
 
-    ``nodes`` are theirs, rank by rank. ``losses`` agents had been lost until then.
+    ``nodes`` are the nodes of the ranks, in rank order. ``losses``: how many agents had been lost before.
     """
 
     version: int
@@ -85,8 +85,8 @@ class Replicas:
         mover: str = "http",
         why_gone: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """``make(name, node)`` asks Ray for an agent on a node, ``address_of(node)`` is the address that it serves.
-        ``mover`` is the spec's ``weights.mover``. ``why_gone``: as ``EngineSource`` has it."""
+        """``make(name, node)`` creates an agent on a node, ``address_of(node)`` is the address at which it serves.
+        ``mover`` is the spec's ``weights.mover``. ``why_gone``: see ``EngineSource``."""
         self._make = make
         self._why_gone = why_gone
         self._address_of = address_of
@@ -100,7 +100,7 @@ class Replicas:
         self.losses = 0
 
     def expect(self, node: str) -> None:
-        """Ask Ray for the agent of a node: its process starts beside everything else."""
+        """Request the agent of a node, so that its process starts in parallel with others."""
         self._agent(node).process.ask()
 
     def keep(self, nodes: Collection[str]) -> None:
@@ -130,10 +130,10 @@ class Replicas:
                 if self.losses == losses:  # no agent has died: it would fail again
                     raise
             except RunError as error:
-                # A host that is gone has taken its ranks along, and Ray starts no agent there (decision 0038).
+                # A lost host has no ranks any more, and Ray starts no agent there (decision 0038).
                 await ranks.check()
                 if isinstance(error, HostGone):
-                    raise TrainerLost(error.location, error.message) from error  # its ranks are about to follow it
+                    raise TrainerLost(error.location, error.message) from error  # its ranks are lost, too
                 if not isinstance(error, AgentLost):
                     raise
 
@@ -153,9 +153,9 @@ class Replicas:
         return manifest
 
     async def pull(self, node: str, manifest: Manifest) -> Pulled:
-        """A version in the memory of a node, which gets it from the others if need be.
+        """Have a node hold a complete version in memory; it pulls missing parts from other nodes.
 
-        An agent that is lost meanwhile is made again, and pulls again. Raises ``PullFailed`` and ``HostGone``.
+        An agent that is lost during this is replaced, and pulls again. Raises ``PullFailed`` and ``HostGone``.
         """
         agent = self._agent(node)
         pulled: Pulled | None = None
@@ -175,14 +175,15 @@ class Replicas:
         return pulled
 
     async def have(self, manifest: Manifest) -> bool:
-        """Whether the agents that are alive have all parts of a version."""
+        """Whether the live agents together have all parts of a version."""
         await self._look()
         key = manifest.version, manifest.checksum
         held = [agent.held.get(key, frozenset()) for agent in self._agents.values()]
         return len(frozenset[int]().union(*held)) == manifest.ranks
 
     def _holders(self, agent: _Agent) -> list[Endpoint]:
-        """Whom an agent asks: all hosts of ranks, which may have parts that no other host has, and some others."""
+        """The hosts that an agent pulls from: all hosts of ranks, which may have parts that no other host has, and some
+        others."""
         others = [other for other in self._agents.values() if other is not agent and other.endpoint is not None]
         random.shuffle(others)
         writers = [other for other in others if other.node in self._writers]
@@ -219,7 +220,7 @@ class Replicas:
             raise AgentLost(lost.message, location=name) from lost
 
     async def _look(self) -> None:
-        """Find the agents that have died since they were called."""
+        """Detect agents that have died since their last call."""
         await asyncio.gather(*(self._look_at(agent) for agent in list(self._agents.values())))
 
     async def _look_at(self, agent: _Agent) -> None:
@@ -230,10 +231,10 @@ class Replicas:
             except ActorDied as died:
                 await self._lose(agent, actor, died)
             except RunError:
-                pass  # it may be cut off for a while: then it still has what it had
+                pass  # it may be unreachable only for a while, and then still has its memory
 
     async def _lose(self, agent: _Agent, actor: Any, lost: ActorLost) -> None:
-        # Until it is known what became of the node the agent counts as there: a caller may stop waiting for it.
+        # Until the state of the node is known, the agent counts as alive: a caller may stop waiting for it.
         gone = await why_lost(lambda: self._why_gone(agent.node), isinstance(lost, Unreachable))
         if self._agents.get(agent.node) is agent and actor is agent.process.actor:  # else it is no longer needed
             self.losses += 1
@@ -250,7 +251,7 @@ class Replicas:
             agent.held[manifest.version, manifest.checksum] = frozenset(ranks)
 
     async def _note_fault(self, agent: _Agent, holder: str, message: str) -> None:
-        if agent.faults.get(holder) != message:  # a pull that is tried again may fail alike
+        if agent.faults.get(holder) != message:  # a repeated pull may fail in the same way
             agent.faults[holder] = message
             await self._budget.note("weights", agent.process.name, message)
 

@@ -1,6 +1,6 @@
-"""From the files of a run to how it is resumed.
+"""Decides from the files of a run how it is resumed.
 
-Invariant: nothing is changed on disk before it is clear that the run can be resumed.
+Invariant: nothing on disk is changed before it is known that the run can be resumed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import check_layout
 
 COMPARED_ROWS = 1000
-"""Prompts, the newest in the journal, that are compared with the data."""
+"""Number of the journal's newest prompts that are compared with the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Plan:
     """How a run is resumed, and what has to be archived first.
 
     Args:
-        trained: steps known as trained; metrics of later ones are dropped, as they are reported again.
-        again: whether steps after the checkpoint are trained again although there may be later checkpoints, and
-            reported again although they are known as trained.
+        trained: number of steps recorded as trained; metrics of later steps are dropped, as they are reported again.
+        again: whether the steps after the checkpoint are trained and reported again although later checkpoints may
+            exist and the journal has these steps as trained.
         without_journal: whether the run starts a new journal.
     """
 
@@ -58,7 +58,7 @@ class Plan:
         notes = [self.start.note]
         if self.without_journal:
             _archive_journal(run)
-            # Before a new journal is begun: with a later step in state.json that one would pass for a damaged one.
+            # Before a new journal begins: if state.json had a later step, the new journal would look damaged.
             run.update(step=first)
             notes.insert(0, "without the old journal")
         archive = archive_later(run.path / "checkpoints", first if self.again else None)
@@ -106,7 +106,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
             location=run.run_id,
             hint=f"pass a larger --steps: asyncrl resume {run.argument} --steps {2 * taken}",
         )
-    # A batch is in the journal before it is trained, so nothing else can know of a later step (decision 0013).
+    # A batch is in the journal before it is trained, so no other file can have a later step (decision 0013).
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
     for source, later in known.items():
         if later > taken:
@@ -124,8 +124,8 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
-    """Read what the run needs of its journal: its position, what is unfinished, and the batches from step ``first``
-    on, which are trained again. Changes nothing."""
+    """Read the parts of the journal that a resume needs: the position, unfinished groups, and the batches from step
+    ``first`` on, which are trained again. Changes nothing."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
         book = DurableLedger(run.path / FILE, buffer_settings(spec), journal=journal)
@@ -175,7 +175,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
 
 
 def _archive_journal(run: RunDirectory) -> None:
-    """Move the journal and the files beside it to ``damaged-N``; after a kill in between the rest follows."""
+    """Move the journal and its accompanying files to ``damaged-N``; completes a move that a kill interrupted."""
     files = sorted(run.path.glob(f"{FILE}*"))
     if not files:
         return
@@ -184,14 +184,14 @@ def _archive_journal(run: RunDirectory) -> None:
     if files[0].name != FILE and last.is_dir() and not any((last / path.name).exists() for path in files):
         folder = last
     folder.mkdir(exist_ok=True)
-    # The journal first: a kill before its -wal follows must not leave one that passes for an older copy.
+    # The journal first: a journal without its -wal, left by a kill in between, would look like an older copy.
     for path in files:
         path.rename(folder / path.name)
 
 
 def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
-    """Bring metrics.jsonl in line with the journal: steps that are not recorded as trained are reported again, and rows
-    that were never written (the driver was killed, the disk was full) are in the journal."""
+    """Make metrics.jsonl agree with the journal: drop steps that are not recorded as trained, which are reported again,
+    and add rows that were never written (the driver was killed, the disk was full)."""
     rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
     with reading(journal) as connection:
         for row in metrics_rows(connection):
@@ -200,7 +200,7 @@ def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
 
 
 def _steps_done(journal: Path) -> tuple[int, int]:
-    """Steps that are taken, and steps that are known as trained; those before the journal began count."""
+    """The number of steps taken, and of steps recorded as trained; both include steps before the journal began."""
     with reading(journal) as connection:
         first = base_of(connection).get("step", 0)
         return max(steps_taken(connection), first), max(steps_trained(connection), first)

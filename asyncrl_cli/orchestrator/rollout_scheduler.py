@@ -1,7 +1,7 @@
-"""Training groups on the driver's side: prompts become requests or episodes, rollouts are recorded and judged.
+"""The driver's side of training groups: turns prompts into requests or episodes, and has rollouts scored and recorded.
 
-The buffer alone decides how many groups may start and when one is finished; this file keeps the engines as full
-as it allows, and has the buffer record every token before anything depends on it.
+Only the buffer decides how many groups may start and when one is finished. This module keeps the engines as busy as the
+buffer allows, and has the buffer record every token before anything depends on it.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ Spawn = Callable[[Coroutine[Any, Any, object]], object]
 ADMIT_S = 0.02
 """Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
 SETTLE_S = 0.02
-"""Seconds that finished rollouts wait at most, while others are scored, to be settled together."""
+"""Largest number of seconds that finished rollouts wait while others are scored, to be settled together."""
 SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
 RECORD_S = 0.25
 """Seconds that new tokens of episodes wait for others, to be recorded with them."""
 WINDOW = 100
-"""Groups that the share is of: the last ones that ended."""
+"""The number of most recently ended groups from which the share of failures is computed."""
 LEAST = 8
-"""Fewer failures among them end no run, unless none is allowed."""
+"""Smallest number of failures among them that ends the run, unless no failure is allowed."""
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
-    """The sampling seed of one rollout: a function of what it is, never of when or where it runs."""
+    """The sampling seed of one rollout: it depends only on the arguments, never on when or where the rollout runs."""
     return derive_seed(seed, group_id, index)
 
 
 class RecentFailures:
-    """The last groups, by whether they failed. A count over an entire run would end long runs for a share of failures
-    that short ones survive."""
+    """Whether each of the last ``WINDOW`` groups failed. With a count over the entire run, long runs would end at a
+    share of failures that short runs survive."""
 
     def __init__(self, max_share: float) -> None:
         """``max_share``: 0 allows no failure at all, 1 any number."""
@@ -66,7 +66,7 @@ class RecentFailures:
 
     @property
     def reasons(self) -> list[str]:
-        """Why groups among them failed, the oldest first."""
+        """The reasons of the failures among them, the oldest first."""
         return list(filter(None, self._recent))
 
     def finished(self) -> None:
@@ -78,7 +78,7 @@ class RecentFailures:
         self._recent.append(reason or "unknown")
 
     def too_many(self) -> str:
-        """How many failed of how many, and why the first of them did; "" while they may."""
+        """A text with the number of failures and the first reason, if there are too many; otherwise empty."""
         reasons = self.reasons
         if len(reasons) <= self._max_share * len(self._recent) or (self._max_share and len(reasons) < LEAST):
             return ""
@@ -105,8 +105,8 @@ class RolloutScheduler:
         spawn: Spawn,
         episodes: Episodes | None = None,
     ) -> None:
-        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays those groups that have no tokens
-        for a prompt, where the task has such."""
+        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays groups whose prompts have no
+        token ids, because the task calls the model itself."""
         self._spec = spec
         self._buffer = buffer
         self._client = client
@@ -115,11 +115,11 @@ class RolloutScheduler:
         self._spawn = spawn
         self._episodes = episodes
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
-        self._to_begin = 0  # episodes whose coroutine has not begun
+        self._to_begin = 0  # number of episodes whose coroutine has not begun
         self._finished: list[Rollout] = []  # to be scored
         self._settling = False
         self._unrecorded: list[Segment] = []
-        self._engine_requests: list[EngineRequest] = []  # to be recorded with whatever is recorded next
+        self._engine_requests: list[EngineRequest] = []  # to be recorded with the next call that records something
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
             max_tokens=spec.rollout.max_response_tokens,
@@ -128,7 +128,7 @@ class RolloutScheduler:
         self._open: dict[int, Admission] = {}
         self._candidates: deque[Candidate] = deque()
         self._wanted = asyncio.Event()
-        # A buffer that was opened again may have ended groups; engines report what they made and when they have room.
+        # Callbacks: the buffer was opened again and may have ended groups; engines report tokens and free slots.
         buffer.on_reopen = self.reopened
         client.on_segments = self.note_segments
         client.on_engine_request = self.note_engine_request
@@ -137,7 +137,7 @@ class RolloutScheduler:
         self.rejected_in_a_row = 0
 
     def fill(self) -> None:
-        """There may be room: have ``keep_full`` look."""
+        """Have ``keep_full`` check for room."""
         self._wanted.set()
 
     async def keep_full(self) -> None:
@@ -158,7 +158,7 @@ class RolloutScheduler:
                 await asyncio.sleep(ADMIT_S)
 
     def resume(self, opening: Opening) -> None:
-        """Continue from what the journal holds, at the start."""
+        """At the start: continue the groups of the journal."""
         self._prompts.resume(opening.serial, opening.loader)
         self.reopened(opening)
 
@@ -181,10 +181,10 @@ class RolloutScheduler:
         self.fill()
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
-        """Policy ``requeue``: abandon the groups that hold back a batch and start their prompts again."""
+        """With the policy ``requeue``: abandon the groups that delay a batch, and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
             if (old := self._open.pop(old_id, None)) is not None:  # None if the buffer was opened again meanwhile
-                # Start first: the cancelled slots are then filled by this group and not by a new one.
+                # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
                 self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
                 await self._cancel(old_id)
 
@@ -197,7 +197,7 @@ class RolloutScheduler:
         self._engine_requests.append(request)
 
     async def record_engine_requests(self) -> None:
-        """Record the engine requests that nothing else was recorded after."""
+        """Record the engine requests that were not recorded with something else."""
         await self._record()
 
     def _free_groups(self) -> int:
@@ -205,7 +205,7 @@ class RolloutScheduler:
         return max(0, self._client.free - resting) // self._spec.rollout.group_size
 
     def _start(self, group: OpenGroup) -> None:
-        """Request what is missing of a group, and judge what is there without a reward."""
+        """Request the missing rollouts of a group, and have its finished rollouts without a reward scored."""
         admission = group.admission
         self._open[admission.group_id] = admission
         for index in range(self._spec.rollout.group_size):
@@ -237,7 +237,7 @@ class RolloutScheduler:
     async def _play(
         self, episodes: Episodes, admission: Admission, rollout_id: str, sampling: Sampling, recorded: Recorded
     ) -> None:
-        """See an episode through; its tokens are recorded as they come, and once more in full, with its outcome."""
+        """Play an episode to its end. Its tokens are recorded as they arrive, and again in full with its outcome."""
         self._to_begin -= 1
         group_id = admission.group_id
         task = asyncio.current_task()
@@ -278,8 +278,8 @@ class RolloutScheduler:
             self._spawn(self._settle_finished())
 
     async def _settle_finished(self) -> None:
-        """Begin at once; what comes while these are scored is settled together afterwards. So a lone rollout does not
-        wait, and the slower calls come back, the fewer are made (decision 0052)."""
+        """Begin at once; rollouts that finish meanwhile are settled together afterwards. So a single rollout does not
+        wait, and the slower the calls are, the fewer are made (decision 0052)."""
         while self._finished:
             rollouts = [each for each in self._finished if group_and_index(each.rollout_id)[0] in self._open]
             self._finished = []
@@ -295,7 +295,7 @@ class RolloutScheduler:
 
     async def _settle(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:
         if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
-            # Rewards take long: record the tokens now, so that a kill loses none of them (decision 0025).
+            # Rewards may take long: record the tokens now, so that a kill loses none of them (decision 0025).
             await self._record(rollouts)
         scores = zip(rollouts, await scoring, strict=True)
         await self._conclude(rollouts, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
@@ -311,8 +311,8 @@ class RolloutScheduler:
         return await self._buffer.record(rollouts, segments, outcomes, requests)
 
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
-        """Record what became of rollouts, and do what follows for their groups."""
-        # Before anything follows from it: the buffer decides which groups have ended (decision 0013).
+        """Record the outcomes of rollouts, and handle the groups that they have ended."""
+        # Record first, before anything depends on it: the buffer decides which groups have ended (decision 0013).
         settled = await self._record(rollouts, outcomes=outcomes)
         reasons = {
             group_and_index(outcome.rollout_id)[0]: outcome.score.reason
@@ -335,7 +335,7 @@ class RolloutScheduler:
         self.fill()
 
     def _visited(self, group_id: int, settled: Settled) -> None:
-        """A group has ended."""
+        """Tell the prompt source that a group has ended, for its filter."""
         if (admission := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
             self._prompts.visited(admission.prompt.uid, group_id in settled.solved)
 

@@ -14,7 +14,8 @@ LOOK_S = 1.0
 
 
 async def answer_scale_requests(run: RunDirectory, pool: EnginePool) -> None:
-    """Have the pool want what an earlier driver was asked for; then carry requests out, or refuse them. Never ends."""
+    """Set the pool's target to the number that an earlier driver was asked for; then answer requests: carry them out,
+    or refuse them. Never ends."""
     if (wanted := wanted_engines(run, pool.bounds)) is not None:
         pool.want(wanted)
     while True:
@@ -22,7 +23,7 @@ async def answer_scale_requests(run: RunDirectory, pool: EnginePool) -> None:
         request = await asyncio.to_thread(pending_request, run)
         if request is None:
             continue
-        # A full disk must not end the run; the command that asked notices that there is no answer.
+        # A full disk must not end the run; the command that made the request notices the missing answer.
         with suppress(OSError):
             try:
                 pool.want(request.engines)

@@ -1,8 +1,8 @@
-"""Scoring from the driver: every response gets a reward or a reason why it has none, whatever dies meanwhile.
+"""The driver's side of scoring: every response gets a reward, or a reason why it has none.
 
-The scorer actor handles what a reward function does. When the actor itself is killed or does not answer, it is
-replaced, and the responses that it had are scored again, one by one and with nothing else under way; one that loses the
-next actor as well has no reward.
+The scorer actor handles failures of reward functions. When the actor itself is killed or does not answer, it is
+replaced, and its responses are scored again, one by one and without others at the same time. A response with which the
+second actor is lost, too, has no reward.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.workers.scoring import Response
 
 SCORER = "scorer"
-"""Its name, which is that of its log file."""
+"""The actor's name, which is also that of its log file."""
 AT_ONCE = 16
-"""Responses that the actor may have at a time, to choose from; as many as its processes take, if these are more."""
+"""Number of responses that the actor may have at a time; more if its processes can score more at a time."""
 ACTOR_S = 60.0
-"""Seconds that the actor may take to answer a ping. What it does has limits of its own."""
+"""Seconds that the actor may take to answer a ping. Rewards have their own time limit."""
 
 
 class Scoring:
@@ -42,13 +42,13 @@ class Scoring:
         self._entering = asyncio.Lock()
 
     async def start(self) -> None:
-        """Have the task loaded, for who wants to know early that it can be."""
+        """Start the actor and load the task, so that an error in the task is reported early."""
         await self._actor.running()
 
     async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
-        """What every response scores, in order.
+        """The score of each response, in order.
 
-        Callers take turns, so that an evaluation does not hold training up.
+        Concurrent callers take turns, so that an evaluation does not delay training.
         """
         scored: list[Scored | RewardFailure] = [RewardFailure("")] * len(responses)
         starts = iter(range(0, len(responses), self._per_call))
@@ -83,11 +83,12 @@ class Scoring:
 
     @asynccontextmanager
     async def _room_for(self, responses: int) -> AsyncIterator[None]:
-        """Responses are counted, not calls: engines deliver rollouts by ones and twos, and a call at a time would bound
-        the rewards of many engines by the time that a call takes to come back (decision 0043)."""
+        """Wait until the actor has room for this many responses. Responses are counted instead of calls: engines
+        deliver one or two rollouts at a time, and with one call at a time the latency of a call would limit the rewards
+        of many engines (decision 0043)."""
         taken = 0
         try:
-            async with self._entering:  # two that take room bit by bit would wait for each other
+            async with self._entering:  # one caller at a time: two that take room bit by bit could deadlock
                 while taken < responses:
                     await self._room.acquire()
                     taken += 1
@@ -105,7 +106,8 @@ async def _start(actor: Any) -> None:
 
 
 async def _answer(call: Awaitable[Any], actor: Any) -> Any:
-    """The answer of a call to the actor, as long as it shows that it is at work. Raises as ``wait_for`` does."""
+    """The answer of a call to the actor, without a limit as long as the actor answers pings. Raises like
+    ``wait_for``."""
     from ray.exceptions import RayError, RayTaskError
 
     answer = asyncio.ensure_future(wait_for(call, SCORER))

@@ -36,10 +36,10 @@ class Served:
     Args:
         spec: how the engines run.
         name: the model's name for clients.
-        what: the same for people.
-        version: what the weights count as.
-        logs: the folder of the processes' logs.
-        model: gives the model's folder, or writes it into the folder that it is given.
+        what: a description of the model for the user.
+        version: the weight version that the weights count as.
+        logs: the folder for the logs of the processes.
+        model: returns the model's folder; it may write the model into the folder that it gets as its argument.
     """
 
     spec: ExperimentSpec
@@ -52,7 +52,7 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where clients find the model."""
+    """The address, key and name that clients need."""
 
     base_url: str
     api_key: str
@@ -60,7 +60,8 @@ class Address:
 
 
 def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Served:
-    """The model of a run: of the checkpoint of ``step``, or else the final one, or else the newest checkpoint's.
+    """The model of a run: with ``step`` that of this step's checkpoint; otherwise the final model, or if there is none,
+    that of the newest checkpoint.
 
     Raises ``RunError`` when there is none.
     """
@@ -74,7 +75,7 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
             raise RunError(
                 "the run has saved no model yet",
                 location=run.run_id,
-                hint=f"wait for its first checkpoint, or serve what it starts from: asyncrl serve "
+                hint=f"wait for its first checkpoint, or serve its initial model: asyncrl serve "
                 f"{run.path / 'spec.yaml'}",
             )
         trained = checkpoint.step
@@ -99,9 +100,9 @@ def without_training(spec: ExperimentSpec) -> ExperimentSpec:
 def serve(
     served: Served, ready: Callable[[Address], None], status: Callable[[str], None], warn: Callable[[str], None]
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, which raise ``Interrupted``; ``ready`` hears when clients may come.
+    """Serve until Ctrl-C or SIGTERM, which raise ``Interrupted``; ``ready`` is called when clients can connect.
 
-    Whatever was started is gone when this returns. Raises ``UserError`` with the cause when it cannot continue.
+    All processes that were started have ended when this returns. Raises ``UserError`` with the cause of a failure.
     """
     served.logs.mkdir(parents=True, exist_ok=True)
     try:
@@ -109,7 +110,7 @@ def serve(
         with stop_on_signals() as stop, ray_cluster(served.spec, served.logs, actors):
             check_joined(served.spec, actors, served.logs, warn)
             asyncio.run(_serve(served, ready, status, warn, stop))
-    except KeyboardInterrupt:  # before there was a loop to hear it
+    except KeyboardInterrupt:  # before an event loop handled signals
         raise Interrupted from None
 
 
@@ -124,7 +125,7 @@ async def _serve(
     stop.attach()
 
     async def not_recorded(kind: str, part: str, message: str) -> None:
-        """No journal records what happens here."""
+        """Does nothing: there is no journal."""
 
     async def work(temporary: Path) -> None:
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
@@ -159,7 +160,7 @@ async def _serve(
         EngineProcess(spec, group.who, partial(factory.engine, group), model, budget, group, served.version)
         for group in groups
     ]
-    # Below Ray's folder, which the reaper removes when no other process can; engines on other hosts need a shared one.
+    # Below Ray's folder, which the reaper removes even after a kill; engines on other hosts need a shared folder.
     shared = served.logs if spec.cluster.address is not None else os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="model-", dir=shared) as temporary:
         try:

@@ -1,8 +1,8 @@
-"""The trainer, kept level with the ledger.
+"""Recovers the trainer, so that its weights are at the ledger's step.
 
-The ledger only moves forward. The trainer can fall behind it, when it starts from a checkpoint or loses a rank;
-then it trains the recorded batches again, in order, and so repeats the very updates that it lost. Invariant:
-``step`` is the number of steps in the trainer's weights, and no work is done with others than it asks for.
+The ledger only moves forward. The trainer can be behind it when it starts from a checkpoint or loses a rank. Then it
+trains the recorded batches again, in order, which repeats exactly the lost updates. Invariant: ``step`` is the number
+of steps in the trainer's weights, and work that needs the weights of a step is done only with these weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.manifest import comparable
 
 GUARD_S = 2.0
-"""Seconds between two looks at idle ranks."""
+"""Seconds between two checks of idle ranks."""
 
 T = TypeVar("T")
 
 
 class ResilientTrainer:
-    """Trainer ranks that survive their deaths, and the version that engines serve.
+    """Trainer ranks that are restarted after a death, and the version that engines serve.
 
     Attributes:
-        step: steps in the weights.
+        step: number of steps in the weights.
         version: the version that engines serve.
-        between_steps: whether the weights are those after ``step`` steps: not while one is trained, nor after one that
-            was cancelled: the ranks finish it.
+        between_steps: whether the weights are exactly those after ``step`` steps. False while a step is trained, and
+            after a step was cancelled, because the ranks finish it.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class ResilientTrainer:
         repeated: Callable[[TrainingBatch, StepReport], None],
         gpu_turn: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """``step``: what the ranks have started from. ``repeated`` hears of every recorded batch that is trained
-        again. Each step is within a ``gpu_turn()``."""
+        """``step``: the step from which the ranks have started. ``repeated`` is called for every recorded batch that is
+        trained again. Each step is trained within a ``gpu_turn()``."""
         self.step = step
         self.version = opening.version
         self.between_steps = True
@@ -71,7 +71,7 @@ class ResilientTrainer:
         self._turn = asyncio.Lock()
 
     async def catch_up(self, step: int) -> None:
-        """Return when the weights are those after ``step`` steps."""
+        """Train recorded batches until the weights are those after ``step`` steps."""
         await self._at(step, _nothing)
 
     async def train(self, batch: TrainingBatch) -> StepReport:
@@ -79,8 +79,8 @@ class ResilientTrainer:
         return await self._at(batch.step, lambda: self._train_step(batch))
 
     async def write(self, version: int) -> Written:
-        """Write the weights after the steps of ``version`` into the memory of the ranks' hosts. The ranks are free to
-        train when this returns, and a death of a rank does not matter to the version."""
+        """Write the weights after the steps of ``version`` into the memory of the ranks' hosts. When this returns, the
+        ranks can train again, and the version survives the death of a rank."""
         step = version * self._publish_every
         async with self._turn:
             if self.step > step:
@@ -92,8 +92,8 @@ class ResilientTrainer:
     async def deliver(self, written: Written) -> PublishRecord:
         """Have every engine serve a version, while the ranks may train.
 
-        When its hosts lose it before the engines have got it, it is written again: ranks that have trained since go
-        back to a checkpoint for it.
+        If its hosts lose it before the engines have it, it is written again; ranks that have trained since then first
+        return to a checkpoint.
         """
         while (record := await self._publisher.deliver(written)) is None:
             written = await self.write(written.version)
@@ -101,12 +101,12 @@ class ResilientTrainer:
         return record
 
     async def save(self, step: int, write: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``write``, which has the ranks save the weights after ``step`` steps."""
+        """Call ``write``, which has the ranks save the weights after ``step`` steps; returns its result."""
         return await self._at(step, write)
 
     async def guard(self) -> None:
-        """Notice a death while nothing is asked of the ranks, and engines that wait for weights that no host has any
-        more. Never ends."""
+        """Detect deaths of ranks while they are idle, and engines that wait for weights that no host has any more.
+        Never ends."""
         out_of_reach = -1
         while True:
             await asyncio.sleep(GUARD_S)
@@ -114,7 +114,7 @@ class ResilientTrainer:
                 version, _ = self._offered
                 passed = version >= 0 and self.step > version * self._publish_every
                 if passed and self._publisher.missed and out_of_reach != version:
-                    # Without engines there is no batch, and so no step that would bring the next version.
+                    # Without engines there is no batch, and so no step after which the next version would be published.
                     self._down = True
                     lost = f"no host has version {version} any more, and all engines wait for it"
                     await self._budget.spend("trainer", "trainer-0", lost)
@@ -125,7 +125,7 @@ class ResilientTrainer:
                     await self._do(self.step, self._ranks.check)
 
     async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``work``, done with the weights after ``step`` steps; it is done again after a death."""
+        """Do ``work`` with the weights after ``step`` steps, again after a death of a rank; returns its result."""
         async with self._turn:
             return await self._do(step, work)
 
@@ -141,14 +141,14 @@ class ResilientTrainer:
                 await self._budget.spend("trainer", lost.name, lost.cause)
 
     async def _catch_up(self, step: int) -> None:
-        if self._down or not self.between_steps:  # the latter when a step was cancelled
+        if self._down or not self.between_steps:  # the second if a step was cancelled
             newest = await asyncio.to_thread(newest_undamaged, self._run, step)
             self.step, folder = (newest.step, newest.folder) if newest else (0, None)
             await self._ranks.restart(folder)
             self._down, self.between_steps = False, True
         await self._publish_again(step)
         while self.step < step:
-            # From the journal, never from memory: what is trained again is what was recorded (decision 0012).
+            # From the journal, never from memory: exactly what was recorded is trained again (decision 0012).
             batch = await self._buffer.batch(self.step)
             report = await self._train_step(batch)
             self._repeated(batch, report)
@@ -156,14 +156,15 @@ class ResilientTrainer:
 
     @property
     def _offered(self) -> tuple[int, str | None]:
-        """The version that engines serve or are about to, and the checksum of its bytes once they are known. It is
-        one more than ``version`` while a publish is in flight."""
+        """The version that engines serve or are loading, and the checksum of its bytes, if it is known. While a publish
+        is in flight, it is one more than ``version``."""
         return self._publisher.current or self._opened
 
     async def _publish_again(self, step: int) -> None:
-        """Engines that start need the present version, and no host has it after a resume, or once the agents that had
-        it are lost: write it when the trainer passes its step on the way to ``step``, unless the next version is
-        published there anyway."""
+        """Write the present version again if no host has it, which happens after a resume and when the agents with it
+        are
+        lost: engines that start need it. It is written when the trainer passes its step on the way to ``step``, unless
+        the next version is published at ``step`` anyway."""
         if self._publisher.available:
             return
         version, checksum = self._offered

@@ -1,8 +1,7 @@
-"""The trainer ranks as one: they start together, are called alike, and fail together.
+"""The trainer ranks as a unit: they start together, get the same calls, and fail together.
 
-A collective call cannot end without one of its ranks, so the death of one is the loss of all
-(``TrainerLost``). A restart brings all of them back with the weights of a checkpoint; who calls it trains the
-steps since then again.
+A collective operation cannot complete without one of its ranks, so when one dies, all are lost (``TrainerLost``). A
+restart starts all ranks with the weights of a checkpoint; the caller then trains the steps since the checkpoint again.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, w
 from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
-"""Seconds that the other ranks have to end a call after one rank has failed."""
+"""Seconds that the other ranks may take to end a call after one rank has failed."""
 
 STATES = 8
 """Bytes of a checkpoint for each byte of a bfloat16 model: weights, their float32 copies and Adam's moments, rounded
@@ -27,7 +26,7 @@ up."""
 
 
 class TrainerLost(Exception):
-    """A rank died; all of them have to start again."""
+    """A rank died, so all ranks have to be restarted."""
 
     def __init__(self, name: str, cause: str) -> None:
         super().__init__(f"{name}: {cause}")
@@ -45,8 +44,8 @@ class TrainerRanks:
     """All ranks of a run's trainer.
 
     Attributes:
-        seats: where they run, rank by rank; empty before ``preload``.
-        probe_prompt_ids: tokens of the task's prompts, which prove the weights of a version; empty where it has none.
+        seats: the location of each rank, in rank order; empty before ``preload``.
+        probe_prompt_ids: token ids of the task's prompts for the probe; empty if prompts have no token ids.
     """
 
     def __init__(
@@ -59,8 +58,8 @@ class TrainerRanks:
         share: Callable[[TrainingBatch], Any] = _put,
     ) -> None:
         """``make_actor(group, index)`` asks Ray for an actor in a bundle of ``group``, which has one for each rank.
-        ``limit_s``: seconds that one call may take. ``warn`` gets what is missing while Ray has no room. ``share``
-        makes a batch an argument for all ranks."""
+        ``limit_s``: seconds that one call may take. ``warn`` is called with what is missing while Ray has no
+        room. ``share`` stores a batch once for all ranks, and returns the argument for their calls."""
         self.seats: tuple[Seat, ...] = ()
         self.probe_prompt_ids: tuple[int, ...] = ()
         self._share = share
@@ -75,16 +74,16 @@ class TrainerRanks:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The Ray nodes of the ranks, rank by rank."""
+        """The ids of the ranks' Ray nodes, in rank order."""
         return tuple(seat.node_id for seat in self.seats)
 
     @property
     def saving_s(self) -> float:
-        """Seconds that a checkpoint may take for its size, beside what any call may take."""
+        """Seconds that saving a checkpoint may take because of its size, in addition to the limit of every call."""
         return seconds_for(STATES * self._model_bytes)
 
     async def preload(self) -> None:
-        """End what is left of the ranks, ask Ray for others, number them, and have them import what ``start`` needs.
+        """End the remaining ranks, create new ones, number them, and have them import the modules that ``start`` needs.
 
         Raises ``TrainerLost``, and ``RunError`` when Ray finds no room for them.
         """
@@ -107,7 +106,7 @@ class TrainerRanks:
         """Make the initial model, if it has to be made; returns its folder. Raises ``TrainerLost``."""
         name, rank_0 = "trainer-0", self._actors[0]
         making = asyncio.ensure_future(wait_for(rank_0.prepare_model.remote(str(self._search_path)), name))
-        making.add_done_callback(lambda made: made.cancelled() or made.exception())  # a death may be heard of below
+        making.add_done_callback(lambda made: made.cancelled() or made.exception())  # retrieves its error
         try:
             while not making.done():
                 done, total, loss = await wait_for(_look_at(rank_0), name, START_TIMEOUT_S)
@@ -126,23 +125,23 @@ class TrainerRanks:
         folder = checkpoint and str(checkpoint)
         arguments = (self._model_dir, self._address, self._port, folder, str(self._search_path))
         self._model_bytes = await asyncio.to_thread(weight_bytes, self._model_dir)
-        # Policy, and reference or critic; then the states of a checkpoint.
+        # The limit covers the policy, a reference or critic, and the optimizer's states of a checkpoint.
         seconds = seconds_for(2 * self._model_bytes) + (self.saving_s if checkpoint else 0.0)
         await self._call("start", *arguments, limit_s=START_TIMEOUT_S + seconds)
 
     async def restart(self, checkpoint: Path | None) -> None:
-        """End what is left of the ranks, and start all of them from a checkpoint, or from the initial model."""
+        """End the remaining ranks, and start all of them from a checkpoint, or from the initial model."""
         await self.preload()
         await self.start(checkpoint)
 
     async def check(self) -> None:
-        """Raises ``TrainerLost`` when a rank is dead."""
+        """Raise ``TrainerLost`` if a rank is dead."""
         await _all([_look_at(actor) for actor in self._actors], self._limit_s)
 
     async def train_step(self, batch: TrainingBatch) -> StepReport:
         """Train one batch. This and the calls below raise ``TrainerLost`` when a rank died, and otherwise the first
         error of any rank."""
-        # As an argument of each call a batch would be pickled once for each rank, in the driver's event loop.
+        # Passed directly, a batch would be pickled once for each rank, in the driver's event loop.
         shared = await asyncio.to_thread(self._share, batch)
         report: StepReport = (await self._call("train_step", shared))[0]
         return report
@@ -167,17 +166,17 @@ class TrainerRanks:
         return {path: digest for files in written for path, digest in files.items()}
 
     async def save_model(self, folder: Path) -> None:
-        """Write the weights as a model that others can load."""
+        """Write the weights as a Hugging Face model."""
         await self._call("save_model", str(folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes))
 
     async def _call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
-        """Call all ranks alike; returns their answers, rank by rank."""
+        """Make the same call to all ranks; returns their answers in rank order."""
         calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
 
 
 def weight_bytes(model: str) -> int:
-    """Bytes of a model's weights, by its folder or hub id; 0 where this host does not have them."""
+    """Size of a model's weights in bytes, by its folder or hub id; 0 if this host does not have them."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(model)
@@ -191,7 +190,7 @@ def weight_bytes(model: str) -> int:
 
 
 def _look_at(actor: Any) -> Awaitable[Any]:
-    """A call that a rank answers beside whatever else it does."""
+    """A call that a rank answers at any time, also while another call runs."""
     answer: Awaitable[Any] = actor.progress.options(concurrency_group="watch").remote()
     return answer
 
@@ -203,7 +202,7 @@ async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[A
     ]
     try:
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and _death(done) is None:  # a rank whose peer died may hear of it before we do
+        if waiting and _death(done) is None:  # a rank may notice the death of its peer before we do
             done, _ = await asyncio.wait(calls, timeout=GRACE_S)
     finally:
         for call in calls:

@@ -1,8 +1,8 @@
-"""The watchdog: it knows what every part waits for, says so when that takes long, and ends the run when it takes
-too long.
+"""The watchdog: registers what each part waits for, warns when a wait takes long, and ends the run when it takes too
+long.
 
-Invariant: no wait without progress outlives its limit by more than a look's interval; the error names the part,
-what it waits for, and since when.
+Invariant: no wait without progress exceeds its limit by more than the interval between two checks. The error names the
+part, what it waits for, and since when.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import TypeVar
 from asyncrl_cli.core.errors import RunError
 
 LONGEST_LOOK_S = 5.0
-"""Seconds between two looks at the waits, at most."""
+"""Largest number of seconds between two checks of the waits."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait; ``progress`` says that things move, and the clock starts again. It may take ``extra_s`` seconds more
-    than others."""
+    """One wait. ``progress`` restarts its clock. Its limit is ``extra_s`` seconds more than that of others."""
 
     who: str
     what: str
@@ -34,7 +33,7 @@ class Wait:
     warned: bool = False
 
     def progress(self) -> None:
-        """Something moved."""
+        """Note progress: restart the clock."""
         self.since, self.warned = time.monotonic(), False
 
     def __str__(self) -> str:
@@ -48,7 +47,7 @@ class Watchdog:
 
     def __init__(self, limit_s: float, warn: Callable[[str], None]) -> None:
         """A wait is reported to ``warn`` and ``on_stall`` after half of ``limit_s`` seconds, and ends the run after
-        all of them."""
+        ``limit_s`` seconds."""
         self._limit_s = limit_s
         self._warn = warn
         self.on_stall: Callable[[Wait], None] = lambda _: None
@@ -56,8 +55,8 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, who: str, what: str, extra_s: float = 0.0) -> Iterator[Wait]:
-        """For the length of the block ``who`` waits for ``what``, ``extra_s`` seconds longer than the limit if need be:
-        for what takes longer with a larger model."""
+        """For the length of the block, ``who`` waits for ``what``. ``extra_s``: additional seconds, for waits that take
+        longer with larger models."""
         wait = Wait(who, what, extra_s)
         self._waits.append(wait)
         try:
@@ -82,7 +81,7 @@ class Watchdog:
             wait.progress()
 
     async def watch(self) -> None:
-        """Look at the waits; never ends. Raises ``RunError`` when a wait has passed its limit."""
+        """Check the waits; never ends. Raises ``RunError`` when a wait has exceeded its limit."""
         interval = min(LONGEST_LOOK_S, self._limit_s / 8)
         while True:
             await asyncio.sleep(interval)
@@ -94,7 +93,7 @@ class Watchdog:
                     raise RunError(
                         "; ".join([f"no progress: {wait}", *others]),
                         location="pipeline",
-                        hint="look at that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
+                        hint="read that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
                         "`asyncrl resume` continues from here",
                     )
                 if now - wait.since > limit_s / 2 and not wait.warned:
@@ -104,6 +103,6 @@ class Watchdog:
 
 
 DRIVER = "the driver"
-"""Who waits for the trainer and for engines."""
+"""The name of the part that waits for the trainer and for engines."""
 GENERATION = "the trainer"
-"""Who waits for rollouts."""
+"""The name of the part that waits for rollouts."""

@@ -1,11 +1,11 @@
 """The experts that an engine chose for the tokens of a sequence (``algorithm.router_replay``).
 
-An array has a row for each token: for every layer of the model the k experts that were chosen in the pass that
-predicted this token. So a row is about the token before, whose pass ends in the prediction; every sampled token has
-one, and the first of a sequence has none. Experts are counted from 0: uint8 for models of up to 256, else uint16.
+An array has one row per token: for each layer of the model the k experts that were chosen in the forward pass that
+predicted this token, which is the pass of the token before it. Every sampled token has a row, and the first token of a
+sequence has none. Experts are counted from 0: uint8 for models with up to 256 experts, otherwise uint16.
 
-An engine never chooses an expert twice in a layer. Equal ids in a row (``UNKNOWN``, in all of it) therefore mean that
-the choice is not known: then, as in layers without experts, the trainer's own counts.
+An engine never chooses an expert twice in a layer. Equal ids in a row (all ``UNKNOWN``) therefore mean that the choice
+is not known; then, as in layers without experts, the trainer uses its own choice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 Experts = NDArray[np.unsignedinteger[Any]]
 """[tokens, layers · k]."""
 UNKNOWN = 0
-"""All ids of a token whose experts are not known."""
+"""The value of all ids of a token whose experts are not known."""
 
 
 def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
-    """The rows of parts of a sequence, one after another; a part is its number of tokens, and None where no row of it
-    is known. None when no part has any. Raises ``ValueError`` for rows of different models."""
+    """Concatenate the rows of the parts of a sequence. A part is a number of tokens and their rows, or None if they are
+    not known. Returns None if no part has rows. Raises ``ValueError`` for rows of different models."""
     parts = list(parts)
     known = next((experts for _, experts in parts if experts is not None), None)
     if known is None:
@@ -34,14 +34,14 @@ def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
 
 
 def filled(experts: Experts | None, others: Experts | None) -> Experts | None:
-    """``experts``, with the rows of ``others`` for tokens whose own are not known; both have as many rows."""
+    """``experts`` with unknown rows replaced by those of ``others``; both have the same number of rows."""
     if experts is None or others is None:
         return others if experts is None else experts
     return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), others, experts)
 
 
 def unknown_like(experts: Experts, tokens: int) -> Experts:
-    """Rows of so many tokens for the same model, of which nothing is known."""
+    """Unknown rows for this number of tokens, with the shape and dtype of the same model."""
     return np.full((tokens, experts.shape[1]), UNKNOWN, experts.dtype)
 
 
@@ -52,6 +52,6 @@ def to_bytes(experts: Experts) -> bytes:
 
 
 def from_bytes(stored: bytes, tokens: int) -> Experts:
-    """The array of so many ``tokens``. Raises ``ValueError`` for bytes that are none."""
+    """The array of this number of ``tokens``. Raises ``ValueError`` for invalid bytes."""
     ids: Experts = np.frombuffer(stored, f"<u{stored[0]}", offset=1)
     return ids.reshape(tokens, -1)

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out: requests and rollouts, token by token."""
+"""The input and output of engines: requests and rollouts, token by token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from asyncrl_cli.records.experts import Experts, join_experts
 FinishReason = Literal["stop", "length"]
 
 CONTEXT = -1
-"""The "weight version" of tokens that no weights sampled: the words of a user, a tool or an environment, and the chat
-template's. Their log-prob is 0, and they are never trained on."""
+"""The "weight version" of tokens that the policy did not sample: texts of a user, a tool or an environment, and tokens
+of the chat template. Their log-prob is 0, and they are never trained on."""
 
 
 OutputKind = Literal["json", "regex", "choice", "grammar"]
@@ -24,10 +24,10 @@ OutputKind = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True, slots=True)
 class OutputFormat:
-    """What a reply must look like; its tokens are sampled from those that can still lead there (decision 0074).
+    """The required format of a reply: only tokens that can still lead to it are sampled (decision 0074).
 
     ``source`` is a JSON schema or a list of strings as JSON text, a regular expression, or a grammar (EBNF or
-    Lark). ``key`` is what a request calls it, for errors.
+    Lark). ``key`` is its key in the request, for errors.
     """
 
     kind: OutputKind
@@ -66,7 +66,7 @@ class Segment:
         return self.start + len(self.ids)
 
     def after(self, index: int) -> Segment | None:
-        """Its tokens from ``index`` on; None when there are none."""
+        """The part of the segment from token ``index`` on; None if it has no such tokens."""
         skipped = max(index - self.start, 0)
         if skipped >= len(self.ids):
             return None
@@ -83,8 +83,8 @@ class Segment:
 class TokenSequence:
     """Tokens with the weight version that sampled each: one entry per token in each of the three arrays.
 
-    ``ids`` is int32. ``logprobs`` (float32, nats) are taken from the distribution sampled from, temperature included.
-    ``versions`` (int32) never fall where they are not ``CONTEXT``: weights only move forward. ``experts`` has a row per
+    ``ids`` is int32. ``logprobs`` (float32, nats) are those of the distribution sampled from, including the
+    temperature. ``versions`` (int32) never decrease, except for ``CONTEXT``. ``experts`` has a row per
     token (records/experts.py); None where the choice of experts is not recorded.
     """
 
@@ -103,15 +103,15 @@ class TokenSequence:
 
     @classmethod
     def context(cls, ids: Sequence[int] | NDArray[np.int32] = (), experts: Experts | None = None) -> TokenSequence:
-        """Tokens that no weights sampled."""
+        """A sequence of tokens that the policy did not sample."""
         count = len(ids)
         arrays = np.asarray(ids, np.int32), np.zeros(count, np.float32), np.full(count, CONTEXT, np.int32)
         return cls(*arrays, experts)
 
     @classmethod
     def join(cls, segments: Iterable[Segment]) -> TokenSequence:
-        """Segments put together. Raises ``ValueError`` unless they are one sequence from token 0 on: no gap, no
-        overlap, and versions that never fall."""
+        """Join segments. Raises ``ValueError`` unless they form one sequence from token 0 on, without gaps or overlaps,
+        and with versions that never decrease."""
         segments = list(segments)
         end, version = 0, CONTEXT  # which is below every version
         for segment in segments:
@@ -151,7 +151,7 @@ class TokenSequence:
         return TokenSequence(self.ids[start:end], self.logprobs[start:end], self.versions[start:end], experts)
 
     def extended(self, more: TokenSequence) -> TokenSequence:
-        """These tokens, and ``more`` after them."""
+        """The concatenation of these tokens and ``more``."""
         return TokenSequence(
             np.concatenate([self.ids, more.ids]),
             np.concatenate([self.logprobs, more.logprobs]),
@@ -180,7 +180,7 @@ class RolloutRequest:
 
     ``prefix`` are the tokens generated before, from token 0 on: the engine continues from there and delivers the
     complete rollout. ``sampling.max_tokens`` includes the prefix. ``newest`` is the newest version that sampled a
-    token of a conversation's earlier turns: no engine generates the request under an older one.
+    token of the conversation's earlier turns: the request is never generated under an older version.
 
     Waiting requests run by ``priority``, the lowest first, among equals the oldest. Requests with the same ``affinity``
     go to the same engine while it serves and has room, for its prefix cache; others to the least loaded. New tokens of
@@ -318,22 +318,22 @@ class RolloutFailure:
 
 
 RequestEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]
-"""How an engine's work on a request ended: the first two are finish reasons, ``lost`` is the engine's own end."""
+"""How an engine's work on a request ended: the first two are finish reasons; ``lost``: the engine itself was lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
     """A request that an engine had, from being sent to leaving it (unix times, s).
 
-    ``request_id`` is the rollout's id; of an episode's call ``ROLLOUT/CALL``. An engine runs a few requests fewer than
-    it has, so part of the time may have been spent on waiting for a slot there: vLLM had it from ``running_from`` to
-    ``running_until``. What is not known is None: the work of an engine that was lost, of a request that was cancelled.
+    ``request_id`` is the rollout's id; for a call of an episode ``ROLLOUT/CALL``. An engine runs a few requests fewer
+    than it has, so part of the time may have been spent on waiting for a slot there: vLLM had it from ``running_from``
+    to ``running_until``. Unknown values are None, for example if the engine was lost or the request was cancelled.
 
     Attributes:
-        tokens: sampled during it. Of one that was cancelled or lost those that the driver got.
-        context_tokens: before the first of them: the prompt, and what was sampled elsewhere.
-        cached_tokens: of the context, those in vLLM's prefix cache, which it did not compute again.
-        first_token_s: from ``running_from`` to the first token, where vLLM measures it.
+        tokens: number of tokens sampled by this request; if it was cancelled or lost, those that the driver received.
+        context_tokens: number of tokens before the first of them: the prompt, and tokens sampled by other engines.
+        cached_tokens: number of context tokens in vLLM's prefix cache, which were not computed again.
+        first_token_s: seconds from ``running_from`` to the first token, if vLLM measures it.
     """
 
     request_id: str
@@ -351,8 +351,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """How long vLLM had a request that it has returned: from ``since_s`` to ``until_s`` seconds before the delivery.
-    The others as in ``EngineRequest``."""
+    """The time that a returned request spent in vLLM: from ``since_s`` to ``until_s`` seconds before the delivery. The
+    other attributes are those of ``EngineRequest``."""
 
     rollout_id: str
     since_s: float
@@ -365,8 +365,9 @@ class Residence:
 class EngineActivity:
     """What an engine did since the last report. Times in seconds.
 
-    ``silent_s`` is not a sum, but how long the engine has had rollouts to generate without a new token. ``sequence_s``
-    is the integral over time of the requests that vLLM has, ``cpu_s`` the processor time of the engine's processes.
+    ``silent_s`` is not a sum: it is the time for which the engine has had rollouts to generate but produced no token.
+    ``sequence_s`` is the integral over time of the number of requests in vLLM, ``cpu_s`` the processor time of the
+    engine's processes.
     """
 
     generated_tokens: int = 0
@@ -380,8 +381,8 @@ class EngineActivity:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The answer to one call of ``collect``: what ended since the last one, and at times new tokens of unfinished
-    rollouts, each from where the last delivery ended.
+    """The answer to one call of ``collect``: the requests that ended since the last call, and sometimes new tokens of
+    unfinished rollouts, which continue those of the last delivery.
 
     ``rollouts`` come without their prompts. ``aborted`` are the ids of rollouts that were aborted on command; all their
     tokens are in segments. ``leaving``: the engine's process got SIGTERM. ``residences`` are of requests that vLLM has
@@ -399,7 +400,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attestation:
-    """An engine's answer to "which weights do you serve?".
+    """An engine's proof of the weights that it serves.
 
     ``probe_logprobs`` (float32, [probe tokens - 1]) come from the same path that serves rollouts. The pause for the
     update took ``stall_s`` seconds, and ended ``resumed_s`` before the answer.

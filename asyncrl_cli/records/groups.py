@@ -1,4 +1,4 @@
-"""Groups of rollouts on their way through the buffer: what it is given and what it answers."""
+"""The records that the buffer receives and returns: groups of rollouts and their states."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
 
 OnStale = Literal["wait", "requeue", "train"]
-"""What happens to a running group that the next batch may not leave behind."""
+"""What happens to a running group that has to be in the next batch to meet its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Groups by what became of them; running, finished and taken ones together were admitted and not rejected."""
+    """Numbers of groups by state. The sum of running, finished and taken is the number admitted and not rejected."""
 
     running: int
     finished: int
@@ -41,14 +41,14 @@ class BufferSettings:
     group_size: int
     reject_uniform: bool
     note_solved: bool = False
-    """Whether an opening says which prompts are solved, for which the entire history is read."""
+    """Whether ``Opening.solved`` is filled, for which the entire history is read."""
     ahead: int | None = None
-    """Batches of finished groups at which admission stops; None (and journals of before) have no such limit."""
+    """Number of batches of finished groups at which admission stops; None, also in older journals: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """What the ledger knows beside its settings. ``running`` and ``finished`` groups are pairs of index and version, in
+    """The ledger's state without its settings. ``running`` and ``finished`` groups are pairs of index and version, in
     admission order; ``rejections`` counts groups by reason."""
 
     step: int
@@ -145,7 +145,7 @@ class Opening:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one finished or failed rollout: its reward, or why it has none."""
+    """The result of one finished or failed rollout: its reward, or why it has none."""
 
     rollout_id: str
     score: Scored | RewardFailure
@@ -153,8 +153,8 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Groups that outcomes have ended: finished ones, and rejected ones with the reason. ``solved`` are those of
-    either in which every rollout was right."""
+    """Groups that ended with these outcomes: finished ones, and rejected ones with the reason. ``solved``: those of
+    them in which every rollout was correct."""
 
     finished: tuple[int, ...]
     rejected: tuple[tuple[int, str], ...]

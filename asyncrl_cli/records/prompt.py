@@ -36,12 +36,12 @@ class ChatError(ValueError):
 
 
 def normalized(message: Message) -> Message:
-    """A message in canonical form: what templates are given, and what messages are compared in.
+    """A message in canonical form, which templates get, and in which messages are compared.
 
-    It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` where they are set; other keys
-    go. Content is text: None is "", text parts are joined. Beside tool calls or reasoning, white space alone is "":
-    clients drop it. The arguments of tool calls are parsed. An assistant's message has ``reasoning_content`` and
-    ``reasoning``, two names of one text, where one of them is set to text.
+    It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` if they are set; other keys are
+    dropped. Content is text: None becomes "", text parts are joined. In a message with tool calls or reasoning, content
+    of only white space becomes "", because clients drop it. The arguments of tool calls are parsed. An assistant's
+    message has ``reasoning_content`` and ``reasoning``, two names of one text, where one of them is set to text.
 
     Raises ``ChatError`` for what is not a message.
     """

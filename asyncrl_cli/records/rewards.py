@@ -1,4 +1,4 @@
-"""What the task says of a rollout: a reward, or why there is none."""
+"""The task's result for a rollout: a reward, or why there is none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A response's reward, and what its task measured beside it. All numbers are finite."""
+    """A response's reward, and further metrics of its task. All numbers are finite."""
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the trainer is given and what it reports."""
+"""The trainer's inputs and reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REWARD_TOLERANCE = 1e-9
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Whether all of these rewards are equal, so that a group with them has nothing to learn from."""
+    """Whether all of these rewards are equal, so that a group with them gives no learning signal."""
     first, *others = rewards
     return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
 
@@ -65,10 +65,10 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one step did, the same on every rank. ``seconds`` is the wall time of the rank's call.
+    """The report of one step, equal on all ranks. ``seconds`` is the wall time of the rank's call.
 
-    ``forward_s`` of it went to passes without a gradient, before the first update, and ``update_s`` to updates; the
-    rest to packing and sums over ranks. ``cpu_s`` is the rank's processor time meanwhile, that of all its threads.
+    Of this time, ``forward_s`` was spent on passes without a gradient, before the first update, and ``update_s`` on
+    updates; the rest on packing and sums over ranks. ``cpu_s`` is the rank's processor time, summed over its threads.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)

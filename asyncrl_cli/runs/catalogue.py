@@ -1,4 +1,4 @@
-"""Finding runs: all of them, the newest, or the one that a prefix names."""
+"""Finds runs: all of them, the newest, or the one with an id that begins with a prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def all_runs(runs_dir: Path) -> list[RunDirectory]:
         if runs_dir == DEFAULT_RUNS and not runs_dir.exists():
             return []
         problem = "not a folder" if runs_dir.exists() else "no such folder"
-        raise RunError(problem, location=str(runs_dir), hint="give the folder that has all runs with --runs-dir")
+        raise RunError(problem, location=str(runs_dir), hint="give the folder that contains all runs with --runs-dir")
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
     # By the manifest's contents: the file itself is written again when a run ends.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))

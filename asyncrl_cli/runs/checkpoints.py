@@ -1,13 +1,13 @@
-"""What a checkpoint is on disk, what is wrong with a damaged one, and which ones are kept.
+"""Checkpoints on disk: their format, how damage is found, and which checkpoints are kept.
 
     checkpoints/step-000040/
       state/        DeepSpeed's shards, and each rank's random-number states
       run.json      the state of the run, and the layout of its trainer
       files.json    size and BLAKE3 checksum of every other file
 
-Invariant: a folder called ``step-…`` was complete once, as it was written under a hidden name, synced and renamed;
-whatever is missing or different in it now is damage. Hidden folders are what an interrupted save, removal or conversion
-left behind. ``checkpoints/archived-1`` and so on have checkpoints of steps that were trained again from an older one;
+Invariant: a folder called ``step-…`` was complete once, as it was written under a hidden name, synced and renamed, so
+any missing or different file in it is damage. Hidden folders are left over from an interrupted save, removal or
+conversion. ``checkpoints/archived-1`` and so on have checkpoints of steps that were trained again from an older one;
 no command reads them.
 """
 
@@ -45,7 +45,7 @@ NAME = re.compile(r"step-(\d{6,})")
 DIGEST_THREADS = 8
 PIECE_BYTES = 2**18
 Check = Callable[[], None]
-"""Raises when the work is not wanted any more."""
+"""Raises an exception if the result of the work is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """One file of a checkpoint that is not as it was written."""
+    """One damaged file of a checkpoint."""
 
     file: str
     problem: str
@@ -182,7 +182,7 @@ def newest_undamaged(run: RunDirectory, step: int) -> Checkpoint | None:
 
 
 class Cancelled(Exception):
-    """The result of this work is no longer wanted."""
+    """The result of this work is no longer needed."""
 
 
 def seal(folder: Path, check: Check = lambda: None, written: Mapping[str, Digest] | None = None) -> None:
@@ -214,7 +214,7 @@ def seal(folder: Path, check: Check = lambda: None, written: Mapping[str, Digest
 
 
 def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda: None) -> list[Damage]:
-    """What is not as it was written; empty if undamaged. Without ``contents`` only names and sizes are compared.
+    """The damaged files; empty if the checkpoint is undamaged. Without ``contents`` only names and sizes are compared.
 
     Raises what ``check`` raises, which is called every few hundred kilobytes.
     """
@@ -242,7 +242,7 @@ def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda:
 def keep_reasons(
     steps: Collection[int], accuracies: Mapping[int, float], keep: CheckpointSpec, awaited: Collection[int] = ()
 ) -> dict[int, tuple[str, ...]]:
-    """For every step, why its checkpoint is kept; one without a reason is removed.
+    """For every step the reasons why its checkpoint is kept; a checkpoint without a reason is removed.
 
     ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
     ones the newest counts first. The checkpoints of ``awaited`` steps, whose evaluation is still running, are kept if
@@ -276,8 +276,8 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     """Move the checkpoints of later steps to ``archived-N``, because the run trains those steps again.
 
     Otherwise a trainer that restarts would load them, and a save would keep them instead of its own. Without a step it
-    only completes what a kill has interrupted; until then these checkpoints do not count. Returns the new folder; None
-    when there are none.
+    only completes an earlier call that a kill has interrupted; until then these checkpoints do not count. Returns the
+    new folder; None when there are none.
     """
     marks = [mark for mark in (step, _last_kept(folder)) if mark is not None] if folder.is_dir() else []
     later = [found.folder for found in _all_checkpoints(folder) if found.step > min(marks)] if marks else []
@@ -286,7 +286,7 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
         marker.unlink(missing_ok=True)
         marker_before.unlink(missing_ok=True)
         return None
-    # Mark before the first rename: from here on they do not count, whatever moment a kill chooses.
+    # Mark before the first rename: from here on they do not count, even if a kill interrupts the renames.
     with atomic_write(marker, durable=True) as file:
         file.write(str(min(marks)).encode())
     archive = next(path for number in count(1) if not (path := folder / f"archived-{number}").exists())
@@ -301,7 +301,7 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what interrupted saves, removals and conversions left. For the driver, when none of them runs."""
+    """Delete the remains of interrupted saves, removals and conversions. For the driver, when none of them runs."""
     for path in folder.glob(".*step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -315,7 +315,7 @@ def _digest(path: Path, check: Check) -> str:
     from blake3 import blake3
 
     digest, piece = blake3(), memoryview(bytearray(PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:  # not mapped: a disk error is then an OSError instead of a signal
+    with path.open("rb", buffering=0) as file:  # not memory-mapped: so a disk error raises OSError instead of a signal
         while size := file.readinto(piece):
             check()
             digest.update(piece[:size])

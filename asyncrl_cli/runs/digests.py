@@ -1,4 +1,4 @@
-"""Checksums of files that are computed while they are written, so that they need not be read again."""
+"""Computes checksums of files while they are written, so that they need not be read again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Digest:
 
 
 class DigestedFile:
-    """A new file that is written from its beginning to its end; on disk, and not only in memory, when it is closed."""
+    """A new file that is written sequentially; when it is closed, it is synced to disk."""
 
     def __init__(self, path: str | Path) -> None:
         from blake3 import blake3
@@ -44,10 +44,10 @@ class DigestedFile:
         return self._file.write(data)
 
     def flush(self) -> None:
-        """For those who expect it of a file."""
+        """Does nothing; writers of files expect this method."""
         self._file.flush()
 
     @property
     def digest(self) -> Digest:
-        """Of what was written until now."""
+        """The digest of everything written so far."""
         return Digest(self._bytes, self._hash.hexdigest())

@@ -1,4 +1,4 @@
-"""What a run is on disk.
+"""The folder of a run on disk.
 
     runs/<run id>/
       manifest.json     who, what, when, with the versions of everything
@@ -48,12 +48,12 @@ ACTIVE = ("starting", "running")
 """Phases of a run that a process drives."""
 SUBFOLDERS = ("logs", "checkpoints", "evaluations")
 DEFAULT_RUNS = Path("runs")
-"""The folder of all runs where neither spec nor command line names one, below the working directory."""
+"""The default folder of all runs, below the working directory."""
 STATE = "state.json"
 MODEL = "model"
-"""The final model's folder in that of the run."""
+"""The name of the final model's folder in the run's folder."""
 LOCK_TIMEOUT_S = 0.5
-"""Seconds that ``lock`` tries: ``is_driven`` holds the lock for a moment when it looks."""
+"""Seconds for which ``lock`` tries: ``is_driven`` holds the lock for a moment when it checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class RunDirectory:
         return self.run_id if default else shlex.quote(str(self.path))
 
     def lock(self) -> None:
-        """Become the one driver of this run. Raises ``RunError`` with the other's pid when there is one."""
+        """Become the only driver of this run. Raises ``RunError`` with the other driver's pid if there is one."""
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while not self._try_lock():
             if time.monotonic() > deadline:
@@ -168,8 +168,8 @@ class RunDirectory:
             raise RunError(
                 f"the run cannot be locked: {error.strerror}",
                 location=str(path),
-                hint="one process at a time may change a run, and it needs a lock in the folder: copy the folder to a "
-                "place where you may write, and name the copy",
+                hint="only one process may change a run, which needs a lock in its folder: copy the folder to a "
+                "location where you can write, and use the copy",
             ) from None
         finally:
             for descriptor in locks:
@@ -221,7 +221,7 @@ class RunDirectory:
         return [row for line in lines if (row := _parsed(line)) is not None]
 
     def begin(self, spec: str, steps: int, manifest: Mapping[str, Any] | None = None) -> None:
-        """Write what a start writes: the resolved spec, the state, and of a new run the manifest.
+        """Write the files of a start: the resolved spec, the state, and for a new run the manifest.
 
         The spec and the manifest may hold secrets that nothing recognizes, so both are private. Raises ``RunError``.
         """
@@ -298,7 +298,8 @@ def _state_type() -> TypeAdapter[RunState]:
 
 
 def _locked(descriptor: int, kind: int) -> bool:
-    """Lock without waiting. A folder on a file system that locks files alone counts as locked by us."""
+    """Lock without waiting; returns whether we have the lock. On a file system that cannot lock folders, a folder
+    counts as locked by us."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

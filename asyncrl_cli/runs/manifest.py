@@ -1,4 +1,4 @@
-"""What a run was started from: command, versions, code, machine."""
+"""The manifest of a run: the command, versions, code and machine that it was started with."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def describe_start(spec_file: Path) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of those of ``PACKAGES`` that are installed."""
+    """The versions of the installed packages of ``PACKAGES``."""
     found = {}
     for package in PACKAGES:
         try:

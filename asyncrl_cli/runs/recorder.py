@@ -1,6 +1,6 @@
-"""The files of a run that people and programs read, written by a thread: a slow or full disk does not stop the run.
+"""Writes the files of a run that users and programs read, on a thread: a slow or full disk does not stop the run.
 
-The run itself needs only the journal, and an error of that does end the run.
+The run itself needs only the journal, and an error in writing the journal does end the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from asyncrl_cli.core.background import Background
 from asyncrl_cli.runs.directory import STATE, RunDirectory, RunState
 
 WRITE_TIMEOUT_S = 10.0
-"""Seconds that the end of a run waits for these files."""
+"""Seconds that a run waits for these files at its end."""
 
 
 class Recorder:
@@ -50,15 +50,15 @@ class Recorder:
         self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)), replaces=True)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call something that raises nothing when everything submitted so far is on disk."""
+        """Run ``call``, which must not raise, when everything submitted so far is on disk."""
         self._background.submit(call)
 
     def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
-        """Wait for what is still to be written."""
+        """Wait for all pending writes."""
         self._background.wait(timeout_s)
 
     def close(self, timeout_s: float = WRITE_TIMEOUT_S) -> str:
-        """Wait for what is still to be written; returns what is not complete, empty when everything is."""
+        """Wait for all pending writes; returns a text that names the incomplete files, empty if there are none."""
         if not self._background.close(timeout_s):
             self.failed.setdefault(STATE, f"not written within {timeout_s:.0f} s")
         return "; ".join(f"{name} is not complete: {cause}" for name, cause in self.failed.items())

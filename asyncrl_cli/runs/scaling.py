@@ -1,6 +1,6 @@
-"""How many engines a live run is to have: a request from outside, and its answer, as files in the run's folder.
+"""Requests to change the number of engines of a live run, and the answers, as files in the run's folder.
 
-The folder is the only thing that a command and the run's driver surely share. The files are replaced atomically. A
+The folder is the only thing that a command and the run's driver are sure to share. The files are replaced atomically. A
 request is answered once; the answer carries the request's id. The number itself outlives the driver: it is written
 before the answer, and the next driver of the run begins with it.
 """
@@ -18,13 +18,13 @@ from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 REQUEST, ANSWER, WANTED = "scale.json", "scale-answer.json", "engines.json"
 ANSWER_S = 60.0
-"""Seconds that a request waits for its answer: a run that starts answers when its engines serve."""
+"""Seconds that a request waits for its answer: a starting run answers only when its engines serve."""
 POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """A wish for so many engines."""
+    """A request for this number of engines."""
 
     id: str
     engines: int
@@ -32,7 +32,7 @@ class ScaleRequest:
 
 @dataclass(frozen=True, slots=True)
 class ScaleAnswer:
-    """What the driver says to the request with this id; ``message`` is why it refuses."""
+    """The driver's answer to the request with this id; ``message`` says why it refuses."""
 
     id: str
     accepted: bool
@@ -40,18 +40,18 @@ class ScaleAnswer:
 
 
 def forget_requests(run: RunDirectory) -> None:
-    """Remove what an earlier driver left unanswered."""
+    """Remove requests that an earlier driver did not answer."""
     for name in (REQUEST, ANSWER):
         (run.path / name).unlink(missing_ok=True)
 
 
 def remember_wanted(run: RunDirectory, engines: int, bounds: tuple[int, int]) -> None:
-    """Keep the number that was asked for, within these bounds, for later drivers. Raises ``OSError``."""
+    """Store the requested number of engines and the bounds for later drivers. Raises ``OSError``."""
     run.write_json(WANTED, {"engines": engines, "bounds": bounds})
 
 
 def wanted_engines(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
-    """The number that was last asked for; None without one, and when the spec has had other bounds since then."""
+    """The number that was requested last; None if there is none, or if the spec's bounds have changed since then."""
     match _read(run, WANTED):
         case {"engines": int(engines), "bounds": [int(least), int(most)]} if (least, most) == bounds:
             return engines if least <= engines <= most else None
@@ -72,7 +72,7 @@ def answer_request(run: RunDirectory, answer: ScaleAnswer) -> None:
 
 
 def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S) -> ScaleAnswer:
-    """Ask a live run to have so many engines from now on; returns the driver's answer.
+    """Ask a live run to change its number of engines; returns the driver's answer.
 
     Raises ``RunError`` when the run is not running, ends meanwhile, or gives no answer within ``timeout_s`` seconds.
     """
@@ -91,9 +91,9 @@ def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S
         _check_running(run)
         match _read(run, REQUEST):
             case {"id": other} if other != request.id:
-                raise RunError("another request took the place of this one", location=run.run_id, hint="ask again")
+                raise RunError("another request replaced this one", location=run.run_id, hint="ask again")
         if time.monotonic() > deadline:
-            (run.path / REQUEST).unlink(missing_ok=True)  # it must not take effect at some later time
+            (run.path / REQUEST).unlink(missing_ok=True)  # so that it cannot take effect later
             raise RunError(
                 f"the run gave no answer within {timeout_s:.0f} s, and the request is withdrawn",
                 location=run.run_id,

@@ -1,4 +1,4 @@
-"""Processor time: what processes have used, and what the host had to give. Totals in seconds; differences count."""
+"""Processor time of processes and of the host, as totals in seconds; only differences of totals are meaningful."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import psutil
 
 READ_S = 0.2
-"""Seconds between two looks at processes, at least: on a busy host each takes 0.1 ms a process."""
+"""Smallest number of seconds between two reads: on a busy host each takes 0.1 ms per process."""
 
 
 class ProcessorTime:
@@ -22,7 +22,7 @@ class ProcessorTime:
         self._read_at = time.monotonic()
 
     def total(self) -> float:
-        """What they have used since they began. A process that has ended keeps what it had used when last asked."""
+        """Their processor time since they began. For a process that has ended, the last value that was read counts."""
         for at, process in enumerate(self._processes):
             try:
                 times = process.cpu_times()
@@ -32,7 +32,7 @@ class ProcessorTime:
         return sum(self._used)
 
     def read(self) -> float:
-        """What they have used since it was last read; 0 when that was less than ``READ_S`` ago."""
+        """Their processor time since the last read; 0 if that was less than ``READ_S`` ago."""
         now = time.monotonic()
         if now < self._read_at + READ_S:
             return 0.0

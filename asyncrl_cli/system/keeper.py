@@ -1,4 +1,4 @@
-"""A process between an owner and a command, so that nothing outlives the command, whatever it has left behind.
+"""A process between an owner and a command, which ensures that no process of the command outlives it.
 
 It adopts every orphan of the command, also those with a session and an environment of their own. When the command ends,
 or the keeper is sent SIGTERM, it kills them all, and ends as the command did.

@@ -14,7 +14,7 @@ Handler = Callable[[int, FrameType | None], None]
 
 _CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _kept: list[object] = []
-"""What C still has a pointer to."""
+"""Keeps references to objects to which C code has a pointer."""
 
 
 def handle_in_main_thread(number: int, handler: Handler) -> None:

@@ -1,8 +1,8 @@
-"""All processes that come from one, also those that left its session, its group and their parents (Linux).
+"""All descendants of a process, including those that left its session, its group and their parents (Linux).
 
 Invariant: below a living process that calls ``adopt_orphans`` are all processes that it, or one of them, has started:
-an orphan goes to its nearest ancestor that adopts. So when such a process is killed, what it leaves is found below the
-next one.
+an orphan is adopted by its nearest ancestor that adopts. So when such a process is killed, its remaining descendants
+are found below the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 KILL_TIMEOUT_S = 10.0
-"""Seconds that the kernel gets to end processes after SIGKILL."""
+"""Seconds that the kernel may take to end processes after SIGKILL."""
 
 
 class Process(NamedTuple):
@@ -42,7 +42,7 @@ def adopt_orphans() -> None:
 
 
 def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Process]:
-    """What comes from any of ``roots``, without these, and without ``excluded`` and what comes from those."""
+    """The descendants of all ``roots``, without the roots, and without ``excluded`` and their descendants."""
     # Not psutil: it reads all of /proc once per root and per excluded process, and the keeper starts without it.
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
@@ -61,7 +61,7 @@ def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Proc
 
 
 def kill_descendants(excluded: Iterable[int] = ()) -> None:
-    """Kill what comes from this process, until only what comes from ``excluded`` is left."""
+    """Kill the descendants of this process, except ``excluded`` and their descendants, until none is left."""
     excluded = frozenset(excluded)
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -76,7 +76,7 @@ def kill_descendants(excluded: Iterable[int] = ()) -> None:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Wait for children that have ended, so that they leave the table of processes."""
+    """Reap children that have ended, so that they leave the process table."""
     for pid in pids:
         with suppress(OSError):
             os.waitpid(pid, os.WNOHANG)

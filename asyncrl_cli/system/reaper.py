@@ -23,7 +23,7 @@ from asyncrl_cli.system.process_tree import descendants
 
 MARK = "ASYNCRL_RUN"
 CLEAN_UP_S = 15.0
-"""Seconds to look for processes that are still being started, and for files that they still write."""
+"""Seconds for which it searches processes that are still starting, and files that they still write."""
 RESTART_S = 1.0
 """Seconds between two starts of a reaper."""
 
@@ -63,8 +63,8 @@ def remove(folder: Path) -> None:
 
 @contextmanager
 def running_reaper(mark: str, folder: Path, log: Path) -> Iterator[None]:
-    """A reaper for the length of the block, and another one whenever it dies. After the block no process carries the
-    mark and ``folder`` is gone, whatever happened to the reaper."""
+    """A reaper for the length of the block, which is replaced whenever it dies. After the block, no process has the
+    mark and ``folder`` is removed, even if the reaper was killed."""
 
     def start() -> subprocess.Popen[bytes]:
         with log.open("ab") as output:

@@ -1,4 +1,4 @@
-"""Waiting for Ray calls: whatever goes wrong in an actor comes out as one error that names it."""
+"""Waits for Ray calls; every failure of an actor is raised as one error that names the actor."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError, UserError
 
 START_TIMEOUT_S = 600.0
-"""Seconds that one actor may take for one part of its start."""
+"""Seconds that an actor may take for one part of its start."""
 
 SLOWEST_BYTES_PER_S = 200e6
 """Of a disk or a network with which a run is still worth its time; what is slower counts as hanging."""
 
 
 def seconds_for(nbytes: float) -> float:
-    """What a limit of time has to allow for reading or writing so many bytes."""
+    """The number of seconds that a time limit has to allow for reading or writing this many bytes."""
     return nbytes / SLOWEST_BYTES_PER_S
 
 
 class ActorLost(RunError):
-    """An actor is of no use any more."""
+    """An actor can no longer be used."""
 
 
 class ActorDied(ActorLost):
-    """The process of an actor is gone."""
+    """The process of an actor has ended."""
 
 
 class ActorCrashed(ActorDied):
-    """It ended by an error of its own, which is likely to come back."""
+    """The process ended because of its own error, which is likely to occur again."""
 
 
 class Unreachable(ActorDied):
-    """The connection to an actor is lost, and Ray does not know yet what became of it: its node may be gone."""
+    """The connection to an actor is lost, and Ray does not know its state yet: its node may be lost."""
 
 
 class NoAnswer(ActorLost):

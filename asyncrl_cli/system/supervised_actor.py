@@ -1,4 +1,4 @@
-"""One actor that is kept running: it is started again when it is lost, and too many recent restarts end the run."""
+"""An actor that is kept running: it is restarted when it is lost, and too many recent restarts end the run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from asyncrl_cli.system.remote import ActorLost
 Part = Literal["engine", "trainer", "buffer", "scorer", "episode-worker", "gateway", "host-agent"]
 
 WINDOW_S = 6 * 3600.0
-"""Seconds over which restarts are counted. One takes 10 minutes at most, so a part that never comes up ends the run."""
+"""Seconds over which restarts are counted. A restart takes at most 10 minutes, so a part that never starts ends the
+run."""
 LAST_RECORD_S = 5.0
-"""Seconds in which the restart that is one too many must be recorded: the buffer may be the part that fails."""
+"""Seconds for recording the failure that exceeds the limit: the buffer, which records it, may be the part that
+fails."""
 
 Answer = TypeVar("Answer")
 
@@ -43,7 +45,7 @@ class RestartBudget:
         self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
 
     async def spend(self, kind: Part, name: str, cause: str) -> None:
-        """The part ``name`` failed and is about to be started again. Raises ``RunError`` when that is one too many."""
+        """Count a failure of the part ``name``, which will be restarted. Raises ``RunError`` if there were too many."""
         now, hours = self._now(), f"{WINDOW_S / 3600:g} hours"
         recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]
         self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
@@ -63,15 +65,15 @@ class RestartBudget:
         )
 
     async def note(self, kind: str, name: str, message: str) -> None:
-        """Something went wrong that needs no restart."""
+        """Record a fault that needs no restart."""
         self.warn(f"{name}: {message}")
         await self._record(kind, name, message)
 
 
 class SupervisedActor:
-    """One Ray actor, and those that take its place.
+    """One Ray actor, and the actors that replace it.
 
-    Invariants: ``running`` and ``call`` never give an actor that has yet to start; however many callers lose the same
+    Invariants: ``running`` and ``call`` never use an actor that has not started; if several callers lose the same
     actor, it is ended and counted once.
 
     Attributes:
@@ -89,8 +91,9 @@ class SupervisedActor:
         budget: RestartBudget,
         losses: type[ActorLost] = ActorLost,
     ) -> None:
-        """``make()`` asks Ray for an actor, ``start(actor)`` returns when it can be called. ``losses``: what of either
-        is a reason for another actor; everything else is raised to the caller. ``name`` is that of the log file."""
+        """``make()`` creates an actor, ``start(actor)`` returns when it can be called. ``losses``: the exceptions of
+        both after which another actor is started; all others are raised to the caller. ``name`` is that of the log
+        file."""
         self.name = name
         self.actor: Any = None
         self.pid: int | None = None
@@ -103,7 +106,7 @@ class SupervisedActor:
         self._starting = asyncio.Lock()
 
     def ask(self) -> None:
-        """Ask Ray for an actor if there is none: its process starts beside everything else."""
+        """Create an actor if there is none, so that its process starts in parallel with others."""
         if self.actor is None:
             self.actor = self._make()
 
@@ -111,9 +114,9 @@ class SupervisedActor:
         """Wait until there is room for an actor. For parts whose actors have resources of their own."""
 
     async def running(self) -> Any:
-        """The present actor, started if it has yet to be, again and again while it is lost meanwhile.
+        """The present actor. Starts it if necessary, and again as long as it is lost during the start.
 
-        Raises what else goes wrong in ``start``, and ``RunError`` after too many restarts.
+        Raises the other errors of ``start``, and ``RunError`` after too many restarts.
         """
         while True:
             async with self._starting:
@@ -147,13 +150,13 @@ class SupervisedActor:
             raise
 
     async def lose(self, actor: Any, cause: str) -> None:
-        """``actor`` is of no use any more. Raises ``RunError`` after too many restarts."""
+        """Note that ``actor`` is lost. Raises ``RunError`` after too many restarts."""
         if actor is self.actor:
             self._drop()
             await self._budget.spend(self._part, self.name, cause)
 
     async def start_once(self) -> None:
-        """Start the present actor. Whatever goes wrong ends it and is raised; nothing is counted."""
+        """Start the present actor. Any error ends the actor and is raised; nothing is counted."""
         async with self._starting:
             try:
                 await self.room()
@@ -165,11 +168,11 @@ class SupervisedActor:
             self.started = True
 
     def release(self) -> None:
-        """End the present actor, which is not needed any more; nothing is counted."""
+        """End the present actor, which is no longer needed; nothing is counted."""
         self._drop()
 
     def kill(self) -> None:
-        """End the present process, also one that hangs; whoever calls it finds it lost."""
+        """End the present process, even if it hangs; later calls find the actor lost."""
         import ray
 
         pid, self.pid = self.pid, None

@@ -22,7 +22,7 @@ from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
 
 MEETING = timedelta(minutes=30)
-"""How long ranks wait for each other, as in torch and DeepSpeed; whoever started them waits less."""
+"""How long ranks wait for each other, as in torch and DeepSpeed; the driver's limits for their calls are shorter."""
 LAYER = re.compile(r".*?\.\d+\.")
 """The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
 REDUCE_NUMBERS = 2**24

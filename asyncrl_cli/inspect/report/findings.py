@@ -56,7 +56,7 @@ def other_settings(found: Prediction | None) -> Answer:
     return Answer(
         question,
         f"A simulated step takes {found.outcome.step_s:.3g} s, {found.ratio_to_sync:.2f} times as fast as without "
-        f"staleness; max_staleness {found.free} is the least that costs nothing.",
+        f"staleness; max_staleness {found.free} is the smallest that costs no time.",
         "plain",
         (*(changes or ["No other setting that was tried saves 3 %."]), f"With other lengths of responses: {spans}."),
     )

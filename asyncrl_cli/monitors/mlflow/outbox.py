@@ -1,14 +1,14 @@
-"""What MLflow does not have of a run yet, read from the run's folder.
+"""The data of a run that MLflow does not have yet, read from the run's folder.
 
     metrics.jsonl, system.jsonl, spec.yaml, evaluations/, model/    all there is to send
     mlflow.json                                                     what has been sent, and to which MLflow run
 
-Nothing is kept for MLflow alone, so a server that does not answer costs no memory and a killed process loses
-nothing. What was sent is noted after it was sent: after a crash some is sent again, and changes nothing, since a
-number goes out with the step and the time at which it was written down.
+No data is stored for MLflow only, so a server that does not answer costs no memory and a killed process loses nothing.
+Progress is noted after sending. So after a crash some data is sent again, which changes nothing, because each number is
+sent with the step and the time at which it was recorded.
 
-A step has not been sent when its number is above, or its time after, those of the last one sent. A resumed run does
-steps again; their new numbers are sent, too, and MLflow shows both.
+A step has not been sent if its number or its time is above that of the last step sent. A resumed run repeats steps;
+their new numbers are sent, too, and MLflow shows both.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What has been sent.
+    """The record of the data that has been sent.
 
     ``step`` and ``time`` (unix time, s) are those of the last step. ``logged`` and ``uploaded`` name files by their
     path in the run's folder, with the time of the version whose numbers were logged or that was uploaded (mtime, ns);
@@ -70,12 +70,12 @@ class Outbox:
         return list(self.sent.registered.values())[-1] if self.sent.registered else ""
 
     def note(self, **changes: Any) -> None:
-        """Something has been sent: write that down."""
+        """Record that something has been sent."""
         self.sent = replace(self.sent, **changes)
         self.run.write_json(FILE, asdict(self.sent), private=True)
 
     def forget(self) -> None:
-        """The MLflow run is gone: everything is to be sent again."""
+        """Note that the MLflow run was deleted, so that everything is sent again."""
         self.sent = Sent(self.sent.uri, self.sent.experiment)
 
     def steps(self) -> list[dict[str, Any]]:

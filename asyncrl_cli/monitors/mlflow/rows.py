@@ -1,4 +1,4 @@
-"""What MLflow gets of a run, as it wants it: numbers from rows and evaluations, parameters from a spec, and an
+"""Converts a run's data to MLflow's formats: numbers from rows and evaluations, parameters from a spec, and an
 evaluation's responses as a table that MLflow shows and ``MlflowClient.load_table`` reads.
 
 MLflow's own ``log_table`` appends to a table that exists. Here a table is one evaluation, written as a whole, so that
@@ -22,7 +22,7 @@ Number = tuple[str, float, float, int]
 """Name, value, unix time (s) and step."""
 
 NO_METRICS = ("step", "version", "time")
-"""Keys of a row that say when, not what."""
+"""Keys of a row for its time and step, which are not metrics."""
 PARAMETER_LENGTH = 6000
 """Characters that MLflow keeps of a parameter's value."""
 TAG = "mlflow.loggedArtifacts"

@@ -1,7 +1,7 @@
-"""Brings what is in a run's outbox to MLflow.
+"""Sends the contents of a run's outbox to MLflow.
 
-Invariant: ``send`` may fail or be killed anywhere and be called again, by whichever process; MLflow ends up with
-one run that has everything once. The MLflow run has the run's id in a tag, by which it is found again even if
+Invariant: ``send`` may fail or be killed at any point and be called again, by any process; in the end MLflow has one
+run with all data once. The MLflow run has the run's id in a tag, by which it is found again even if
 the answer to its creation was lost.
 """
 
@@ -34,7 +34,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 FINISHED = "FINISHED"
 STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
-"""MLflow's word for each phase in which a run can say that it has ended."""
+"""MLflow's status for each phase of a run that has ended."""
 REPORT = "report.html"
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
@@ -243,7 +243,7 @@ class Sender:
 
 
 def send_rest(run: RunDirectory, target: Target) -> Sender:
-    """Send what a run that has ended still owes. Raises ``RunError`` when not everything went through."""
+    """Send the remaining data of a run that has ended. Raises ``RunError`` when not everything could be sent."""
     sender = Sender(run, target)
     phase = run.state.phase
     ended = run if phase in STATUS else run.as_if(phase="failed", reason="its process died")
@@ -261,7 +261,7 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
 
 
 def failure(error: Exception, uri: str) -> str:
-    """Why nothing was sent, in one line."""
+    """The cause of a failed request, in one line."""
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__module__.startswith("requests"):
@@ -272,7 +272,7 @@ def failure(error: Exception, uri: str) -> str:
 
 
 def _portions(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Rows that fit in one request, as long as no row alone is too long."""
+    """Split rows into parts that fit into one request each, if no single row is too long."""
     at_once = max(1, METRICS_AT_ONCE // max(map(len, rows), default=1))
     for start in range(0, len(rows), at_once):
         yield rows[start : start + at_once]

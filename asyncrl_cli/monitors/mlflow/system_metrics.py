@@ -21,7 +21,7 @@ PREFIX = "system/"
 
 
 class MachineSampler:
-    """Writes a sample every so many seconds, in its own thread, until ``stop``."""
+    """Writes a sample periodically, in its own thread, until ``stop``."""
 
     def __init__(self, run: RunDirectory, on_sample: Callable[[], None], every_s: float = EVERY_S) -> None:
         self._run = run
@@ -32,7 +32,7 @@ class MachineSampler:
         threading.Thread(target=self._sample_until_stopped, name="machine", daemon=True).start()
 
     def stop(self) -> None:
-        """No further sample, but for one that is being written."""
+        """Take no further samples; one that is being written is finished."""
         self._stopped.set()
 
     def _sample_until_stopped(self) -> None:

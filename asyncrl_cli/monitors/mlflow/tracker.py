@@ -27,15 +27,15 @@ from asyncrl_cli.system.remote import on_node
 
 RUNNING = "RUNNING"
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Between two attempts."""
+"""Seconds between two attempts: the first value, and the largest."""
 REPORTED: Mapping[str, Phase] = {"FINISHED": "finished", "FAILED": "failed"}
 """Ends of which a report is sent, and what it calls them. A run that was interrupted has no time for one, and
 is usually resumed."""
 RESTARTS = 10
 TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
-"""Seconds that the end of a run waits for MLflow, by how it ended."""
+"""Seconds that a run waits for MLflow at its end, by its status."""
 ANSWER_S = 1.0
-"""Seconds for the way to the actor and back, beside what it waits itself."""
+"""Seconds for a call to the actor and its answer, in addition to the actor's own waiting time."""
 
 
 class Tracker:
@@ -55,7 +55,7 @@ class Tracker:
         threading.Thread(target=self._send_forever, name="mlflow", daemon=True).start()
 
     def more(self) -> None:
-        """There is new data in the run's folder."""
+        """Notify it that there is new data in the run's folder."""
         with self._changed:
             self._more = True
             self._changed.notify_all()
@@ -109,7 +109,7 @@ class TrackerActor(Tracker):
 
 
 class Mlflow(Monitor):
-    """The driver's end: waits for MLflow at the run's end alone, and never fails because of it."""
+    """The driver's side: waits for MLflow only at the run's end, and never fails because of it."""
 
     name = "MLflow"
 
@@ -122,7 +122,7 @@ class Mlflow(Monitor):
     def started(self, run: RunInfo) -> None:
         import ray
 
-        # Where the driver is, there is the run's folder.
+        # On the driver's node, which has the run's folder.
         options = ray.remote(TrackerActor).options(
             num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=on_node()
         )

@@ -1,6 +1,6 @@
 """The mathematics of a step: pure functions of tensors, from rewards to the loss.
 
-In the order in which a step calls them (docs/one-step.md follows one with numbers):
+The modules, in the order in which a step calls them (docs/one-step.md explains a step with numbers):
 
     objective.py     the names in a spec's ``algorithm`` become functions
     advantages.py    rewards of groups -> advantages of tokens
@@ -10,5 +10,5 @@ In the order in which a step calls them (docs/one-step.md follows one with numbe
     value_loss.py    values and returns -> the critic's loss
     reduced_sums.py  sums for metrics, over micro-batches and ranks
 
-``old_logprobs.py`` and ``update.py``, one level up, call them with what the models answer.
+``old_logprobs.py`` and ``update.py``, one level up, call them with the models' outputs.
 """

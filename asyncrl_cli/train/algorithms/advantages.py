@@ -1,4 +1,4 @@
-"""Advantages: from the rewards of a step to how much better than expected each sampled token was.
+"""Advantages: computes from the rewards of a step how much better than expected each sampled token was.
 
 With a group as the baseline (GRPO, Dr. GRPO, RLOO) an ``AdvantageFunction`` compares a rollout with the others of its
 prompt, and every token of the rollout has the result. Without one (REINFORCE++) and with a critic (PPO) the rewards are
@@ -31,8 +31,9 @@ VARIANCE_FLOOR = 1e-8
 """Added to the variance that whitening divides by."""
 
 AdvantageFunction = Callable[[Tensor], Tensor]
-"""Of rewards [groups, group_size], floating point; returns the same shape and dtype. A user's own function has this
-form, too; ``check_advantages`` checks its result. The functions below raise ``ValueError`` as ``check_rewards``."""
+"""Takes rewards [groups, group_size], floating point; returns advantages of the same shape and dtype. A user's own
+function has this signature, too; ``check_advantages`` checks its result. The functions below raise ``ValueError`` as
+``check_rewards``."""
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
@@ -70,7 +71,8 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
     "group_mean": group_mean,
     "leave_one_out": leave_one_out,
 }
-"""By the names that a spec uses; ``none`` and ``gae`` are ``rewards_to_go`` and ``gae``, of tokens."""
+"""The functions by their names in a spec; ``none`` and ``gae`` are the functions ``rewards_to_go`` and ``gae``, which
+work on tokens."""
 
 
 def check_rewards(rewards: Tensor) -> Tensor:
@@ -106,12 +108,12 @@ def check_advantages(result: object, rewards: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Tensor:
-    """What a response loses for its length: 0 up to ``max_tokens`` − ``buffer_tokens``, from there linearly up to 1.
+    """The length penalty of a response: 0 up to ``max_tokens`` − ``buffer_tokens``, from there linearly up to 1.
 
     Soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13, where it is negative and added to the reward.
 
-    float32, shape of ``lengths``, from 0 to 1. Raises ``ValueError`` unless ``buffer_tokens`` is from 1 to
-    ``max_tokens``.
+    Returns float32 of the shape of ``lengths``, from 0 to 1. Raises ``ValueError`` unless ``buffer_tokens`` is from 1
+    to ``max_tokens``.
     """
     if not 1 <= buffer_tokens <= max_tokens:
         raise ValueError(f"buffer_tokens must be from 1 to max_tokens {max_tokens}, not {buffer_tokens}")
@@ -166,7 +168,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
 
 @dataclass(frozen=True, slots=True)
 class Moments(ReducedSums):
-    """Sums from which mean and variance over tokens follow."""
+    """Sums from which the mean and variance over tokens are computed."""
 
     count: Tensor  # tokens that count
     total: Tensor  # of the values

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
-"""Of log-probs of the policy and of the reference, both of one shape; float64 of that shape, in nats. Gradients flow
-through both."""
+"""Takes log-probs of the policy and of the reference, of the same shape; returns estimates in nats, float64 of that
+shape. Gradients flow through both."""
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before exp: e^20 is far outside every range of use, and far from overflow."""
@@ -60,4 +60,4 @@ def _distance(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 KL: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3}
-"""By the names that a spec uses."""
+"""The estimators by their names in a spec."""

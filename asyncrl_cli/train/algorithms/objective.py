@@ -1,4 +1,4 @@
-"""A spec's algorithm as functions: its names resolved, the user's own functions imported."""
+"""Resolves the names in a spec's ``algorithm`` to functions, and imports the user's own functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Objective:
 
 
 LOSS_ARGUMENTS = ("logprobs", "proximal_logprobs", "advantages", "mask", "settings")
-"""What a ``PolicyLoss`` is called with."""
+"""The names of the arguments of a ``PolicyLoss``."""
 
 
 def _function(

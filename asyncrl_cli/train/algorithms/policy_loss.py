@@ -37,7 +37,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """What a ``PolicyLoss`` returns; all [rows, tokens]."""
+    """The result of a ``PolicyLoss``; all tensors are [rows, tokens]."""
 
     loss: Tensor  # floating point, with gradient
     clipped_low: Tensor  # bool; tokens whose ratio was held at the lower edge
@@ -118,7 +118,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, settings: AlgorithmSpec) -> Toke
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip_loss, "gspo": gspo_loss, "cispo": cispo_loss, "sapo": sapo_loss}
-"""By the names that a spec uses."""
+"""The losses by their names in a spec."""
 
 
 @dataclass(frozen=True, slots=True)

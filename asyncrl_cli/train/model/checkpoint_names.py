@@ -61,7 +61,7 @@ def _rows(shape: tuple[int, ...]) -> int:
 
 
 def _row_numbers(begin: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """The numbers from ``begin`` on of a weight's rows, in its shape but for the last dimension, which no conversion
+    """The numbers from ``begin`` on of a weight's rows, in its shape except the last dimension, which no conversion
     touches: two columns stand for it, as some conversions drop dimensions of one."""
     rows = torch.arange(begin, begin + _rows(shape), dtype=torch.int32)  # a model has fewer than 2^31
     return rows.view(shape) if len(shape) < 2 else rows.view(*shape[:-1], 1).expand(*shape[:-1], 2).contiguous()
