@@ -18,7 +18,10 @@ def asyncrl(arguments: str, redirection: str, folder: Path) -> subprocess.Comple
 def test_output_to_a_full_disk_is_an_error_with_a_hint(tmp_path: Path, arguments: str) -> None:
     ended = asyncrl(arguments, "> /dev/full", tmp_path)
     assert ended.returncode == 1
-    shown = "error: cannot write the output: No space left on device\nhint: free space, or send it elsewhere\n"
+    shown = (
+        "error: cannot write the output: No space left on device\n"
+        "hint: free disk space, or redirect the output elsewhere\n"
+    )
     assert ended.stderr == shown
 
 

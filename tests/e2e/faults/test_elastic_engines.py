@@ -48,7 +48,8 @@ def test_engines_come_and_go_while_a_run_trains(disturb: Disturb, shared_runs: R
     assert "1 engine serves" in scale(shared_runs, run, 1)
     run.until(lambda: changes(run, "leave") == 1, "the second one to be gone")
     refused = shared_runs.run("scale", run.folder.name, "--engines", "3", "--runs-dir", shared_runs.folder)
-    assert (refused.code, refused.err.splitlines()[0]) == (2, "error: the run refuses 3 engines: 3 is not from 1 to 2")
+    reason = "error: the run refuses 3 engines: 3 is not between 1 and 2"
+    assert (refused.code, refused.err.splitlines()[0]) == (2, reason)
     kills = 0
     while not kills or not aborted(run):  # an engine may happen to have no request at the moment of the signal
         kills += 1

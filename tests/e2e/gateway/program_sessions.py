@@ -7,7 +7,7 @@ context, and runs of sampled tokens, one for each call. The two must tell the sa
 - each call is one run: as many tokens before it as its prompt has, as many in it as its reply, and the reply's words;
 - no run is left over;
 - a call whose run has sampled tokens before it says in its request all that those calls were asked and answered. One
-  that says so, of a turn that no other call went on from, has them.
+  that says so, of a turn that no other call continued, has them.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Call:
     reply: Reply
     run: Run | None = None
 
-    def goes_on_from(self, earlier: Call) -> bool:
+    def continues(self, earlier: Call) -> bool:
         """Whether its conversation begins with that call's and the reply to it, word for word."""
         count = len(earlier.asked)
-        return self.asked[:count] == earlier.asked and _said(self.asked[count:]) == (
+        return self.asked[:count] == earlier.asked and _replied(self.asked[count:]) == (
             earlier.reply.text,
             _calls(earlier.reply.calls),
         )
@@ -81,19 +81,19 @@ def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], dec
             left.remove(run)
     found.problems += [f"{len(run.ids)} tokens of {run.sequence} are of no call: {decode(run.ids)!r}" for run in left]
     found.calls, found.tool_calls = len(calls), sum(bool(call.reply.calls) for call in calls)
-    gone_on: list[Call] = []
+    continued_calls: list[Call] = []
     for number, call in enumerate(calls):
         if call.run is None:
             continue
         before = [run for run in runs if run.sequence == call.run.sequence and run.start < call.run.start]
-        fitting_calls = [one for one in calls[:number] if one not in gone_on and call.goes_on_from(one)]
+        fitting_calls = [one for one in calls[:number] if one not in continued_calls and call.continues(one)]
         if before:
             found.continued += 1
             previous = next((one for one in calls[:number] if one.run == before[-1]), None)
-            if previous is None or not call.goes_on_from(previous):
+            if previous is None or not call.continues(previous):
                 found.problems.append(f"call {number} has tokens in its context that its request does not say")
             else:
-                gone_on.append(previous)
+                continued_calls.append(previous)
         elif number:
             found.branches += 1
             if fitting_calls:
@@ -137,7 +137,7 @@ def _calls(calls: Sequence[tuple[str, str]]) -> tuple[tuple[str, Any], ...]:
     return tuple((name, json.loads(arguments)) for name, arguments in calls)
 
 
-def _said(items: Sequence[Any]) -> tuple[str, tuple[tuple[str, Any], ...]]:
+def _replied(items: Sequence[Any]) -> tuple[str, tuple[tuple[str, Any], ...]]:
     """The text and the calls of the model's items at the beginning of ``items``, in any of the APIs."""
     text, calls = "", []
     for item in items:

@@ -1,0 +1,94 @@
+"""The templates for other people's programs, as `asyncrl init` writes them: the programs play them with a small saved
+model, whose tokenizer and chat template leave their prompts as long as they are."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.journal.queries import RolloutRecord, group_record, snapshot
+from asyncrl_cli.journal.schema import FILE
+from asyncrl_cli.records.generation import CONTEXT
+from tests.e2e.conftest import Runs
+from tests.e2e.gateway.installed import AGENTS, installed
+
+pytestmark = [pytest.mark.stack, pytest.mark.nightly]
+
+MAX_LENGTH = 65536
+GROUPS, GROUP_SIZE = 2, 2
+HERE = {
+    "model.max_length": MAX_LENGTH,
+    "rollout.engines": 1,
+    "rollout.gpus_per_engine": 0,
+    "rollout.group_size": GROUP_SIZE,
+    "rollout.max_running_rollouts": 4,
+    "rollout.max_response_tokens": 64,
+    "rollout.dtype": "float32",
+    "trainer.ranks": 1,
+    "trainer.gpus_per_rank": 0,
+    "trainer.dtype": "float32",
+    "trainer.tokens_per_microbatch": MAX_LENGTH,
+    "pipeline.groups_per_step": GROUPS,
+    "pipeline.max_staleness": 0,
+    "cluster.gpu_memory_gb": "null",
+    "task.episode.concurrency": 2,
+    "evaluation.every": 0,
+    "evaluation.prompts": 1,
+    "checkpoints.every": 0,
+    "tracking.mlflow": "false",
+    "stop.steps": 1,
+}
+"""What differs from a run on eight GPUs."""
+LONGEST = {"codex": 10_000, "claude-code": 10_000, "mini-swe-agent": 1_000}
+"""Tokens that a program's longest context has at least."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the template `saved-model`, with more positions."""
+    runs = Runs(tmp_path_factory.mktemp("models"))
+    made = runs.run("init", "saved-model", "saved")
+    assert made.code == 0, made.err
+    folder = runs.folder / "saved/model"
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": MAX_LENGTH}))
+    return folder
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_a_template_is_played_by_its_program_and_trained(name: str, tmp_path: Path, model: Path) -> None:
+    _, missing = installed()
+    if reason := missing.get(name):
+        pytest.skip(reason)
+    runs = Runs(tmp_path)
+    made = runs.run("init", name, "mine")
+    assert made.code == 0, made.err
+    own = {
+        "model.path": model,
+        "runs_dir": runs.folder,
+        "task.sandbox.readable": json.dumps([str(AGENTS.resolve()), sys.base_prefix]),
+        "task.options.env": json.dumps({"PATH": f"{AGENTS.resolve() / 'bin'}:{os.environ['PATH']}"}),
+    }
+    words = [word for key, value in (HERE | own).items() for word in ("--set", f"{key}={value}")]
+    ended = runs.run("train", runs.folder / "mine/spec.yaml", *words, limit_s=900)
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    with snapshot(runs.newest() / FILE) as journal:
+        ids = [group for (group,) in journal.execute("SELECT id FROM groups WHERE state = 'taken'")]
+        rollouts = [rollout for group in ids for rollout in group_record(journal, group).rollouts]
+    assert len(rollouts) == GROUPS * GROUP_SIZE
+    assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
+    assert all(rollout.tokens > 0 and rollout.failure is None for rollout in rollouts), "it has asked the model"
+    assert max(map(longest_context, rollouts)) > LONGEST[name]
+
+
+def longest_context(rollout: RolloutRecord) -> int:
+    """Tokens that one of its sequences was given."""
+    given = Counter[str]()
+    for segment in rollout.segments:
+        given[segment.rollout_id] += len(segment.ids) if segment.version == CONTEXT else 0
+    return max(given.values())
