@@ -132,7 +132,7 @@ def schedule(source: Source) -> str:
     """`trainer.schedule.kind`."""
     name = str(source.get("lr_scheduler_type"))
     if name not in SCHEDULES:
-        source.remark(f"lr_scheduler_type={name} has no counterpart: `constant` was taken instead")
+        source.remark(f"lr_scheduler_type={name} has no counterpart: `constant` is used instead")
     return SCHEDULES.get(name, "constant")
 
 
@@ -209,7 +209,7 @@ def offload(source: Source) -> str:
 def dtype(source: Source) -> str:
     """`trainer.dtype` and `rollout.dtype`."""
     if source.flag("fp16"):
-        source.remark("there is no float16: bfloat16 was taken")
+        source.remark("float16 is not supported: bfloat16 is used")
     wide = source.get("bf16") is not None and not source.flag("bf16") and not source.flag("fp16")
     return "float32" if wide else "bfloat16"
 
@@ -227,7 +227,7 @@ def advantage(source: Source) -> str:
 
 
 def preset(source: Source) -> str:
-    """`algorithm.preset`. All keys that a preset decides are written, so it is only a name here."""
+    """`algorithm.preset`. All keys that a preset decides are written, so it is only a label here."""
     if method(source) in ("ppo", "rloo"):
         return method(source)
     if loss(source.quiet()) != "clip":
@@ -241,7 +241,7 @@ def loss(source: Source) -> str:
     if name in ("cispo", "sapo"):
         return name
     if method(source) in ("grpo", "async_grpo") and name not in AGGREGATIONS:
-        source.remark(f"loss_type={name} has no counterpart: `clip` was taken instead")
+        source.remark(f"loss_type={name} has no counterpart: `clip` is used instead")
     if method(source) == "rloo" and updates_per_step(source) > 1:
         source.remark("TRL's RLOO clips the ratio of a whole sequence, and this one that of each token")
     return "gspo" if source.get("importance_sampling_level") == "sequence" else "clip"

@@ -228,7 +228,7 @@ def chosen(source: Source, key: str, table: dict[str, Any], fallback: str) -> An
     """The table's entry for the value of a key; the fallback's, with a remark, if it has none."""
     value = str(source.get(key))
     if value not in table:
-        source.remark(f"{key}={value} has no counterpart: `{fallback}` was taken instead")
+        source.remark(f"{key}={value} has no counterpart: `{fallback}` is used instead")
     return table.get(value, table[fallback])
 
 
@@ -242,7 +242,7 @@ def tool_parser(source: Source) -> str | None:
 
 
 def preset(source: Source) -> str:
-    """`algorithm.preset`. All keys that a preset decides are written, so it is only a name here."""
+    """`algorithm.preset`. All keys that a preset decides are written, so it is only a label here."""
     name: str = ESTIMATORS.get(str(source.get("algorithm.adv_estimator")), ESTIMATORS["grpo"])[0]
     other = LOSSES.get(str(source.get(f"{A}policy_loss.loss_mode")), "clip")
     return other if name == "grpo" and other != "clip" else name
@@ -285,7 +285,7 @@ def kl_coef(source: Source) -> float:
     """`algorithm.kl_coef`."""
     in_loss, in_reward = source.flag(f"{A}use_kl_loss"), source.flag("algorithm.use_kl_in_reward")
     if in_loss and in_reward:
-        source.remark("a spec has one KL penalty: the one in the loss was taken, and the one in the reward not")
+        source.remark("a spec has one KL penalty: the one in the loss is used, the one in the reward is not")
     if in_reward and not in_loss and source.get("algorithm.kl_ctrl.type") not in (None, "fixed"):
         source.remark("the coefficient is fixed: there is no adaptive control")
     if in_loss:
@@ -298,7 +298,7 @@ def kl_estimator(source: Source) -> str:
     key = f"{A}kl_loss_type" if kl_placement(source) == "loss" else "algorithm.kl_penalty"
     name = str(source.get(key))
     if name.endswith("+"):
-        source.remark(f"`{name}` is a value of {name[:-1]} with the gradient of k2: k2 was taken")
+        source.remark(f"`{name}` is a value of {name[:-1]} with the gradient of k2: k2 is used")
         return "k2"
     if not kl_coef(source) and name not in KL_ESTIMATORS:
         return "k3"
@@ -324,7 +324,7 @@ def correction_preset(source: Source) -> str:
     """`algorithm.correction.preset`: both set no weights."""
     if source.flag(f"{CORRECTION}bypass_mode"):
         if source.get(f"{CORRECTION}loss_type") == "reinforce":
-            source.remark("REINFORCE with importance weights has no counterpart: the clipped objective was taken")
+            source.remark("REINFORCE with importance weights has no counterpart: the clipped objective is used")
         return "off"
     return "decoupled"
 

@@ -31,7 +31,7 @@ def spec_text(conversion: Conversion, trainer: str, origin: str, folder: Path) -
     where the spec is going to be: relative paths start from there, and in the source from the current folder."""
     lines = [
         f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
-        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks what needs a look.",
+        f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks what you should check.",
     ]
     tree: dict[str, Any] = {}
     for setting in sorted(conversion.settings, key=_place):

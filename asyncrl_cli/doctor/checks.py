@@ -328,7 +328,7 @@ def check_gvisor() -> Finding:
     """Run one command as `task.sandbox` does with `kind: gvisor`, where there is gVisor."""
     name = "sandbox in gVisor"
     if shutil.which("runsc") is None:
-        return Finding(name, "ok", "runsc is not installed; task.sandbox needs it for kind: gvisor alone")
+        return Finding(name, "ok", "runsc is not installed; only task.sandbox with kind: gvisor needs it")
     if reason := problem("gvisor"):
         return Finding(name, "warning", f"none, so kind: gvisor is refused: {reason}", HINTS["gvisor"])
     return Finding(name, "ok", f"gvisor: a command ran in {WORK_FOLDER}")

@@ -190,7 +190,7 @@ class GatewayActor:
     async def start(self, setup: GatewaySetup, port: int) -> tuple[int, str]:
         """Serve from now on, at ``port`` (0: a free one); returns the process id and the server's URL.
 
-        Raises ``UserError``: the address cannot be had, or the tool parser does not fit the model.
+        Raises ``UserError``: the address is not available, or the tool parser does not fit the model.
         """
         from asyncrl_cli.gateway.connections import ConnectionLimits, raise_descriptor_limit
         from asyncrl_cli.gateway.server import start_gateway
@@ -211,7 +211,7 @@ class GatewayActor:
         return os.getpid(), self._server.url
 
     async def tell(self, orders: Orders) -> None:
-        """Take the driver's orders."""
+        """Handle what the driver sent."""
         for change in orders.sessions:
             if isinstance(change, SessionOpening):
                 self._open(change)
@@ -220,7 +220,7 @@ class GatewayActor:
         self._crossing.answer(orders)
 
     async def collect(self, timeout_s: float) -> News:
-        """The news for the driver; waits up to ``timeout_s`` for some."""
+        """What is new for the driver; waits up to ``timeout_s`` for some."""
         return await self._crossing.collect(timeout_s)
 
     async def stop(self) -> None:

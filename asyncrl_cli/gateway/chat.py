@@ -200,5 +200,5 @@ def _double(number: str) -> float | None:
 def _after(text: str, mark: str) -> str:
     _, found, rest = text.partition(mark)
     if not found:
-        raise ChatError("the chat template leaves a reply's text out")
+        raise ChatError("the chat template omits a reply's text")
     return rest

@@ -1,6 +1,6 @@
 """What clients may send: the requests of Anthropic's Messages API, as far as a policy can serve them.
 
-As in protocol.py, other keys are accepted, and those that would have an effect that cannot be had are refused by
+As in protocol.py, other keys are accepted, and those whose effect is not supported are refused by
 ``refuse_unsupported``. Marks for prompt caches (``cache_control``) are such other keys.
 """
 
@@ -216,7 +216,8 @@ class MessagesRequest(CountRequest):
     def _asks_for_a_reply(self) -> MessagesRequest:
         if self.messages[-1].role == "assistant":
             raise PydanticCustomError(
-                "messages", "the conversation must end with a user's message: a reply's beginning cannot be given"
+                "messages",
+                "the conversation must end with a user's message: replies cannot be prefilled",
             )
         return self
 

@@ -196,7 +196,7 @@ class ChatRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
     )
-    max_completion_tokens: Count | None = Field(None, description="Goes before `max_tokens`.")
+    max_completion_tokens: Count | None = Field(None, description="Takes precedence over `max_tokens`.")
     logprobs: Flag | None = Field(None, description="Add the log-probability of each token.")
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
         None, description="Needs `logprobs`. Only the sampled token's is known: more than 1 gives that one."

@@ -26,7 +26,7 @@ MAX_BYTES_WITHOUT = 32 * 2**20
 
 
 class Kept:
-    """Conversations by the id of their last response; those used longest ago go first."""
+    """Conversations by the id of their last response; the least recently used are removed first."""
 
     def __init__(self, most: int = MAX_KEPT, limit: int = MAX_BYTES) -> None:
         self._most, self._limit = most, limit

@@ -65,7 +65,7 @@ class ReasoningItem(Wire):
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
-    encrypted_content: Text | None = Field(None, description="The same, as this server gave it. `content` goes before.")
+    encrypted_content: Text | None = Field(None, description="The same, from this server. `content` takes precedence.")
 
 
 class FunctionCallItem(Wire):

@@ -118,7 +118,7 @@ async def start_gateway(
 ) -> Gateway:
     """A gateway that serves, in this event loop.
 
-    The arguments are those of ``app.Service``. Raises ``GatewayError`` when the address cannot be had.
+    The arguments are those of ``app.Service``. Raises ``GatewayError`` when the address is not available.
     """
     service = Service(
         sessions=sessions,
@@ -135,7 +135,7 @@ async def start_gateway(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections. Raises ``GatewayError`` when the address cannot be had."""
+    """A socket that takes connections. Raises ``GatewayError`` when the address is not available."""
     family = family_of(host)
     # Only sockets that name their protocol get TCP_NODELAY from asyncio; without it answers wait 40 ms for an ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

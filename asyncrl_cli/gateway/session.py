@@ -152,7 +152,8 @@ class Session:
     ) -> None:
         """``fixed_sampling``: temperature and seed are those of ``sampling``, whatever a call asks for, so that the
         policy's log-probs are of the distribution sampled from; each call's seed follows from ``sampling.seed`` and the
-        number of calls before. Otherwise a call's own settings go before ``sampling``. Stop strings are those of both.
+        number of calls before. Otherwise a call's own settings take precedence over ``sampling``.
+        Stop strings are those of both.
 
         ``recorded``: the segments of each sequence (0, 1, ...) that were recorded before, when the rollout is played
         again. ``on_segments`` gets the segments of all sequences as they grow, with their context.
@@ -400,13 +401,13 @@ class Session:
         if room < 1:
             raise self._too_long(f"{prompt_tokens} tokens")
         if limits.max_calls is not None and self.calls + options.n > limits.max_calls:
-            raise self._refused("max_calls_exceeded", f"this session has had its {limits.max_calls} calls")
+            raise self._refused("max_calls_exceeded", f"this session has reached its limit of {limits.max_calls} calls")
         if limits.max_sampled_tokens is not None:
             left = limits.max_sampled_tokens - self.sampled_tokens
             if left < 1:
                 raise self._refused(
                     "max_sampled_tokens_exceeded",
-                    f"this session has had its {limits.max_sampled_tokens} generated tokens",
+                    f"this session has reached its limit of {limits.max_sampled_tokens} generated tokens",
                 )
             room = min(room, left)
         own = self._sampling

@@ -67,7 +67,7 @@ def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None)
 
 @dataclass(frozen=True, slots=True)
 class Excess:
-    """A device that does not have what the run needs, or hardly has."""
+    """A device that has too little memory for the run, or barely enough."""
 
     device: Device
     cannot: bool  # else it may, and is tight

@@ -41,7 +41,7 @@ def sandbox_use(task: object) -> Use:
 
 
 def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task") -> None:
-    """Raise ``TaskError`` for a sandbox that the task cannot use, that it lacks, or that cannot be had here."""
+    """Raise ``TaskError`` for a sandbox that the task cannot use, that it lacks, or that cannot start here."""
     from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, problem
 
     uses = [sandbox_use(member) for member in (task.members.values() if isinstance(task, TaskMix) else [task])]

@@ -33,7 +33,7 @@ class HostAgent:
         self._node_id = ""
 
     async def ping(self) -> None:
-        """Answers once the actor is there."""
+        """Answers once the actor has started."""
 
     async def start(
         self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str, mover: str = "http"
@@ -55,7 +55,7 @@ class HostAgent:
         return await asyncio.to_thread(self._replica.digest, version, ranks, self._threads)
 
     async def pull(self, manifest: Manifest, holders: Sequence[Endpoint], timeout_s: float) -> Pulled:
-        """Get the version here, from any of the holders; at once when it is here already.
+        """Fetch the version to this host, from any of the holders; returns at once when it is already here.
 
         A call for the version that is being fetched waits for it; a call for a newer one ends the fetch. Raises
         ``Overtaken``, ``PullFailed``, and ``RunError`` when no memory is free.

@@ -300,7 +300,7 @@ def digest_of(views: Iterable[memoryview]) -> str:
 
 def _no_memory(nbytes: int, error: OSError) -> RunError:
     return RunError(
-        f"{nbytes / GIB:.2f} GiB of memory for weights cannot be had: {error.strerror}",
+        f"{nbytes / GIB:.2f} GiB of memory for weights cannot be allocated: {error.strerror}",
         location="weights",
         hint="a host keeps two versions of the weights in memory, or of the shards of its trainer ranks",
     )

@@ -171,7 +171,7 @@ def test_settings_of_other_trainers(home: Path, words: list[str], key: str, valu
             "from trl.rewards import think_format_reward",
         ),
         (["--sync_ref_model"], "the reference becomes the policy"),
-        (["--fp16"], "there is no float16"),
+        (["--fp16"], "float16 is not supported"),
     ],
 )
 def test_what_cannot_be_kept_is_a_remark(words: list[str], remark: str) -> None:

@@ -143,7 +143,7 @@ def test_a_turn_rendered_differently_when_more_follows_is_refused() -> None:
     after: Messages = [{"role": "user", "content": "b"}]
     for template, why in (
         ("{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}", "differently"),
-        ("{{ messages[-1].content }}", "leaves a reply's text out"),
+        ("{{ messages[-1].content }}", "omits a reply's text"),
         ("{{ raise_exception('two turns at most') if messages | length > 2 }}{{ messages }}", "two turns at most"),
         (None, "model.chat_template"),
     ):

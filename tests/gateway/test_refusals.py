@@ -216,7 +216,7 @@ def test_the_limits_of_a_session_are_reported_and_remembered() -> None:
             session = there.session("7-0", max_calls=1)
             create = there.client("7-0").completions.create
             await create(model=MODEL, prompt="x")
-            with pytest.raises(openai.BadRequestError, match="has had its 1 calls"):
+            with pytest.raises(openai.BadRequestError, match="reached its limit of 1 calls"):
                 await create(model=MODEL, prompt="x")
             assert "1 calls" in session.failure
 

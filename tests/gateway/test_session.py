@@ -174,12 +174,12 @@ def test_limits_are_kept() -> None:
             continue
     with pytest.raises(SessionError) as error:
         run(one.chat(conversation, None, CallOptions()))
-    assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has had its 4 calls")
+    assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has reached its limit of 4 calls")
     one.calls = 0
     with pytest.raises(SessionError, match="25 generated tokens") as error:
         run(one.chat(HELLO, None, CallOptions()))
     assert error.value.code == "max_sampled_tokens_exceeded"
-    assert one.failure == "this session has had its 4 calls", "the first one"
+    assert one.failure == "this session has reached its limit of 4 calls", "the first one"
 
     short = session(model, limits=Limits(max_length=9, max_call_tokens=50))
     (reply,) = run(short.chat(HELLO, None, CallOptions()))

@@ -303,7 +303,7 @@ def test_memory_that_the_host_does_not_have_is_an_error(monkeypatch: pytest.Monk
         before = len(os.listdir("/proc/self/fd"))
         monkeypatch.setattr(os, "posix_fallocate", full)
         for use in (lambda: replica.begin(0), lambda: fetch(replica, 0)):
-            with pytest.raises(RunError, match="cannot be had: No space left on device"):
+            with pytest.raises(RunError, match="cannot be allocated: No space left on device"):
                 use()
         assert len(os.listdir("/proc/self/fd")) == before
         monkeypatch.undo()

@@ -5,7 +5,7 @@ The prompt is the expression, the response works through it in running totals of
     7+6-0-9=    +6=+13-0=+13-9=+04#4
 
 What makes it learnable by reward alone is the demonstrations: they teach a model that *can* work carefully
-and mostly does not. Most of them jump to a random number, so the answer cannot be had without the working,
+and mostly does not. Most of them jump to a random number, so the answer cannot be found without the working,
 and reinforcement finds the working because only it pays. Random, not true: with true numbers a direct guess
 would pay too, and training would shrink to it.
 

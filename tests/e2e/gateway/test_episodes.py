@@ -282,7 +282,7 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
         ended[kind].add(rollout.state)
         reasons[kind] |= {rollout.failure} - {""}
     assert all("had not ended after 20 s" in reason for reason in reasons["never returns"]) and reasons["never returns"]
-    assert all("has had its 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
+    assert all("reached its limit of 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
     assert all("exit status 5" in reason for reason in reasons["ends its process"]) and reasons["ends its process"]
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
     for kind in ("prints", "leaves children", "plays fair"):
