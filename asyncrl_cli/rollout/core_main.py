@@ -1,4 +1,5 @@
-"""The main module of vLLM's core process: makes its imports faster (decision 0044), and continues grammars (0074).
+"""The main module of vLLM's core process: makes its imports faster (decision 0044), continues grammars (0074), and
+joins messages (0079).
 
 vLLM spawns the core, and ``multiprocessing`` has a spawned process run its parent's main module first. In a Ray actor
 that is a file of Ray's; ``use_as_main`` names this module in its place.
@@ -28,5 +29,7 @@ if __name__ == "__mp_main__":
         import vllm.v1.engine.core  # noqa: F401
 
         from asyncrl_cli.rollout.vllm_grammars import continue_grammars
+        from asyncrl_cli.rollout.vllm_joined_outputs import join_outputs
 
         continue_grammars()
+        join_outputs()

@@ -42,6 +42,7 @@ from asyncrl_cli.rollout.vllm_inflight import (
     running_tokens,
     sampled_logprobs,
 )
+from asyncrl_cli.rollout.vllm_joined_outputs import JOIN
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
@@ -343,6 +344,9 @@ class Engine:
             raise Aborted([])
         assert self._by_position is not None  # known since the engine serves a version
         rest = rest_of(request.sampling, request.generated, self._by_position)
+        arguments = format_arguments(request, self._hidden_tokens)
+        if not (request.streamed or rest.stop):
+            arguments["extra_args"] = {**arguments.get("extra_args", {}), JOIN: True}
         params = SamplingParams(
             max_tokens=rest.max_tokens,
             temperature=rest.temperature,
@@ -352,7 +356,7 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(rest.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **format_arguments(request, self._hidden_tokens),
+            **arguments,
         )
         self._in_vllm += 1
         self._occupancy.add(1)

@@ -39,6 +39,16 @@ OBJECTS: dict[str, dict[str, str]] = {
         "state.logprobs_processor": "vllm.v1.engine.logprobs.LogprobsProcessor()",
         "flat": "vllm.logprobs.FlatLogprobs()",
     },
+    "rollout/vllm_joined_outputs.py": {
+        "core": "vllm.v1.engine.core.EngineCoreProc()",
+        "core.output_queue": "",
+        "core.scheduler": "vllm.v1.core.sched.scheduler.Scheduler()",
+        "request": "vllm.v1.request.Request()",
+        "params": "vllm.sampling_params.SamplingParams()",
+        "outputs": "vllm.v1.engine.EngineCoreOutputs()",
+        "record": "vllm.v1.engine.EngineCoreOutput()",
+        "last": "vllm.v1.engine.EngineCoreOutput()",
+    },
     "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py has what is used
     "train/checkpoints.py": {"engine": DEEPSPEED},
     "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},

@@ -19,7 +19,7 @@ LITERALS = {
 """By argument: where asyncrl writes it, and the type that lists its values."""
 TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
-RANDOM_NUMBERS = {
+SAMPLER = {
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": ("self.forward", "torch.ops._C.fused_gumbel_argmax"),
     "vllm.v1.sample.sampler.Sampler": ("self.topk_topp_sampler", "self.logprobs_mode", "self.use_fp64_gumbel"),
     "vllm.v1.sample.sampler.Sampler.sample": (
@@ -39,7 +39,18 @@ RANDOM_NUMBERS = {
         "input_batch.positions[input_batch.logits_indices]",
     ),
 }
-"""By function of vLLM's: expressions in it that ``rollout/vllm_sampler.py`` relies on, or for V2 on what they mean."""
+"""For V2 of the model runner it relies on what they mean."""
+OUTPUTS = {
+    "vllm.v1.engine.core.EngineCoreProc.process_output_sockets": ("self.output_queue.get()",),
+    "vllm.v1.engine.core.EngineCoreProc._handle_client_request": ("self.output_queue.put_nowait",),
+    "vllm.v1.engine.core.EngineCore._attach_weight_version": ("self._weight_version",),
+    "vllm.v1.outputs.LogprobsLists.slice_request": (
+        "LogprobsLists(self.logprob_token_ids[req_idx:end_idx], self.logprobs[req_idx:end_idx], "
+        "self.sampled_token_ranks[req_idx:end_idx], None)",
+    ),
+}
+EXPRESSIONS = {"rollout/vllm_sampler.py": SAMPLER, "rollout/vllm_joined_outputs.py": OUTPUTS}
+"""By file of ours and function of vLLM's: expressions in that function which the file relies on."""
 
 
 def problems(package: Package) -> Iterator[str]:
@@ -49,7 +60,7 @@ def problems(package: Package) -> Iterator[str]:
     yield from _environment(package)
     yield from _slots(package)
     yield from _transfer_engine(package)
-    yield from _random_numbers(package)
+    yield from _expressions(package)
     seeing = package.find("vllm.model_executor.models.interfaces.SupportsMultiModal")
     if seeing is None or package.member(seeing, "get_language_model") is None:
         yield "weights/next_layers.py: vLLM's models with vision have no get_language_model()"
@@ -144,9 +155,9 @@ def _transfer_engine(package: Package) -> Iterator[str]:
             yield f"weights/vllm_worker.py: vLLM's WeightTransferEngine has no {ast.unparse(line.targets[0])}"
 
 
-def _random_numbers(package: Package) -> Iterator[str]:
-    """Both model runners have what random numbers by seed and position are made of (decision 0064)."""
-    for name, expressions in RANDOM_NUMBERS.items():
+def _expressions(package: Package) -> Iterator[str]:
+    """vLLM's code is what replaces a part of it (decisions 0064 and 0079)."""
+    for file, name, expressions in ((file, *item) for file, of in EXPRESSIONS.items() for item in of.items()):
         found = package.find(name)
         owner, _, member = name.rpartition(".")
         if found is None and (kind := package.find(owner)) is not None:
@@ -154,7 +165,7 @@ def _random_numbers(package: Package) -> Iterator[str]:
         written = {ast.unparse(node) for node in ast.walk(found.node)} if found and found.node else set()
         for expression in expressions:
             if expression not in written:
-                yield f"rollout/vllm_sampler.py: {name} has no {expression}"
+                yield f"{file}: {name} has no {expression}"
 
 
 def _functions(file: str) -> dict[str, ast.FunctionDef]:

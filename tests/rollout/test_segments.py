@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -51,12 +52,17 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ExperimentSpec:
 
 
 @pytest.fixture(scope="module")
-def start(spec: ExperimentSpec, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Bench]:
+def start(spec: ExperimentSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Bench]]:
     """Starts an engine; all of them have the same models for the same versions."""
+    from asyncrl_cli.rollout.core_main import use_as_main
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
     os.environ.update(engine_environment(spec))
-    return lambda: Bench(spec, tmp_path_factory.mktemp("model"))
+    with pytest.MonkeyPatch.context() as patch:
+        main = sys.modules["__main__"]
+        patch.setattr(main, "__spec__", main.__spec__)
+        use_as_main()  # as the engine's actor does: the core joins its messages
+        yield lambda: Bench(spec, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +310,35 @@ def test_nothing_is_generated_with_weights_that_did_not_load(
         assert len((await bench.engine.generate(greedy("46-0", tokens=TOKENS))).ids) == TOKENS
 
     runner.run(check())
+
+
+@pytest.mark.parametrize(
+    ("one", "joined"),
+    [
+        (greedy("50-0"), True),
+        (replace(greedy("51-0"), streamed=True), False),
+        (greedy("52-0", stop=("@@@@",)), False),
+    ],
+)
+def test_tokens_that_are_not_read_yet_come_together(
+    bench: Bench, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, one: RolloutRequest, joined: bool
+) -> None:
+    """What vLLM's front end gets of a rollout: a record for several tokens, or for each of them."""
+    records: list[int] = []
+    process = bench.engine._vllm.output_processor.process_outputs
+
+    def counted(outputs: list[Any], *arguments: Any, **named: Any) -> Any:
+        records.extend(len(output.new_token_ids) for output in outputs)
+        return process(outputs, *arguments, **named)
+
+    async def generate() -> Rollout:
+        await bench.publish(int(one.rollout_id[:2]), "keep", endless=True)
+        monkeypatch.setattr(bench.engine._vllm.output_processor, "process_outputs", counted)
+        return await bench.engine.generate(one)
+
+    rollout = runner.run(generate())
+    assert sum(records) == len(rollout.ids) == LONG
+    assert (len(records) < LONG) == joined
 
 
 class LocalEngine(Actor):
