@@ -58,7 +58,7 @@ class WarmStart(Section):
     warmup_steps: NonNegative = 30
     """Updates of linear warm-up; a cosine schedule follows."""
     threads: Count = 2
-    """CPU threads during the warm start."""
+    """CPU threads during the warm start. The result does not depend on their number."""
 
 
 SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

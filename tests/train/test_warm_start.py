@@ -1,6 +1,7 @@
 """The warm start: what is learned, from which tokens, and that it repeats to the bit."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from asyncrl_cli.train.warm_start import (
     _accumulate_gradients,
     _Chat,
     _optimizers,
+    _threads,
     _tokenized,
     collate,
     warm_start,
@@ -58,6 +60,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_path: Path) -> None:
     spec = WarmStart(steps=40, batch_size=16, warmup_steps=5, threads=1)
+    parallel = spec.model_copy(update={"threads": 3})
     threads = torch.get_num_threads()
     calls: list[tuple[int, int, float]] = []
     warm_start(initial, TASK, spec, 32, 7, tmp_path / "a", lambda *call: calls.append(call))
@@ -67,7 +70,7 @@ def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_pat
     assert torch.get_num_threads() == threads
 
     torch.manual_seed(99)
-    warm_start(initial, TASK, spec, 32, 7, tmp_path / "b")
+    warm_start(initial, TASK, parallel, 32, 7, tmp_path / "b")
     warm_start(initial, TASK, spec, 32, 8, tmp_path / "c")
     first, same, other = (weights(tmp_path / name) for name in "abc")
     assert all(torch.equal(first[key], same[key]) for key in first)
@@ -156,12 +159,24 @@ def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkey
     for size in (12, 5, 1):
         monkeypatch.setattr("asyncrl_cli.train.warm_start.MICROBATCH", size)
         model.zero_grad()
-        loss = _accumulate_gradients(model, examples, pad_id=0)
+        with ThreadPoolExecutor(2) as pool:
+            loss = _accumulate_gradients(model, examples, 0, pool)
         results.append((loss, [parameter.grad.clone() for parameter in model.parameters()]))
     for loss, gradients in results[1:]:
         assert loss == pytest.approx(results[0][0], rel=1e-5)
         for gradient, expected in zip(gradients, results[0][1], strict=True):
             torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("rope", "threads"), [({}, 2), ({"rope_type": "dynamic", "factor": 2.0}, 1)])
+def test_a_model_that_keeps_something_of_a_pass_has_one_thread(rope: dict[str, Any], threads: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {name: value for name, value in CONFIG.items() if name != "initializer_range"}
+    model = LlamaForCausalLM(
+        LlamaConfig(**sizes, vocab_size=8, rope_parameters={"rope_theta": 1e4, "rope_type": "default"} | rope)
+    )
+    assert _threads(model, WarmStart(steps=1, threads=2)) == threads
 
 
 @pytest.mark.parametrize("tied", [True, False])
