@@ -356,6 +356,7 @@ class Engine:
             flat_logprobs=True,
             detokenize=bool(rest.stop),
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
             **arguments,
         )
         self._in_vllm += 1
@@ -390,11 +391,11 @@ class Engine:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _prompt(self, ids: tuple[int, ...]) -> Any:
-        from vllm.inputs import TokensPrompt
+        from vllm.inputs import tokens_input
 
         # With `keep` the prefix cache outlives a weight update; the salt keeps a request that starts under this version
         # from reading keys and values of an older one (decision 0005).
-        return TokensPrompt(prompt_token_ids=list(ids), cache_salt=str(self._version))
+        return tokens_input(list(ids), cache_salt=str(self._version))
 
 
 def _first_token_s(metrics: Any | None) -> float | None:

@@ -50,6 +50,7 @@ OBJECTS: dict[str, dict[str, str]] = {
         "last": "vllm.v1.engine.EngineCoreOutput()",
     },
     "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py has what is used
+    "rollout/vllm_cpu_norms.py": {"ir.ops": ""},  # made by a decorator: test_vllm_cpu_norms.py has them
     "train/checkpoints.py": {"engine": DEEPSPEED},
     "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},
     # Made at its first use: test_installed.py has it.
