@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.tasks.base import CheckingTask, PromptTask, Split, Task
 
-CHECK_S = 3.0
-"""Seconds for checking rows that are made at access."""
+CHECK_S = 1.0
+"""Seconds for checking rows that are made at access, after the first."""
 HELD_OUT_ONE_IN = 10
 """One text in this many is held out, by default."""
 
@@ -66,10 +67,11 @@ def _check_first(prompts: Sequence[Prompt]) -> list[Prompt]:
 
     Raises ``DataError`` for one that is not a prompt. Later ones are checked when they are trained on.
     """
-    deadline = time.monotonic() + CHECK_S
+    deadline = math.inf
     checked: list[Prompt] = []
     for prompt in prompts:
         checked.append(prompt)
         if time.monotonic() > deadline:
             break
+        deadline = min(deadline, time.monotonic() + CHECK_S)  # making the first may import a library
     return checked

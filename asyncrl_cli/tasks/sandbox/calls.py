@@ -131,7 +131,8 @@ class Peer(Codec):
             raise ProtocolError(str(error)) from None
 
     def receive(self) -> list[Any]:
-        """The next message. Raises ``ProtocolError``, and ever after: who knows where the next one begins?"""
+        """The next message. After a ``ProtocolError`` each later call raises it too: where the next one begins is
+        unknown."""
         try:
             if self._broken or (size := int.from_bytes(self._read(4), "big")) > LARGEST:
                 raise ProtocolError("no message")

@@ -50,7 +50,7 @@ def full(disks: Sequence[str]) -> bool:
 
 
 def reap(pid: int) -> int | None:
-    """Let go of the children that have ended; the status of ``pid`` if it is one of them."""
+    """Reap the children that have ended. Returns the status of ``pid`` if it is one of them."""
     status = None
     try:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
