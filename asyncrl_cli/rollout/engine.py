@@ -42,7 +42,7 @@ from asyncrl_cli.rollout.vllm_inflight import (
     running_tokens,
     sampled_logprobs,
 )
-from asyncrl_cli.rollout.vllm_joined_outputs import JOIN
+from asyncrl_cli.rollout.vllm_joined_outputs import HOLD_S, LONGEST_HOLD_S
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorDied
 from asyncrl_cli.weights.layout import TensorSlot
@@ -89,6 +89,8 @@ class Engine:
         self._hidden_tokens = () if reasons else hidden_tokens(self._tokenizer, ends)
         self._by_position: bool | None = None  # set from the answer of vLLM's worker, before the first request
         self._records_experts = spec.algorithm.router_replay
+        # Tokens that wait in vLLM's core cannot be recorded.
+        self._hold_s = min(LONGEST_HOLD_S, spec.journal.segment_seconds)
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
         self._probes = 0
@@ -346,7 +348,7 @@ class Engine:
         rest = rest_of(request.sampling, request.generated, self._by_position)
         arguments = format_arguments(request, self._hidden_tokens)
         if not (request.streamed or rest.stop):
-            arguments["extra_args"] = {**arguments.get("extra_args", {}), JOIN: True}
+            arguments["extra_args"] = {**arguments.get("extra_args", {}), HOLD_S: self._hold_s}
         params = SamplingParams(
             max_tokens=rest.max_tokens,
             temperature=rest.temperature,

@@ -2,7 +2,7 @@
 
 vLLM sends every token in a record of its own: one per request and iteration, which the core encodes, and the front end
 decodes and handles. The tokens of most rollouts are not read before they end. Here the records of such a request
-are joined into one, which is sent when the request ends, or after ``HOLD_S``.
+are joined into one, which is sent when the request ends, or after the seconds that it allows.
 
 Invariants:
 
@@ -14,6 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 import queue
 import time
 from collections import deque
@@ -22,12 +23,11 @@ from typing import Any
 
 import numpy as np
 
-JOIN = "asyncrl_join_outputs"
-"""Key in ``SamplingParams.extra_args`` of requests whose records may be joined. Not of a streamed request, nor of one
-with stop strings: vLLM finds those in its front end, and generates until then."""
-HOLD_S = 0.2
-"""Largest number of seconds that a token waits. The tokens that wait are lost with a core that is killed, and are then
-generated again."""
+HOLD_S = "asyncrl_hold_s"
+"""Key in ``SamplingParams.extra_args`` of requests whose records may be joined: the seconds that a token may wait. Not
+of a streamed request, nor of one with stop strings: vLLM finds those in its front end, and generates until then."""
+LONGEST_HOLD_S = 0.2
+"""Seconds that tokens wait at most. Those that wait are lost with a core that is killed, and are generated again."""
 JOINED = frozenset(
     {
         "request_id",
@@ -51,34 +51,33 @@ def join_outputs() -> None:
 
     def send_joined(core: Any, *args: Any, **named: Any) -> None:
         # The thread that runs this is the only reader of the queue.
-        core.output_queue.get = JoinedOutputs(core.output_queue.get, lambda request_id: may_join(core, request_id)).get
+        core.output_queue.get = JoinedOutputs(core.output_queue.get, lambda request_id: hold_s(core, request_id)).get
         send(core, *args, **named)
 
     EngineCoreProc.process_output_sockets = send_joined
 
 
-def may_join(core: Any, request_id: str) -> bool:
-    """Whether a request allows it. One that has ended does not matter: it is sent at once."""
+def hold_s(core: Any, request_id: str) -> float:
+    """Seconds that a request's tokens may wait; 0 without its permission. Of one that has ended it does not matter."""
     request = core.scheduler.requests.get(request_id)
     params = request.sampling_params if request is not None else None
-    return params is not None and bool((params.extra_args or {}).get(JOIN))
+    return 0.0 if params is None else float((params.extra_args or {}).get(HOLD_S, 0.0))
 
 
 class JoinedOutputs:
     """What is read from the core's output queue, with the records of a request joined.
 
     ``read`` is the ``get`` of that queue: its entries are bytes, or a client's index with ``EngineCoreOutputs``.
-    ``may_join`` says whether a request allows it.
+    ``hold_s`` returns the seconds that a request's tokens may wait, 0 where its records must not be joined.
     """
 
-    def __init__(self, read: Callable[..., Any], may_join: Callable[[str], bool], hold_s: float = HOLD_S) -> None:
+    def __init__(self, read: Callable[..., Any], hold_s: Callable[[str], float]) -> None:
         self._read = read
-        self._may_join = may_join
         self._hold_s = hold_s
         self._ready: deque[Any] = deque()
         self._held: dict[str, list[Any]] = {}  # records by request
         self._message: tuple[int, Any] = (0, None)  # the entry of the newest of them
-        self._due = 0.0
+        self._due = math.inf
 
     def get(self) -> Any:
         """The next entry to send; waits for it."""
@@ -106,10 +105,11 @@ class JoinedOutputs:
         now: list[Any] = []
         for record in outputs.outputs:
             held = self._held.get(record.request_id)
-            if can_wait(record) and (held is not None or self._may_join(record.request_id)):
-                if not self._held:
-                    self._due = time.monotonic() + self._hold_s
-                self._held.setdefault(record.request_id, []).append(record)
+            if can_wait(record) and (held is not None or (hold_s := self._hold_s(record.request_id)) > 0):
+                if held is None:
+                    self._due = min(self._due, time.monotonic() + hold_s)
+                    held = self._held[record.request_id] = []
+                held.append(record)
                 self._message = entry
             else:
                 now.append(joined([*self._held.pop(record.request_id, ()), record]))
@@ -122,6 +122,7 @@ class JoinedOutputs:
             client, outputs = self._message
             self._ready.append((client, with_records(outputs, [joined(records) for records in self._held.values()])))
             self._held = {}
+            self._due = math.inf
 
 
 def has_records_alone(outputs: Any) -> bool:

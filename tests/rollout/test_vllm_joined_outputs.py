@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.rollout.vllm_joined_outputs import JOIN, JoinedOutputs, join_outputs, may_join
+from asyncrl_cli.rollout.vllm_joined_outputs import HOLD_S, JoinedOutputs, hold_s, join_outputs
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -113,16 +113,19 @@ def seen(found: Iterable[Any]) -> tuple[dict[str, list[Any]], dict[Any, dict[str
     return dict(requests), before
 
 
-@given(steps, st.sampled_from([0.0, 60.0]), st.sets(st.sampled_from("abcde")))
-def test_every_request_gets_the_same(drawn: list[Any], hold_s: float, free: set[str]) -> None:
+@given(steps, st.dictionaries(st.sampled_from("abcde"), st.sampled_from([1e-9, 60.0])))
+def test_every_request_gets_the_same(drawn: list[Any], hold_s: dict[str, float]) -> None:
     plain = seen(read_all(drawn, lambda get: get))
-    joined = seen(read_all(drawn, lambda get: JoinedOutputs(get, lambda name: name[0] in free, hold_s).get))
+    joined = seen(read_all(drawn, lambda get: JoinedOutputs(get, lambda name: hold_s.get(name[0], 0.0)).get))
     assert joined == plain
 
 
 def test_a_request_that_may_wait_comes_in_one_record_and_others_at_once() -> None:
+    def held(request_id: str) -> float:
+        return 60.0 if request_id[0] == "a" else 0.0
+
     step = {"of": ["a", "b"], "tokens": 1, "ended": set(), "version": "4"}
-    found = read_all([step, step, step | {"ended": {"a"}}], lambda get: JoinedOutputs(get, lambda n: n[0] == "a").get)
+    found = read_all([step, step, step | {"ended": {"a"}}], lambda get: JoinedOutputs(get, held).get)
     sent = [[(one.request_id, len(one.new_token_ids)) for one in entry[1].outputs] for entry in found[:-1]]
     assert sent == [[("b0", 1)], [("b0", 1)], [("a0", 3), ("b0", 1)]]
 
@@ -130,11 +133,11 @@ def test_a_request_that_may_wait_comes_in_one_record_and_others_at_once() -> Non
 def test_what_waits_is_sent_in_time_although_nothing_follows() -> None:
     source: queue.Queue[Any] = queue.Queue()
     source.put((0, message(outputs=[record("a", [1]), record("b", [2])], weight_version="4")))
-    _, outputs = JoinedOutputs(source.get, lambda _: True, hold_s=0.01).get()
+    _, outputs = JoinedOutputs(source.get, {"a": 60.0, "b": 0.01}.__getitem__).get()
     assert [one.new_token_ids for one in outputs.outputs] == [[1], [2]]
 
 
-def test_requests_say_whether_their_records_may_be_joined() -> None:
+def test_requests_say_how_long_their_tokens_may_wait() -> None:
     def core(**requests: Any) -> Any:
         made = {
             name: SimpleNamespace(sampling_params=None if arguments is None else SimpleNamespace(extra_args=arguments))
@@ -142,8 +145,8 @@ def test_requests_say_whether_their_records_may_be_joined() -> None:
         }
         return SimpleNamespace(scheduler=SimpleNamespace(requests=made))
 
-    one = core(a={JOIN: True}, b={}, c=None)
-    assert [may_join(one, name) for name in "abcd"] == [True, False, False, False]
+    one = core(a={HOLD_S: 0.05}, b={}, c=None)
+    assert [hold_s(one, name) for name in "abcd"] == [0.05, 0.0, 0.0, 0.0]
 
 
 def test_the_core_reads_its_queue_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
