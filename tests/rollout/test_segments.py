@@ -157,7 +157,7 @@ def test_segments_are_the_beginning_of_the_final_rollout(
     running: list[asyncio.Task[Rollout]] = []
 
     async def begin() -> None:
-        requests = [greedy(name, stop=stop, tokens=2 * TOKENS) for name in [*names, "unnamed"]]
+        requests = [greedy(name, stop=stop) for name in [*names, "unnamed"]]
         running.extend(asyncio.create_task(bench.engine.generate(entry)) for entry in requests)
         await until(lambda: begun(bench, names))
 
