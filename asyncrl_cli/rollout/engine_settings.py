@@ -128,9 +128,10 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
         if rollout.engine_args.get("enforce_eager", True):
-            from asyncrl_cli.rollout.vllm_cpu_norms import IR_OP_PRIORITY
+            from asyncrl_cli.rollout.vllm_cpu_norms import IR_OP_PRIORITY, register_norms
 
             # With a compiler, vLLM leaves the normalization to it.
+            register_norms()
             args["ir_op_priority"] = IR_OP_PRIORITY
         if spec.algorithm.router_replay:
             args |= {
@@ -243,11 +244,8 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    from asyncrl_cli.rollout.vllm_cpu_norms import register_norms
-
     own = spec.rollout.engine_args
     check_engine_arguments(own, {field.name for field in dataclasses.fields(AsyncEngineArgs)})
-    register_norms()
     try:
         args = engine_args(spec, model_dir, load_format)
         config = args.create_engine_config()
