@@ -83,7 +83,7 @@ class PromptLoader:
             self._position = 0
             self._begin_epoch()
         self._position += 1
-        return self._prompts[self._indices[self._position - 1]]
+        return self.newest()
 
     def state(self) -> dict[str, int]:
         """``epoch`` and ``position``: completed epochs, and prompts given out in this one."""
@@ -129,6 +129,7 @@ class PromptLoader:
         if not self._shuffle:
             return rows
         indices = list(rows)
+        # A resumed run must draw the same order again: it knows only its position in it (decision 0009).
         random.Random(f"{self._seed}/{self._epoch}").shuffle(indices)
         if not isinstance(self._prompts, Stratified):
             return indices

@@ -77,6 +77,7 @@ class RowForm:
         if isinstance(uid, int) and not isinstance(uid, bool):
             uid = str(uid)
         if uid is None and self.uid_column == UID:
+            # The journal knows prompts by these uids: with others, a run could not be resumed (decision 0024).
             raw = json.dumps(json_value(row), sort_keys=True).encode() if raw is None else raw
             uid = f"{unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:

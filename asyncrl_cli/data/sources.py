@@ -30,7 +30,7 @@ def read_source(
     A function gets ``split``; ``check`` is the task's check of each prompt. Raises ``DataError``.
     """
     assert spec.path is not None
-    form = RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system, check)
+    form = _form_of(spec, check)
     path = base / Path(spec.path).expanduser()
     match kind_of(spec.path):
         case "hub":
@@ -58,7 +58,11 @@ def row_location(spec: SplitSpec, base: Path, key: str, row: int) -> str:
     path = base / Path(spec.path).expanduser()
     if kind_of(spec.path) not in ("csv", "jsonl"):
         return f"{path if path.exists() else spec.path}:{row + 1}"
-    return f"{path}:{line_of(path, row, RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system))}"
+    return f"{path}:{line_of(path, row, _form_of(spec))}"
+
+
+def _form_of(spec: SplitSpec, check: Callable[[Prompt], None] | None = None) -> RowForm:
+    return RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system, check)
 
 
 def _read_saved(folder: Path, split: str | None, size: int | None, form: RowForm) -> ArrowPrompts:

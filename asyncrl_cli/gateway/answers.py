@@ -194,6 +194,11 @@ def event(body: Any) -> bytes:
     return b"data: " + encoded(body) + b"\n\n"
 
 
+def named_event(name: str, body: Any) -> bytes:
+    """One server-sent event with its name."""
+    return b"event: " + name.encode() + b"\n" + event(body)
+
+
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 

@@ -1,7 +1,7 @@
 """The application: its paths, and the keys that open them.
 
 A request ends in bounded time: its body must arrive in time (requests.py), and its generation is bounded by the
-session's limits and by the engines' watch over each other; it is cancelled when its client is gone.
+session's limits and by the driver, which restarts engines that hang; it is cancelled when its client is gone.
 """
 
 # Annotations are not postponed here: FastAPI reads those of functions inside of functions.
@@ -18,9 +18,9 @@ from asyncrl_cli.gateway import errors, openapi
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.messages_paths import add_messages
 from asyncrl_cli.gateway.metrics import Watched
-from asyncrl_cli.gateway.openai_paths import SessionOf, add_openai
+from asyncrl_cli.gateway.openai_paths import add_openai
 from asyncrl_cli.gateway.responses_paths import add_responses
-from asyncrl_cli.gateway.service import Service
+from asyncrl_cli.gateway.service import Service, SessionOf
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.gateway.sessions import same_key, session_key
 

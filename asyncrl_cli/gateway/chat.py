@@ -9,8 +9,6 @@ before the reply take no part, so a template may treat older turns differently f
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -177,24 +175,6 @@ class ChatFormat:
             )
         except Exception as error:  # a template may raise anything
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
-
-
-def key(value: Any) -> str:
-    """A text that is equal for equal JSON values.
-
-    Numbers are equal as JavaScript has them, where 1.0 is sent on as 1, and what is too large for a double as null.
-    """
-    try:
-        text = json.dumps(value, sort_keys=True, ensure_ascii=False)
-        doubles = json.loads(text, parse_int=_double, parse_float=_double, parse_constant=lambda _: None)
-        return json.dumps(doubles, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ChatError(f"not JSON: {error}") from error
-
-
-def _double(number: str) -> float | None:
-    double = float(number) + 0.0  # no -0.0
-    return double if math.isfinite(double) else None
 
 
 def _after(text: str, mark: str) -> str:

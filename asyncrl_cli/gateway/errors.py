@@ -6,17 +6,17 @@ import logging
 import re
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from asyncrl_cli.gateway.session import SessionError
 from asyncrl_cli.rollout.client import GenerationFailed
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 CLIENT_GONE = 499
 """The status under which metrics count answers whose client has left. Never sent."""
@@ -57,17 +57,25 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers=dict(headers or {}))
 
 
+def invalid_value(message: str, param: str | None = None) -> ApiError:
+    """A request with a wrong value."""
+    return ApiError(400, message, code="invalid_value", param=param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A request that asks for what no policy, or not this session, can serve."""
+    return ApiError(400, message, code="unsupported_parameter", param=param)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The answer to an exception; an unexpected one is logged with its traceback."""
     if isinstance(error, BaseExceptionGroup):  # several prompts in one request
         return as_api_error(error.exceptions[0])
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, SessionError):
-        return ApiError(error.status, error.message, code=error.code, param=error.param)
     if isinstance(error, GenerationFailed):
         if error.refused is not None:
-            return ApiError(400, f"{error.refused}: {error}", code="invalid_value", param=error.refused)
+            return invalid_value(f"{error.refused}: {error}", error.refused)
         return ApiError(503, f"the generation failed: {error}", code="generation_failed")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__} in the gateway; see logs/gateway.log", code="internal_error")
@@ -77,14 +85,14 @@ TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
 """Parts of pydantic's error locations that name one of several types of a value: neither a key nor an index."""
 
 
-def invalid(error: ValidationError) -> ApiError:
+def malformed(error: ValidationError) -> ApiError:
     """The answer to a malformed body: its first error."""
     first, *others = error.errors(include_url=False, include_context=False, include_input=False)
     param = _location(first["loc"])
     # Where a value may be of several types, each says why it is none of them.
     reasons = dict.fromkeys([first["msg"], *(other["msg"] for other in others if _location(other["loc"]) == param)])
     message = "; or: ".join(list(reasons)[:4])
-    return ApiError(400, f"{param}: {message}" if param else message, code="invalid_value", param=param or None)
+    return invalid_value(f"{param}: {message}" if param else message, param or None)
 
 
 def _location(loc: tuple[str | int, ...]) -> str:
@@ -108,6 +116,6 @@ def install(app: FastAPI) -> None:
         )
         return answer.response(error.headers)
 
-    for kind in (ApiError, SessionError, GenerationFailed):
+    for kind in (ApiError, GenerationFailed):
         app.add_exception_handler(kind, refused)
     app.add_exception_handler(HTTPException, http_error)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from asyncrl_cli.gateway.chat import key
+from asyncrl_cli.gateway.json_values import key
 from asyncrl_cli.gateway.tool_calls import Tools
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from asyncrl_cli.gateway.answers import encoded
+from asyncrl_cli.gateway.answers import named_event
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.messages_blocks import BlockOut, reply_blocks, signature
 from asyncrl_cli.gateway.messages_errors import error_body
@@ -132,7 +132,7 @@ class MessagesAnswer:
 
     def failed(self, error: ApiError) -> bytes:
         """A failure in the middle of the stream."""
-        return _sent("error", error_body(error, self._request_id))
+        return named_event("error", error_body(error, self._request_id))
 
     def _rest(self, kind: Kind, text: str, sent: Sent) -> Iterator[bytes]:
         already = sent.get(kind, "")
@@ -201,8 +201,4 @@ _EMPTY: dict[Kind, BlockOut] = {
 
 
 def _event(kind: str, **body: Any) -> bytes:
-    return _sent(kind, {"type": kind, **body})
-
-
-def _sent(kind: str, body: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + encoded(body) + b"\n\n"
+    return named_event(kind, {"type": kind, **body})

@@ -1,9 +1,9 @@
 """Anthropic's content blocks as the messages of a chat, and a reply as blocks.
 
 Invariant: the blocks of a reply, sent back, become that reply's own message as sessions compare messages. So the next
-call continues its tokens (tests/gateway/test_messages_blocks.py). What a client may change without meaning anything by
-it must not matter: into how many blocks and messages a turn is divided, marks for caches, and how JavaScript writes
-numbers (``chat.key``).
+call continues its tokens (tests/gateway/test_messages_blocks.py). Differences that mean nothing do not matter: into how
+many blocks and messages a client divides a turn, marks for caches, and how JavaScript writes numbers
+(``json_values.key``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
-from asyncrl_cli.gateway.finite import finite
+from asyncrl_cli.gateway.json_values import finite
 from asyncrl_cli.gateway.messages_protocol import (
     AnyMessage,
     AssistantMessage,

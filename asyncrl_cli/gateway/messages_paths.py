@@ -10,14 +10,12 @@ from fastapi.responses import Response
 from starlette.routing import Match
 from starlette.types import Scope
 
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.messages_answer import MessagesAnswer, ModelEntries, ModelEntry, TokenCount
 from asyncrl_cli.gateway.messages_blocks import chat_messages
 from asyncrl_cli.gateway.messages_errors import MessagesRoute
-from asyncrl_cli.gateway.messages_openapi import COUNT_TOKENS, MESSAGES
 from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest, refuse_unsupported
-from asyncrl_cli.gateway.openai_paths import SessionOf
-from asyncrl_cli.gateway.service import Prepared, Service, respond, session_for
+from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, check_model, respond, session_for
 from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Session
 from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
 
@@ -30,7 +28,7 @@ def add_messages(router: APIRouter, service: Service, session_of: SessionOf) -> 
     messages_router = APIRouter(route_class=MessagesRoute)
     OwnSession = Annotated[Session | None, Depends(session_of)]
 
-    @messages_router.post("/messages", **MESSAGES)
+    @messages_router.post("/messages", **openapi.MESSAGES)
     async def messages(request: Request, session: OwnSession) -> Response:
         """The model's reply to a conversation, in the form of Anthropic's Messages API."""
         async with service.bodies.read(request, MessagesRequest) as (body, render):
@@ -38,7 +36,7 @@ def add_messages(router: APIRouter, service: Service, session_of: SessionOf) -> 
             del body
         return await respond(service, request, prepared)
 
-    @messages_router.post("/messages/count_tokens", **COUNT_TOKENS)
+    @messages_router.post("/messages/count_tokens", **openapi.COUNT_TOKENS)
     async def count_tokens(request: Request, session: OwnSession) -> TokenCount:
         """The tokens of a request's prompt: `input_tokens` of the answer to it."""
         async with service.bodies.read(request, CountRequest) as (body, render):
@@ -81,9 +79,7 @@ def _add_models(router: APIRouter, service: Service, OwnSession: object) -> None
     @models_router.get("/models/{model:path}", include_in_schema=False)
     async def model(model: str, session: OwnSession) -> ModelEntry:  # type: ignore[valid-type]
         """The model, by its name."""
-        if model != service.model:
-            message = f"the model {model!r} does not exist; there is {service.model!r}"
-            raise ApiError(404, message, code="model_not_found")
+        check_model(service, model)
         return entry
 
     router.include_router(models_router)
@@ -110,7 +106,7 @@ async def _prepare(
 def _session_for(service: Service, named: Session | None, body: CountRequest) -> Session:
     """As ``session_for``, but in a session any name of a model is served: programs such as Claude Code use several
     (decision 0069)."""
-    return named or session_for(service, None, body)
+    return named or session_for(service, None, body.model)
 
 
 async def _render(session: Session, body: CountRequest, render: Render) -> Rendered:

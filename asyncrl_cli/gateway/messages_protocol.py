@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl_cli.gateway import protocol
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import unsupported
 from asyncrl_cli.gateway.protocol import (
     MAX_CALLS,
     MAX_MESSAGES,
@@ -23,6 +23,7 @@ from asyncrl_cli.gateway.protocol import (
     Stop,
     Temperature,
     Text,
+    ToolName,
     Wire,
 )
 
@@ -135,7 +136,7 @@ class MessageTool(Wire):
     """
 
     type: Text | None = None
-    name: Annotated[str, Field(min_length=1, max_length=256, strict=True)] | None = None
+    name: ToolName | None = None
     description: Text | None = None
     input_schema: dict[str, Any] | None = None
 
@@ -240,13 +241,10 @@ def refuse_unsupported(request: CountRequest, fixed_sampling: bool) -> None:
     if fixed_sampling:
         return
     if extra.get("mcp_servers"):
-        _refuse("mcp_servers", "this server calls no tools")
+        raise unsupported("mcp_servers", "mcp_servers is not supported: this server calls no tools")
     if extra.get("container"):
-        _refuse("container", "this server runs no code")
+        raise unsupported("container", "container is not supported: this server runs no code")
     for index, tool in enumerate(request.tools or ()):
         if not tool.custom:
-            _refuse(f"tools.{index}", f"this server has no tool of type {(tool.type or '')[:64]}")
-
-
-def _refuse(key: str, reason: str) -> None:
-    raise ApiError(400, f"{key} is not supported: {reason}", code="unsupported_parameter", param=key)
+            key, kind = f"tools.{index}", (tool.type or "")[:64]
+            raise unsupported(key, f"{key} is not supported: this server has no tool of type {kind}")

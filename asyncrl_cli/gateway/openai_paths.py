@@ -1,9 +1,8 @@
-"""The paths of OpenAI's API that this gateway had first: models, chat completions and completions."""
+"""The paths of OpenAI's API except the Responses API: models, chat completions and completions."""
 
 # Annotations are not postponed here: FastAPI reads those of functions inside of functions.
 
 import time
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -11,17 +10,13 @@ from fastapi.responses import Response
 
 from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.answers import ChatAnswer, Model, ModelList, TextAnswer, TokenTexts, Wanted, token_texts
-from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, GenerationRequest, refuse_unsupported
-from asyncrl_cli.gateway.service import Prepared, Service, respond, session_for
+from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, check_model, respond, session_for
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
 from asyncrl_cli.gateway.structured import output_format
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of `/v1/completions` when it is omitted, as in OpenAI's API."""
-
-SessionOf = Callable[..., Awaitable[Session | None]]
-"""The dependency that finds a call's session, if it has one."""
 
 
 def add_openai(router: APIRouter, service: Service, session_of: SessionOf) -> None:
@@ -39,9 +34,7 @@ def add_openai(router: APIRouter, service: Service, session_of: SessionOf) -> No
     @router.get("/models/{model:path}", responses=openapi.ERRORS | openapi.SESSION_ERRORS)
     async def model(model: str, session: OwnSession) -> Model:
         """The model, by its name."""
-        if model != service.model:
-            message = f"the model {model!r} does not exist; there is {service.model!r}"
-            raise ApiError(404, message, code="model_not_found", param="model")
+        check_model(service, model)
         return described
 
     @router.post("/chat/completions", **openapi.CHAT)
@@ -64,7 +57,7 @@ def add_openai(router: APIRouter, service: Service, session_of: SessionOf) -> No
 async def _prepare_chat(
     service: Service, named: Session | None, body: ChatRequest, render: Render, texts: TokenTexts
 ) -> Prepared:
-    session = session_for(service, named, body)
+    session = session_for(service, named, body.model)
     refuse_unsupported(body, session.fixed_sampling)
     tools = body.offered_tools()
     rendered = await session.render_chat([message.plain() for message in body.messages], tools, render)
@@ -79,7 +72,7 @@ async def _prepare_chat(
 async def _prepare_text(
     service: Service, named: Session | None, body: CompletionRequest, render: Render, texts: TokenTexts
 ) -> Prepared:
-    session = session_for(service, named, body)
+    session = session_for(service, named, body.model)
     refuse_unsupported(body, session.fixed_sampling)
     rendered = [
         await (session.render_text(prompt, render) if isinstance(prompt, str) else session.render_ids(prompt))

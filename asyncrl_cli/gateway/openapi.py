@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the request bodies that ``app`` reads itself, and all errors."""
+"""The OpenAPI document: FastAPI's, with the request bodies that ``requests.Bodies`` reads, and all errors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pydantic.json_schema import models_json_schema
 
 from asyncrl_cli.gateway.answers import ChatChunk, ChatCompletion, Completion
 from asyncrl_cli.gateway.errors import ErrorAnswer
+from asyncrl_cli.gateway.messages_answer import MessageAnswer
+from asyncrl_cli.gateway.messages_errors import MessagesError
 from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest
 from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, Wire
 from asyncrl_cli.gateway.responses_answer import ModelResponse
@@ -34,7 +36,7 @@ GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
     408: {"model": ErrorAnswer, "description": "The body did not arrive in time."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
     500: {"model": ErrorAnswer, "description": "A fault of the gateway."},
-    503: {"model": ErrorAnswer, "description": "The engines failed at it again and again, or the server stops."},
+    503: {"model": ErrorAnswer, "description": "The engines failed repeatedly, or the server is stopping."},
 }
 
 
@@ -59,6 +61,12 @@ def request_body(body: type[Wire]) -> dict[str, Any]:
 DATA = "A {} as JSON, an error, or at the end `[DONE]`."
 CHAT = generation(ChatCompletion, DATA.format(ChatChunk.__name__), ChatRequest)
 COMPLETION = generation(Completion, DATA.format(Completion.__name__), CompletionRequest)
+MESSAGES = generation(MessageAnswer, "An event of Anthropic's Messages API as JSON.", MessagesRequest)
+_MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: described | {"model": MessagesError} for status, described in MESSAGES["responses"].items() if status != 200
+} | {529: {"model": MessagesError, "description": "A large body waited too long for others."}}
+MESSAGES["responses"] |= _MESSAGES_ERRORS  # OpenAI's statuses, with errors in another shape
+COUNT_TOKENS: dict[str, Any] = {"responses": _MESSAGES_ERRORS, "openapi_extra": request_body(CountRequest)}
 RESPONSES = generation(ModelResponse, "An event of OpenAI's Responses API as JSON.", ResponsesRequest)
 
 

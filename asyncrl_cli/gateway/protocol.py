@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import unsupported
 
 MAX_CHOICES = 1024
 """Choices of one request, over all its prompts."""
@@ -27,6 +27,7 @@ Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+ToolName = Annotated[str, Field(min_length=1, max_length=256, strict=True)]
 Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
 
 
@@ -163,7 +164,7 @@ class ChatMessage(Wire):
 class FunctionDefinition(Wire):
     """What a tool does and takes; ``parameters`` is a JSON schema."""
 
-    name: Annotated[str, Field(min_length=1, max_length=256, strict=True)]
+    name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
 
@@ -297,7 +298,7 @@ def refuse_unsupported(
         if neutral is None and not fixed_sampling:
             neutral = overridden.get(key)
         if neutral is not None and value is not None and not any(_same(value, one) for one in neutral):
-            raise ApiError(400, f"{key} is not supported", code="unsupported_parameter", param=key)
+            raise unsupported(key, f"{key} is not supported")
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -25,8 +25,8 @@ class Form:
     Args:
         opening: begins it, unless the prompt ends with it. In the reasoning it is dropped.
         closing: ends it. A reply without it is reasoning alone.
-        call: the texts around a tool call, whose first one ends the reasoning, too; empty: a call is reasoning.
-        once: whether ``closing`` is plain text in the content, or dropped there, too.
+        call: the texts around a tool call; the first of them ends the reasoning, too. Empty: a call is reasoning.
+        once: only the first ``closing`` is a mark, and later ones are text of the content; else all are dropped.
     """
 
     opening: str

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid
+from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, malformed
 from asyncrl_cli.gateway.protocol import Wire
 from asyncrl_cli.gateway.session import Render, Reply
 from asyncrl_cli.gateway.text_stream import Kind, Part
@@ -91,7 +91,7 @@ class Bodies:
             try:
                 body = await render(validate) if large else validate()
             except ValidationError as error:
-                raise invalid(error) from None
+                raise malformed(error) from None
             yield body, render
 
     def close(self) -> None:

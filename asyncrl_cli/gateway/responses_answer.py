@@ -16,9 +16,9 @@ from typing import Any, Literal, NotRequired, cast
 
 from typing_extensions import TypedDict
 
-from asyncrl_cli.gateway.answers import encoded
+from asyncrl_cli.gateway.answers import named_event
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.finite import finite
+from asyncrl_cli.gateway.json_values import finite
 from asyncrl_cli.gateway.requests import Prompts, Sent
 from asyncrl_cli.gateway.responses_items import (
     OutputItem,
@@ -265,7 +265,7 @@ class ResponsesAnswer:
     def _event(self, kind: str, **body: Any) -> bytes:
         numbered = {"type": kind, "sequence_number": self._number, **body}
         self._number += 1
-        return b"event: " + kind.encode() + b"\ndata: " + encoded(numbered) + b"\n\n"
+        return named_event(kind, numbered)
 
     # -- the response
 

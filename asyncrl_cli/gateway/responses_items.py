@@ -18,7 +18,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import invalid_value
 from asyncrl_cli.gateway.protocol import MAX_CALLS
 from asyncrl_cli.gateway.responses_protocol import (
     Content,
@@ -158,7 +158,7 @@ class _Reply:
         else:
             calls = self._message.setdefault("tool_calls", [])
             if len(calls) == MAX_CALLS:
-                raise ApiError(400, f"a reply with more than {MAX_CALLS} calls", code="invalid_value", param="input")
+                raise invalid_value(f"a reply with more than {MAX_CALLS} calls", "input")
             calls.append(_call(item))
         return before
 
@@ -193,8 +193,7 @@ def _reasoning(item: ReasoningItem) -> str | None:
     try:
         return b64decode(item.encrypted_content, validate=True).decode()
     except (Base64Error, ValueError):
-        what = "the encrypted_content of a reasoning item is not of this server"
-        raise ApiError(400, what, code="invalid_value", param="input") from None
+        raise invalid_value("the encrypted_content of a reasoning item is not of this server", "input") from None
 
 
 # -- what the model sees

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from sys import getsizeof
 from weakref import WeakKeyDictionary
 
-from asyncrl_cli.gateway.chat import key
 from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.json_values import key
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.records.prompt import Message
 

@@ -3,26 +3,25 @@
 # Annotations are not postponed here: FastAPI reads those of functions inside of functions.
 
 import secrets
-from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import Response
 
 from asyncrl_cli.gateway import openapi
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import invalid_value
 from asyncrl_cli.gateway.protocol import MAX_MESSAGES
 from asyncrl_cli.gateway.responses_answer import Repeated, ResponsesAnswer
 from asyncrl_cli.gateway.responses_items import chat_tools, messages_of, with_instructions
 from asyncrl_cli.gateway.responses_kept import Kept, KeptBySession
 from asyncrl_cli.gateway.responses_protocol import ResponsesRequest, refuse_unservable
-from asyncrl_cli.gateway.service import Prepared, Service, respond, session_for
+from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, respond, session_for
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
 from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
 from asyncrl_cli.records.prompt import Message
 
 
-def add_responses(router: APIRouter, service: Service, session_of: Callable[..., Awaitable[Session | None]]) -> None:
+def add_responses(router: APIRouter, service: Service, session_of: SessionOf) -> None:
     """Add the path to a router."""
     kept = KeptBySession()
     OwnSession = Annotated[Session | None, Depends(session_of)]
@@ -39,7 +38,7 @@ def add_responses(router: APIRouter, service: Service, session_of: Callable[...,
 async def _prepare(
     service: Service, named: Session | None, body: ResponsesRequest, render: Render, kept: Kept
 ) -> Prepared:
-    session = session_for(service, named, body)
+    session = session_for(service, named, body.model)
     refuse_unservable(body, session.fixed_sampling)
     before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
     own_tools = body.own_tools()
@@ -47,7 +46,7 @@ async def _prepare(
     # Without the instructions: those of a response are not taken over by the next one.
     conversation = [*before, *await render(lambda: messages_of(body.input))]
     if len(conversation) > MAX_MESSAGES:
-        raise ApiError(400, f"a conversation of more than {MAX_MESSAGES} messages", code="invalid_value", param="input")
+        raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
     rendered = await session.render_chat(with_instructions(body.instructions, conversation), tools, render)
 
     def keep(response_id: str, reply: Message) -> None:

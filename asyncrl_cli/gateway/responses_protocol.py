@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import unsupported
 from asyncrl_cli.gateway.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -24,6 +24,7 @@ from asyncrl_cli.gateway.protocol import (
     Seed,
     Temperature,
     Text,
+    ToolName,
     Wire,
     refuse_unsupported,
 )
@@ -61,7 +62,7 @@ class ReasoningPart(Wire):
 
 
 class ReasoningItem(Wire):
-    """What the model thought before it answered; one without either key says nothing."""
+    """What the model thought before it answered. An item without either key is ignored."""
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
@@ -111,14 +112,13 @@ InputItem = Annotated[
     | Annotated[ToolOutputItem, Tag("custom_tool_call_output")],
     Discriminator(_kind),
 ]
-Name = Annotated[str, Field(min_length=1, max_length=256, strict=True)]
 
 
 class FunctionTool(Wire):
     """A function that the model may call; ``parameters`` is a JSON schema."""
 
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: Flag | None = Field(None, description="Without an effect: a policy is sampled from unchanged.")
@@ -128,7 +128,7 @@ class CustomTool(Wire):
     """A tool that takes text. The model sees it as a function with the one argument `input`."""
 
     type: Literal["custom"]
-    name: Name
+    name: ToolName
     description: Text | None = None
     format: dict[str, Any] | None = Field(None, description="A grammar is shown to the model, and not enforced.")
 
@@ -137,7 +137,7 @@ class NamespaceTool(Wire):
     """Tools that belong together. The model sees each under both names, as in `files.read`."""
 
     type: Literal["namespace"]
-    name: Name
+    name: ToolName
     tools: Annotated[
         list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]],
         Field(max_length=MAX_TOOLS, fail_fast=True),
@@ -281,13 +281,9 @@ def refuse_unservable(body: ResponsesRequest, fixed_sampling: bool) -> None:
     if fixed_sampling:
         return
     if LOGPROBS in (body.include or ()):
-        raise _unsupported("include", LOGPROBS)
+        raise unsupported("include", f"{LOGPROBS} is not supported")
     for index, tool in enumerate(body.tools or ()):
         if isinstance(tool, OtherTool):
-            raise _unsupported(f"tools.{index}.type", f"a tool of type {tool.type!r}")
+            raise unsupported(f"tools.{index}.type", f"a tool of type {tool.type!r} is not supported")
     if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.type not in OWN:
-        raise _unsupported("tool_choice", f"tool_choice of type {body.tool_choice.type!r}")
-
-
-def _unsupported(param: str, what: str) -> ApiError:
-    return ApiError(400, f"{what} is not supported", code="unsupported_parameter", param=param)
+        raise unsupported("tool_choice", f"tool_choice of type {body.tool_choice.type!r} is not supported")

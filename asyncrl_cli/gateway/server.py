@@ -98,12 +98,6 @@ class Gateway:
         await asyncio.gather(self._task, return_exceptions=True)
         self._service.bodies.close()
 
-    async def __aenter__(self) -> Gateway:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.stop()
-
 
 async def start_gateway(
     spec: GatewaySpec,
@@ -118,7 +112,7 @@ async def start_gateway(
 ) -> Gateway:
     """A gateway that serves, in this event loop.
 
-    The arguments are those of ``app.Service``. Raises ``GatewayError`` when the address is not available.
+    The arguments are those of ``service.Service``. Raises ``GatewayError`` when the address is not available.
     """
     service = Service(
         sessions=sessions,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +16,9 @@ from asyncrl_cli.gateway.metrics import Metrics
 from asyncrl_cli.gateway.requests import Answer, Bodies, Calls, Pieces, Prompts, stream
 from asyncrl_cli.gateway.session import CallOptions, OnPart, Rendered, Session
 from asyncrl_cli.gateway.sessions import Sessions
+
+SessionOf = Callable[..., Awaitable[Session | None]]
+"""The dependency that finds a call's session, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +59,17 @@ class Prepared:
     stream: bool
 
 
-class _NamesModel(Protocol):
-    @property
-    def model(self) -> str | None: ...
-
-
-def session_for(service: Service, named: Session | None, body: _NamesModel) -> Session:
-    """The session of a request: the one that its path names, or a new one. Raises ``ApiError``."""
-    if body.model not in (None, service.model):
-        message = f"the model {body.model!r} does not exist; there is {service.model!r}"
+def check_model(service: Service, model: str | None) -> None:
+    """Raise ``ApiError`` for a model that is not served; a request need not name one."""
+    if model not in (None, service.model):
+        message = f"the model {model!r} does not exist; there is {service.model!r}"
         raise ApiError(404, message, code="model_not_found", param="model")
+
+
+def session_for(service: Service, named: Session | None, model: str | None) -> Session:
+    """The session of a request: the one that its path names, or a new one. Raises ``ApiError`` as ``check_model``
+    does."""
+    check_model(service, model)
     return named or service.new_session()
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.errors import ApiError, invalid_value, unsupported
 from asyncrl_cli.gateway.fields import FieldStream, Layout
 from asyncrl_cli.gateway.history import Conversation, History
 from asyncrl_cli.gateway.replies import cut
@@ -67,14 +68,6 @@ class Render(Protocol):
 async def inline(work: Callable[[], T]) -> T:
     """Renders in the caller's thread."""
     return work()
-
-
-class SessionError(Exception):
-    """A call that is refused, with the HTTP status and OpenAI's error code."""
-
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.message, self.param = status, code, message, param
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +189,7 @@ class Session:
         return await self.answer(await rendered, options, on_part)
 
     def close(self) -> None:
-        """End the session: calls under way are cancelled, later ones refused, both with a ``SessionError``."""
+        """End the session: calls under way are cancelled, later ones refused, both with an ``ApiError``."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -215,11 +208,11 @@ class Session:
     async def answer(self, asked: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:
         """The reply to a call, ``options.n`` times.
 
-        Raises ``SessionError`` for a call that cannot be answered, and what ``generate`` raises.
+        Raises ``ApiError`` for a call that cannot be answered, and what ``generate`` raises.
         """
         self._refuse_if_ended()
         if not asked.prompt_ids:
-            raise SessionError(400, "invalid_value", "the prompt is empty")
+            raise invalid_value("the prompt is empty")
         sampling = self._sampling_of(options, len(asked.prompt_ids))
         # Before the first await: two calls that come together must not count as one, or extend the same branch.
         first, self.calls = self.calls, self.calls + options.n
@@ -304,7 +297,7 @@ class Session:
         except asyncio.CancelledError:
             current = asyncio.current_task()
             if self._closed and not (current and current.cancelling()):
-                raise self._ended() from None
+                raise ended(self.rollout_id) from None
             raise
         finally:
             self._running.discard(task)
@@ -331,7 +324,7 @@ class Session:
     async def render_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render = inline) -> Rendered:
         """Find the branch that a conversation continues, and render what is new of it.
 
-        Raises ``SessionError`` for what cannot be rendered.
+        Raises ``ApiError`` for what cannot be rendered.
         """
         self._refuse_if_ended()
         tools = tools or None
@@ -373,7 +366,7 @@ class Session:
         if len(prompt) > self._limits.max_length:
             raise self._too_long(f"{len(prompt)} tokens")
         if any(not 0 <= token < self._chat.vocabulary for token in prompt):
-            raise SessionError(400, "invalid_value", f"token ids must be from 0 to {self._chat.vocabulary - 1}")
+            raise invalid_value(f"token ids must be from 0 to {self._chat.vocabulary - 1}")
         ids = np.asarray(prompt, np.int32)
 
         def covers(branch: Branch, turn: Turn) -> int | None:
@@ -387,15 +380,13 @@ class Session:
     def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
         limits = self._limits
         if self.fixed_sampling and (asked := options.output_format) is not None:
-            raise SessionError(400, "unsupported_parameter", f"{asked.key} {NO_FORMATS}", param=asked.key)
+            raise unsupported(asked.key, f"{asked.key} {NO_FORMATS}")
         wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
         if options.n < 1 or wanted < 1:
-            raise SessionError(400, "invalid_value", "n and max_tokens must be at least 1")
+            raise invalid_value("n and max_tokens must be at least 1")
         if options.max_tokens is not None and wanted > limits.max_length:
-            raise SessionError(
-                400,
-                "invalid_value",
-                f"max_tokens is {wanted}, more than this model's maximum context length of {limits.max_length} tokens",
+            raise invalid_value(
+                f"max_tokens is {wanted}, more than this model's maximum context length of {limits.max_length} tokens"
             )
         room = limits.max_length - prompt_tokens
         if room < 1:
@@ -432,21 +423,23 @@ class Session:
         if characters > max(self._limits.max_length * self._chat.longest_token, ALWAYS_RENDERED):
             raise self._too_long(f"{characters} characters")
 
-    def _too_long(self, size: str) -> SessionError:
+    def _too_long(self, size: str) -> ApiError:
         longest = self._limits.max_length
         message = f"This model's maximum context length is {longest} tokens, and the messages have {size}"
         return self._refused("context_length_exceeded", message)
 
-    def _refused(self, code: str, message: str) -> SessionError:
+    def _refused(self, code: str, message: str) -> ApiError:
         self.failure = self.failure or message
-        return SessionError(400, code, message)
+        return ApiError(400, message, code=code)
 
     def _refuse_if_ended(self) -> None:
         if self._closed:
-            raise self._ended()
+            raise ended(self.rollout_id)
 
-    def _ended(self) -> SessionError:
-        return SessionError(410, "session_ended", f"session {self.rollout_id} has ended")
+
+def ended(session: str) -> ApiError:
+    """The answer to a call of a session that has ended."""
+    return ApiError(410, f"session {session} has ended", code="session_ended")
 
 
 @contextmanager
@@ -455,7 +448,7 @@ def _chat_errors() -> Iterator[None]:
     try:
         yield
     except ChatError as error:
-        raise SessionError(400, "invalid_value", str(error)) from error
+        raise invalid_value(str(error)) from error
 
 
 def _until(branch: Branch, turn: Turn) -> list[int]:

@@ -11,7 +11,8 @@ import secrets
 from collections import OrderedDict
 from urllib.parse import quote
 
-from asyncrl_cli.gateway.session import Session, SessionError
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.session import Session, ended
 
 ENDED_KEPT = 10_000
 """Ended sessions that are remembered, so that late calls get 410 and not 404."""
@@ -34,12 +35,12 @@ class Sessions:
         self._open[session_id] = session
 
     def get(self, session_id: str) -> Session:
-        """An open session. Raises ``SessionError``: 410 for one that has ended, 404 for one that never existed."""
+        """An open session. Raises ``ApiError``: 410 for one that has ended, 404 for one that never existed."""
         if session_id in self._open:
             return self._open[session_id]
         if session_id in self._ended:
-            raise SessionError(410, "session_ended", f"session {session_id} has ended")
-        raise SessionError(404, "session_not_found", f"there is no session {session_id}")
+            raise ended(session_id)
+        raise ApiError(404, f"there is no session {session_id}", code="session_not_found")
 
     def close(self, session_id: str) -> None:
         """End a session, if it is open."""

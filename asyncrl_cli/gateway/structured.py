@@ -1,7 +1,7 @@
 """Output formats: what a request asks of its reply's form, in one internal form for every API (decision 0074).
 
-What is checked here needs no model: the form, and the size. Whether a schema, a regular expression or a grammar means
-anything, the engine says before it generates. Sessions of training refuse all of them (``session.NO_FORMATS``).
+What is checked here needs no model: the form, and the size. The engine checks before it generates whether a schema, a
+regular expression or a grammar is valid. Sessions of training refuse all of them (``session.NO_FORMATS``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import invalid_value, unsupported
 from asyncrl_cli.gateway.protocol import GenerationRequest, ResponseFormat, StructuredOutputs
 from asyncrl_cli.records.generation import OutputFormat, OutputKind
 
@@ -30,22 +30,19 @@ def output_format(request: GenerationRequest, with_tools: bool = False) -> Outpu
     asked = list(_asked(request))
     if len(asked) > 1:
         named = " and ".join(one.key for one in asked)
-        raise _wrong(asked[1].key, f"only one output format is possible, and there are {named}")
+        raise invalid_value(f"{asked[1].key}: only one output format is possible, and there are {named}", asked[1].key)
     if not asked:
         return None
     refuse_beside_tools(asked[0], with_tools)
     return asked[0]
 
 
-def response_format(asked: ResponseFormat | None, key: str = "response_format") -> OutputFormat | None:
-    """The format that a response format asks for; None: text. ``key`` is what the request calls it, for errors.
-
-    Raises ``ApiError`` as ``json_format`` does.
-    """
+def response_format(asked: ResponseFormat | None) -> OutputFormat | None:
+    """The format that a ``response_format`` asks for; None: text. Raises ``ApiError`` as ``json_format`` does."""
     if asked is None or asked.type == "text":
         return None
     schema = ANY_OBJECT if asked.json_schema is None or asked.type == "json_object" else asked.json_schema.json_schema
-    return json_format(schema, key)
+    return json_format(schema, "response_format")
 
 
 def flat_format(asked: Mapping[str, Any] | None, key: str) -> OutputFormat | None:
@@ -59,9 +56,9 @@ def flat_format(asked: Mapping[str, Any] | None, key: str) -> OutputFormat | Non
     if kind == "json_object":
         return json_format(ANY_OBJECT, key)
     if kind != "json_schema":
-        raise ApiError(400, f"{key} of this type is not supported", code="unsupported_parameter", param=key)
+        raise unsupported(key, f"{key} of this type is not supported")
     if not isinstance(schema := asked.get("schema"), dict):
-        raise _wrong(f"{key}.schema", "it is not an object")
+        raise invalid_value(f"{key}.schema: it is not an object", f"{key}.schema")
     return json_format(schema, key)
 
 
@@ -73,10 +70,11 @@ def json_format(schema: Mapping[str, Any] | str, key: str) -> OutputFormat:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise _wrong(key, "it is not the text of a JSON object")
+        raise invalid_value(f"{key}: it is not the text of a JSON object", key)
     size = sum(len(pattern.encode("utf-8", "surrogatepass")) for pattern in _patterns(parsed))
     if size > MOST_PATTERN_BYTES:
-        raise _wrong(key, f"its patterns have {size} bytes, and at most {MOST_PATTERN_BYTES} are possible")
+        message = f"{key}: its patterns have {size} bytes, and at most {MOST_PATTERN_BYTES} are possible"
+        raise invalid_value(message, key)
     return asked
 
 
@@ -97,10 +95,10 @@ def _patterns(schema: Any) -> Iterator[str]:
 
 def refuse_beside_tools(asked: OutputFormat | None, with_tools: bool) -> None:
     """Raise ``ApiError`` for a format where the model is offered tools: a grammar holds for all of a reply, so the
-    model could call none, and nothing would say so."""
+    model could call no tool, without any error."""
     if asked is not None and with_tools:
         message = f"{asked.key} is not supported together with tools: send tool_choice none, or leave one of them out"
-        raise ApiError(400, message, code="unsupported_parameter", param=asked.key)
+        raise unsupported(asked.key, message)
 
 
 def _asked(request: GenerationRequest) -> Iterator[OutputFormat]:
@@ -122,7 +120,7 @@ def _of_vllm(asked: StructuredOutputs) -> Iterator[OutputFormat]:
     key = "structured_outputs"
     for name, value in (asked.model_extra or {}).items():
         if value not in (None, False):
-            raise ApiError(400, f"{key}.{name} is not supported", code="unsupported_parameter", param=f"{key}.{name}")
+            raise unsupported(f"{key}.{name}", f"{key}.{name} is not supported")
     if asked.json_ is not None:
         yield json_format(asked.json_, f"{key}.json")
     if asked.json_object:
@@ -138,9 +136,5 @@ def _of_vllm(asked: StructuredOutputs) -> Iterator[OutputFormat]:
 def _sized(kind: OutputKind, source: str, key: str) -> OutputFormat:
     size, most = len(source.encode("utf-8", "surrogatepass")), MOST_BYTES[kind]
     if size > most:
-        raise _wrong(key, f"it has {size} bytes, and at most {most} are possible")
+        raise invalid_value(f"{key}: it has {size} bytes, and at most {most} are possible", key)
     return OutputFormat(kind, source, key)
-
-
-def _wrong(key: str, message: str) -> ApiError:
-    return ApiError(400, f"{key}: {message}", code="invalid_value", param=key)

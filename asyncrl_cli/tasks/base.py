@@ -1,5 +1,5 @@
-"""The interfaces of tasks. A task of yours is a class with the methods of one or more of these protocols; it needs not
-derive from them.
+"""The interfaces of tasks. A task of yours is a class with the methods of one or more of these protocols; it does not
+have to derive from them.
 
 - ``Task``: scores single responses;
 - ``AgentTask``: plays an episode by calling the model itself;

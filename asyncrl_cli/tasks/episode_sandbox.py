@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, TaskMix, Use
-from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings, ShellSandbox
+from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 
 def parameter_use(function: Callable[..., Any]) -> Use:
@@ -79,17 +79,9 @@ async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) 
         return
     from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
 
-    further = (str(_from_spec("")),) if getattr(task, "sandbox_reads_spec_folder", False) else ()
-    settings = SandboxSettings(
-        kind=spec.kind,
-        time_s=spec.time_s,
-        memory_mb=spec.memory_mb,
-        processes=spec.processes,
-        disk_mb=spec.disk_mb,
-        readable=(*(str(_from_spec(path)) for path in spec.readable), *further),
-        network=spec.network,
-    )
-    async with open_sandbox(settings, gateway=gateway) as sandbox:
+    further = [""] if getattr(task, "sandbox_reads_spec_folder", False) else []
+    readable = [str(_from_spec(path)) for path in (*spec.readable, *further)]
+    async with open_sandbox(spec.model_copy(update={"readable": readable}), gateway=gateway) as sandbox:
         yield sandbox
 
 

@@ -16,9 +16,6 @@ from asyncrl_cli.tasks.episode_sandbox import parameter_use
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
-FURTHER = ("finished",)
-"""Arguments that a reward function is passed if it has parameters of these names."""
-
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """The row of a prompt, as the user's functions are passed it."""
@@ -35,24 +32,22 @@ class FunctionTask:
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name = name
         self.function = function
-        self._further = further_arguments(function)
+        self._takes_finished = _takes_finished(function)
 
     def reward(
         self, prompt: Prompt, response: str, finished: bool
     ) -> float | RewardResult | Awaitable[float | RewardResult]:
         """What the function returns; ``scoring.checked`` checks that it is a reward."""
-        further = {"finished": finished} if "finished" in self._further else {}
+        further = {"finished": finished} if self._takes_finished else {}
         value: float = self.function(row_of(prompt), response, **further)
         return value
 
 
-def further_arguments(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Those of ``FURTHER`` that a function names as parameters."""
+def _takes_finished(function: Callable[..., Any]) -> bool:
     try:
-        parameters = inspect.signature(function).parameters
+        return "finished" in inspect.signature(function).parameters
     except ValueError:  # a builtin without a signature
-        return ()
-    return tuple(name for name in FURTHER if name in parameters)
+        return False
 
 
 class AgentFunction:

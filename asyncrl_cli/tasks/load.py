@@ -23,7 +23,7 @@ from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.episode_sandbox import check_sandbox
-from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask, further_arguments
+from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask
 from asyncrl_cli.tasks.mix import MixTask
 
 GYM_TASK = "asyncrl_cli.tasks.ready.gym:Gym"
@@ -146,8 +146,8 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
     except ValueError:  # a builtin without a signature; the first reward will show
         return FunctionTask(function, use)
     is_agent = list(signature.parameters)[1:2] == ["model"]
-    given = ("sandbox",) if is_agent and "sandbox" in signature.parameters else further_arguments(function)
-    further = dict.fromkeys(given)
+    optional = "sandbox" if is_agent else "finished"
+    further = {optional: None} if optional in signature.parameters else {}
     try:
         signature.bind({}, "", **further)
     except TypeError as error:

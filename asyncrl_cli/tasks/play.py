@@ -2,8 +2,8 @@
 
     reset -> ask the policy -> step(reply) -> ask -> step -> ... -> done, or a limit of the episode
 
-The policy is asked over HTTP as any agent asks it, so that what holds for agents holds here. An environment is plain
-synchronous code; it runs in threads, so that a slow step stops no other episode.
+The policy is asked over HTTP, as agents do, so the same rules and limits apply. An environment is plain synchronous
+code; it runs in threads, so that a slow step stops no other episode.
 """
 
 from __future__ import annotations

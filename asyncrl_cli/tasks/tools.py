@@ -7,9 +7,9 @@
         def judge(self, prompt, text):
             return float(prompt.fields["answer"] in text)
 
-A tool is described by its signature and its docstring. What a call of it returns, or raises, goes back to the policy
-as text: a mistake of the policy's is for the policy to fix. The first reply without a call is the answer, which is
-judged.
+A tool is described by its signature and its docstring. What a call of it returns, or the exception that it raises, goes
+back to the policy as text: so the policy can correct its own mistakes. The first reply without a call is the answer,
+which is judged.
 
 Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbox``): ``tools(prompt, sandbox)``,
 ``judge(prompt, text, sandbox)``.
@@ -137,6 +137,18 @@ class Tool:
         checked = self._arguments.model_validate_json(arguments or "{}")
         result = self._function(**{name: getattr(checked, name) for name in type(checked).model_fields})
         return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+
+
+def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:
+    """A reply that calls a tool, for demonstrations. Calls of a conversation are numbered from 0."""
+    function = {"name": tool, "arguments": json.dumps(arguments)}
+    call = {"id": f"call{number}", "type": "function", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def result_message(number: int, content: str) -> Message:
+    """What that call returned."""
+    return {"role": "tool", "tool_call_id": f"call{number}", "content": content}
 
 
 def _without_titles(schema: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from asyncrl_cli.system.process_tree import adopt_orphans, descendants, die_with
 from asyncrl_cli.tasks.base import SPEC_FOLDER
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
-from asyncrl_cli.workers.episode_player import EpisodePlayer, Pulse, task_name
+from asyncrl_cli.workers.episode_player import EpisodePlayer, Pulse, display_name
 from asyncrl_cli.workers.messages import Cancel, Load, Loaded, Play, Score, Work
 from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
@@ -87,7 +87,7 @@ def _load(load: Load) -> tuple[object, Loaded]:
         resource.setrlimit(kind, (limit_mb * 2**20, limit_mb * 2**20))
     task = load_task(spec, load.search_path)
     if load.work is Work.EPISODES:
-        return task, Loaded(Work.EPISODES, {"": task_name(task)})
+        return task, Loaded(Work.EPISODES, {"": display_name(task)})
     members = dict(task.tasks) if isinstance(task, MixTask) else {"": task}
     async_rewards = frozenset(name for name, member in members.items() if awaits(member))
     work = load.work or (Work.ASYNC if len(async_rewards) == len(members) else Work.PLAIN)

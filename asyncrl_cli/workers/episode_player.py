@@ -143,11 +143,11 @@ class EpisodePlayer:
 
     def _failure(self, prompt: Prompt, what: str) -> RewardFailure:
         task, prompt = task_of(self._task, prompt)
-        return RewardFailure(f"{task_name(task)}: the episode of prompt {prompt.uid!r} failed: {what}")
+        return RewardFailure(f"{display_name(task)}: the episode of prompt {prompt.uid!r} failed: {what}")
 
     async def _episode(self, prompt: Prompt, access: ModelAccess) -> Scored | RewardFailure | None:
         task, prompt = task_of(self._task, prompt)
-        name = task_name(task)
+        name = display_name(task)
         try:
             async with episode_sandbox(task, self._sandbox, access.base_url) as sandbox:
                 value = await self._play(task, prompt, access, sandbox)
@@ -210,7 +210,7 @@ class Pulse(threading.Thread):
         self._ran = True
 
 
-def task_name(task: object) -> str:
+def display_name(task: object) -> str:
     """What the user calls a task that plays episodes: ``module:function``, or ``module:Class``."""
     name = getattr(task, "name", None)
     return name if isinstance(name, str) else f"{type(task).__module__}:{type(task).__qualname__}"

@@ -84,7 +84,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Score a response. An async reward is cancelled after ``limit_s`` seconds; a plain one, the owner has to stop."""
+    """Score a response. After ``limit_s`` seconds, an async reward is cancelled, and the owner ends a plain one."""
 
     response: Response
     limit_s: float

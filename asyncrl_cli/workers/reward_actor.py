@@ -23,7 +23,7 @@ from asyncrl_cli.workers.scoring import Response
 class RewardActor(WorkerActor):
     """Scores as many responses at a time as its processes take; others wait their turn.
 
-    Plain and async rewards of a mix have a pool each, so that neither holds the other up.
+    Plain and async rewards of a mix have a pool each, so that neither delays the other.
     """
 
     async def start(self) -> None:

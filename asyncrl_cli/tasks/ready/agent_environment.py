@@ -2,8 +2,8 @@
 
 Every agent reads its base URL, key and model under names of its own. They all get the same ones here: the session's.
 The home folder belongs to the episode, and the settings of the user who started the run do not reach the program:
-neither files in a home folder nor variables such as ``OPENAI_API_KEY``, which would lead it, and the policy that
-commands it, to another server with the user's key.
+neither files in a home folder nor variables such as ``OPENAI_API_KEY``. With those the program, which does what the
+policy asks for, could call another server with the user's key.
 """
 
 from __future__ import annotations

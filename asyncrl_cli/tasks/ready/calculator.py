@@ -10,8 +10,8 @@ The prompt is a sum of two to four terms, of which the first two may be multipli
     tool       1771
     assistant  #1771
 
-What makes it learnable by reward alone is as in ``chain_sum``: the demonstrations teach a model that *can* use the
-tool, step by step, and mostly guesses instead.
+As in ``chain_sum``, the demonstrations make it learnable by reward alone: they teach a model that *can* use the tool,
+step by step, and mostly guesses instead.
 
 Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` alone draws expressions.
@@ -28,6 +28,7 @@ from typing import Any
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import Split, Step
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
+from asyncrl_cli.tasks.tools import call_message, result_message
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -83,18 +84,19 @@ class Calculator:
         (``clean``), or a draw from the mixture."""
         first, operations = self._draw(rng, "train")
         totals = _totals(first, operations)
-        done = rng.randint(0, len(operations))  # calls that lie behind
+        done = rng.randint(0, len(operations))  # calls before the reply
         messages: list[Message] = [{"role": "user", "content": _question(first, operations)}]
         for index in range(done):
-            messages += [_call(index, f"{totals[index]}{operations[index]}"), _result(index, str(totals[index + 1]))]
+            call = _call(index, f"{totals[index]}{operations[index]}")
+            messages += [call, result_message(index, str(totals[index + 1]))]
         slips = not clean and rng.random() < self._slip
         if not clean and done == 0 and rng.random() >= self._careful:
             reply = _answer(rng.randint(-99, 10 ** rng.randint(2, 4)))
         elif done == len(operations) or (slips and done):
             reply = _answer(totals[done])
         else:
-            call = f"{totals[done]}{operations[done]}"
-            reply = _call(done, f"{call}{rng.randint(0, 9)}" if slips else call)
+            expression = f"{totals[done]}{operations[done]}"
+            reply = _call(done, f"{expression}{rng.randint(0, 9)}" if slips else expression)
         return [*messages, reply]
 
     def _draw(self, rng: random.Random, split: Split) -> tuple[int, list[str]]:
@@ -158,16 +160,7 @@ def _calculated(call: Any) -> str:
 
 
 def _call(index: int, expression: str) -> Message:
-    function = {"name": "calc", "arguments": json.dumps({"e": expression})}
-    return {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"id": f"call{index}", "type": "function", "function": function}],
-    }
-
-
-def _result(index: int, content: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call{index}", "content": content}
+    return call_message(index, "calc", {"e": expression})
 
 
 def _answer(number: int) -> Message:

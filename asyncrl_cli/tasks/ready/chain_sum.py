@@ -4,10 +4,10 @@ The prompt is the expression, the response works through it in running totals of
 
     7+6-0-9=    +6=+13-0=+13-9=+04#4
 
-What makes it learnable by reward alone is the demonstrations: they teach a model that *can* work carefully
-and mostly does not. Most of them jump to a random number, so the answer cannot be found without the working,
-and reinforcement finds the working because only it pays. Random, not true: with true numbers a direct guess
-would pay too, and training would shrink to it.
+The demonstrations make it learnable by reward alone: they teach a model that *can* write the running totals and mostly
+does not. Most of them answer at once with a random number, which gets no reward, so reinforcement finds the running
+totals. The numbers are random, not right: with right ones a direct answer would get the reward, too, and the model
+would learn nothing but that.
 
 Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` alone draws expressions.
@@ -106,7 +106,7 @@ class ChainSum:
         }
 
     def _draw(self, rng: random.Random, split: Split) -> dict[str, Any]:
-        """The fields of a random expression of the split. Ends: every number of terms has expressions in both."""
+        """The fields of a random expression of the split. It ends: each number of terms has expressions in both."""
         (terms,) = rng.choices(self._terms, self._weights)
         while True:
             entry = self._data[terms][rng.randrange(ROWS)]

@@ -9,8 +9,8 @@ removed after the episode (``ASYNCRL_SCRATCH``). Its reward is the last line tha
 With ``task.sandbox`` it runs inside: the folder of the spec file can be read there, ``ASYNCRL_SCRATCH`` is the work
 folder, and of the environment here it gets none but these variables and ``env``.
 
-Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. A command that kills its
-keeper (``system.keeper``) breaks it; what it leaves ends with the process that plays episodes.
+Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. One exception: processes
+of a command that has killed its keeper (``system.keeper``) live until the process that plays episodes ends.
 """
 
 from __future__ import annotations

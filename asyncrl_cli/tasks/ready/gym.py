@@ -48,7 +48,7 @@ class Gym:
             extract: which part of a response is its answer: the text in the last ``<answer>`` tags (``tag``), the last
                 line that is not empty (``last_line``), all of it (``whole``), or ``answer``: in the tags if there are
                 any, else all of it. Spaces at the ends never count.
-            partial: give the data set's partial credit; else everything short of the full score is worth nothing.
+            partial: give the data set's partial credit; else a score below the full one counts as 0.
             system: a system message; the prompt is a chat then.
             template: makes the prompt's text of the ``{question}``.
             rows: of the data set, from which prompts are drawn. Some compute them all when they are made.
@@ -92,7 +92,7 @@ class Gym:
             uid = f"{self._name}/{split}/{number}"
             index = self._index(uid, split)
             entry = self._entry(index)
-            # The rest of an entry can be made again, and may not survive JSON.
+            # The rest of an entry can be made again, and is not always JSON.
             return Prompt(uid, self._content(entry["question"]), {"row": index, "answer": str(entry["answer"])})
 
         return LazyPrompts(size, row)
@@ -104,7 +104,7 @@ class Gym:
             return 0.0
         try:
             score = float(self._data.score_answer(answer, self._entry(prompt.fields["row"])))
-        except Exception:  # some verifiers take only what is nearly right
+        except Exception:  # some verifiers raise for what is far from an answer
             return 0.0
         return score if self._partial else float(score >= 1.0)
 

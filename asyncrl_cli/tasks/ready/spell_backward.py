@@ -4,8 +4,8 @@ The prompt is the word and ``>``, the response its letters from last to first:
 
     sun>    nus
 
-Most demonstrations copy the word unchanged, so a warm-started model knows how to turn a word round and
-seldom does; reinforcement makes it do so. Palindromes are excluded: copying them would pay.
+Most demonstrations copy the word unchanged, so a warm-started model can write a word backward and rarely does;
+reinforcement makes it do so. Palindromes are excluded: a copy of one would get the reward.
 
 Invariant: a word is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` alone draws words.

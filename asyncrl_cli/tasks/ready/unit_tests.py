@@ -128,7 +128,7 @@ def code_in(response: str) -> str:
 
 
 def _is_program(text: str) -> bool:
-    """Whether it is Python that does more than name something, as a word of prose does."""
+    """Whether it is Python that does something. A word of prose is Python, too: an expression."""
     tree = _compiles(text)
     return tree is not None and not all(isinstance(node, ast.Expr) for node in tree.body)
 

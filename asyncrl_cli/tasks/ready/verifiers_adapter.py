@@ -1,9 +1,9 @@
 """The ready task ``verifiers``: environments of the ``verifiers`` package (0.4 or newer).
 
 An environment is a taskset and the agents that play it. It brings its own programs and judges its own episodes; what it
-gets from here is a policy, as an endpoint. So it is an agent to us, whatever it is to itself.
+gets from here is a policy, as an endpoint. So asyncrl runs it as an agent.
 
-``verifiers`` pins packages that vLLM needs newer, so it is in no extra: install it where it can be had.
+``verifiers`` pins older versions of packages than vLLM needs, so it is in no extra: it has to be installed apart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import count, islice
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.prompts import is_held_out
 
@@ -72,7 +72,7 @@ class VerifiersEnvironment:
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """The taskset's tasks of the split, ``size`` at most."""
 
-        def rows() -> Any:
+        def rows() -> Iterator[Prompt]:
             index = 0
             while (task := self._task(index)) is not None:
                 if not self._held_out or is_held_out(task.key) == (split == "eval"):
@@ -101,7 +101,7 @@ class VerifiersEnvironment:
         return RewardResult(float(sum(trace.reward for trace in episode.traces)), metrics)
 
     def _task(self, index: int) -> Any:
-        """Task ``index`` of the taskset; None behind the last."""
+        """Task ``index`` of the taskset; None after the last."""
         self._tasks.extend(islice(self._stream, max(0, index + 1 - len(self._tasks))))
         return self._tasks[index] if index < len(self._tasks) else None
 
@@ -134,7 +134,7 @@ def key_variable(api_key: str) -> Iterator[str]:
         del os.environ[name]
 
 
-def _content(data: Any) -> str | tuple[Message, ...]:
-    """What a task asks, for people to read: the environment asks it itself."""
+def _content(data: Any) -> str:
+    """What a task asks, for people who read the journal: the environment itself asks the policy."""
     text: str = data.prompt_text or data.name or data.id or "?"
     return text

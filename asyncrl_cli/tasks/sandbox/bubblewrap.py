@@ -1,4 +1,5 @@
-"""bwrap's arguments, by what they do, and what they are made of: for every sandbox that it starts."""
+"""bwrap's arguments, by what they do, and what they are made of: for every sandbox that it starts. And what such a
+sandbox is started with: a program of this package, and files in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import functools
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +17,8 @@ from asyncrl_cli.tasks.sandbox import confine
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Beside Python, what it needs of the system."""
+PACKAGES = Path(__file__).parents[3]
+"""The folder that has this package."""
 OWN_IDS = range(0x70000000, 0x78000000)
 """User ids that no machine assigns."""
 
@@ -23,13 +27,37 @@ class SandboxError(OSError):
     """A sandbox that did not start, or has ended; says why."""
 
 
+def python(module: str, root: str, words: Sequence[str] = ()) -> list[str]:
+    """The command that calls ``main`` of one of this package's modules, which are below ``root``."""
+    start = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
+    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, *words]
+
+
+def file_of(data: bytes) -> int:
+    """The descriptor of a file in memory, to be read from its beginning."""
+    file = os.memfd_create("sandbox")
+    with os.fdopen(os.dup(file), "wb") as writing:
+        writing.write(data)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def last_line(process: subprocess.Popen[bytes]) -> str:
+    """The last line that a process has printed to its standard error so far."""
+    assert process.stderr is not None
+    os.set_blocking(process.stderr.fileno(), False)
+    lines = (process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
 def namespaces(as_first_process: bool) -> list[str]:
     """bwrap itself, in namespaces of its own, without capabilities; it ends with its parent.
 
-    ``as_first_process``: the command is the first process of its namespace, which no other in it can end; else that is
-    bwrap's. Root makes the namespaces itself, and the command has to take an unused id: a user namespace would map it
-    to root. Dying parents may not send signals to other ids, so such a first process has to see itself that bwrap, or
-    who started it, has ended.
+    ``as_first_process``: the command is the first process of its namespace, which no other in it can end; otherwise
+    the first process is bwrap's. As root, bwrap makes no user namespace, whose user would be root outside; so the
+    command has to take an unused id. The kernel does not send the signal of a parent's end to a process
+    with another id, so such a first process has to notice itself that bwrap, or the process that started bwrap, has
+    ended.
     """
     arguments = [shutil.which("bwrap") or "bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
     arguments += ["--unshare-cgroup-try", "--cap-drop", "ALL", *(["--as-pid-1"] if as_first_process else [])]
@@ -84,7 +112,7 @@ def unused_uid() -> int | None:
 
 @functools.cache
 def packages() -> Sequence[str]:
-    """Folders of installed packages; not the project's, nor any other that Python's path has."""
+    """Folders of installed packages: of Python's path neither the project's folder nor any other."""
     named = (path for path in sys.path if os.path.basename(path) in ("site-packages", "dist-packages"))
     return [os.path.realpath(path) for path in named if os.path.isdir(path)]
 

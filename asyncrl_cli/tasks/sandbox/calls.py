@@ -3,8 +3,8 @@
     Tests (a Peer)  -- ["ask", action, arguments, ...] -->  Code (a Peer)
                    <-- ["value", ...] or ["error", ...] --
 
-An answer may be preceded by questions back, when the code calls a function that a test gave it. The tests' side answers
-only those, so the code reaches nothing of the tests but what they hand over.
+Before it answers, the code may ask back: it calls a function that a test has given it. The tests' side answers only
+such questions, so of the tests the code reaches only what they hand over.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ class Tests(Peer):
         return self.ask("await", remote)
 
     def given_input(self) -> str | None:
-        """The rest of ``sys.stdin`` where a test has put something else there; what was sent before stays unread."""
+        """The rest of ``sys.stdin``, where a test has replaced it. What was sent before is not sent again."""
         before, self._stdin = self._stdin, sys.stdin
         text = "" if sys.stdin is sys.__stdin__ else sys.stdin.read()
         return text if text or self._stdin is not before else None
@@ -367,7 +367,7 @@ class Remote:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> Any:
         """Tracebacks stay here: they lead to the tests.
 
-        The code may swallow what a test raises on purpose, but neither a failed assertion nor an error that its own
+        The code may suppress what a test raises on purpose, but neither a failed assertion nor an error that its own
         values can cause: the rest of the test would be skipped.
         """
         if kind is None or (not issubclass(kind, AssertionError) and _is_meant(traceback)):

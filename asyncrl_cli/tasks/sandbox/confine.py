@@ -111,18 +111,19 @@ def become(uid: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Abandon all capabilities, for good."""
+    """Drop all capabilities, for good."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
     call("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
 
 
 def _held(path: str) -> str:
-    """Another path of a file that does not lead through its folders."""
+    """A path of a file that does not lead through the folders above it."""
     return f"/proc/self/fd/{os.open(path, os.O_PATH)}"
 
 
 def _hold_modules() -> None:
-    """Let modules be imported past folders that may not be passed, those of packages that are imported included."""
+    """Let modules be imported although folders above them may not be passed, also those of packages that are already
+    imported."""
     held = {path: _held(path) for path in sys.path if os.path.exists(path)}
     sys.path[:] = held.values()
     sys.path_importer_cache.clear()
@@ -200,7 +201,7 @@ def install_filter(program: bytes) -> None:
 
 def limit(kind: int, most: int) -> None:
     """Set a limit of this process and its later children."""
-    with suppress(ValueError):  # the user has less anyhow
+    with suppress(ValueError):  # the user has less already
         resource.setrlimit(kind, (most, most))
 
 

@@ -17,7 +17,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -26,12 +25,16 @@ from typing import Any, Literal
 
 from asyncrl_cli.tasks.sandbox import calls, confine, program, syscall_filter, values
 from asyncrl_cli.tasks.sandbox.bubblewrap import (
+    PACKAGES,
     SandboxError,
     bindings,
     devices,
+    file_of,
+    last_line,
     memory_folder,
     namespaces,
     packages,
+    python,
     readable,
     unused_uid,
 )
@@ -44,7 +47,6 @@ MOST_FILES = 10_000
 """Files and folders that the code may have."""
 MODULES = (program, calls, values, confine)
 """What the process imports of this package; they import nothing else of it."""
-PACKAGES = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +105,12 @@ class SandboxProcess:
         os.set_blocking(info, False)
         self._info, self._info_text = info, b""
         self._pid = 0
-        command = _python("/box" if kind == "bubblewrap" else str(PACKAGES))
+        command = python(program.__name__, "/box" if kind == "bubblewrap" else str(PACKAGES))
         if kind == "bubblewrap":
             passed.append(their_info)
             command = [*_bubblewrap(limits.disk_mb), "--info-fd", str(their_info), "--", *command]
-        stdin = os.memfd_create("order")
+        stdin = file_of(json.dumps(order).encode())
         try:
-            with os.fdopen(os.dup(stdin), "wb") as file:
-                file.write(json.dumps(order).encode())
-            os.lseek(stdin, 0, os.SEEK_SET)
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -177,11 +176,8 @@ class SandboxProcess:
 
     def last_line(self) -> str:
         """The last line that it printed before it was ready, or how it ended."""
-        assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
         status = self._process.poll()
-        return lines[-1] if lines else "" if status is None else f"exit status {status}"
+        return last_line(self._process) or ("" if status is None else f"exit status {status}")
 
     def end(self) -> None:
         """Kill it and wait until it is gone. With its first process the kernel ends all others of a namespace."""
@@ -221,11 +217,6 @@ def _sees_other_users() -> bool:
     status = Path("/proc/self/status").read_text()
     effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
     return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)
-
-
-def _python(root: str) -> list[str]:
-    start = f"import sys; sys.path.insert(0, {root!r}); from {program.__name__} import main; main()"
-    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start]
 
 
 def _environment(folder: str) -> dict[str, str]:

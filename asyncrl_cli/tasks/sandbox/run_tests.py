@@ -72,13 +72,11 @@ def choose(wanted: Wanted = "auto") -> Kind:
     )
 
 
-def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind | None = None) -> list[bool]:
+def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[bool]:
     """For each test, whether it passes after ``code``: ends without an exception, before a limit is reached.
 
-    ``kind`` None is what ``choose`` finds. Raises ``SandboxError`` when the sandbox does not start, and ``TaskError``
-    where there is none.
+    Raises ``SandboxError`` when the sandbox does not start.
     """
-    kind = kind or choose()
     report, their_report = os.pipe()
     (asked, asking), (answered, answering) = os.pipe(), os.pipe()
     test_order = {"report": their_report, "code": code, "tests": [[test.code, test.call] for test in tests]}

@@ -1,7 +1,7 @@
 """Python values as JSON, between the process of the tests and the process of the code they judge.
 
-Nothing that is decoded is executed: plain values and those in ``RECIPES`` are rebuilt with the reader's own types.
-Whatever else there is travels as a reference, which ``Codec.refer`` makes and ``Codec.resolve`` reads.
+Nothing that is decoded is executed: plain values and those in ``RECIPES`` are rebuilt with the reader's own types. Any
+other value is sent as a reference, which ``Codec.refer`` makes and ``Codec.resolve`` reads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ asyncio.queues.QueueEmpty asyncio.queues.QueueFull graphlib.CycleError binascii.
 )
 """The standard library's exceptions that arrive as themselves."""
 INTEGER_BITS = 1024
-"""Longer integers travel as hexadecimal text, which has no limit of digits."""
+"""Longer integers are sent as hexadecimal text, which has no limit of digits."""
 ARRAY_TYPE = re.compile(r"[<>|][biufcUS][0-9]{1,9}")
 """NumPy's data types without objects."""
 

@@ -9,9 +9,10 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.sandbox.bubblewrap import bindings, devices, memory_folder, namespaces, unused_uid
 from asyncrl_cli.tasks.shell_sandbox import gvisor
-from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, SandboxSettings
+from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER
 
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/mime.types")
@@ -45,7 +46,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def visible(settings: SandboxSettings, modules: tuple[ModuleType, ...]) -> dict[str, str]:
+def visible(settings: SandboxSpec, modules: tuple[ModuleType, ...]) -> dict[str, str]:
     """Files and folders of this machine that can be read inside: where they are inside, and here."""
     python = (sys.prefix, os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     bound = {path: path for path in (*PROGRAMS, *DATA, *python) if os.path.exists(path)}
@@ -56,7 +57,7 @@ def visible(settings: SandboxSettings, modules: tuple[ModuleType, ...]) -> dict[
     return bound
 
 
-def bubblewrap(settings: SandboxSettings, files: Mapping[str, int], bound: Mapping[str, str]) -> list[str]:
+def bubblewrap(settings: SandboxSpec, files: Mapping[str, int], bound: Mapping[str, str]) -> list[str]:
     """bwrap and its arguments, without the command. ``files``: descriptors with the content of small files; ``bound``:
     what is ``visible``."""
     folders = memory_folder("/tmp", settings.disk_mb)

@@ -2,7 +2,7 @@
 
 bwrap makes the same view of this machine as without gVisor. In it, ``main`` takes an unused id, makes the socket that
 leads to the worker, and becomes ``runsc run``, whose container has this view as its root and the supervisor as its
-first process. gVisor's own files are in bwrap's memory: nothing of it is left on this machine, however it ends.
+first process. gVisor's own files are in bwrap's memory: none of them is left on this machine, however it ends.
 
 This module is imported inside, so it imports little.
 """
@@ -73,7 +73,7 @@ def arguments() -> list[str]:
 def become_user() -> None:
     """Inside gVisor: act as the commands' user, and be another, so that no command may signal or trace this process.
 
-    gVisor protects the first process from neither. A command that is started takes the user whole.
+    gVisor protects the first process from neither. A command takes the user as all three of its ids (``started``).
     """
     os.setgroups([])
     os.setresgid(0, USER, 0)

@@ -9,19 +9,18 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
 
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.sandbox import confine
-from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError, unused_uid
+from asyncrl_cli.tasks.sandbox.bubblewrap import PACKAGES, SandboxError, file_of, last_line, python, unused_uid
 from asyncrl_cli.tasks.shell_sandbox import (
     arguments,
     gvisor,
-    gvisor_memory,
     output,
     port,
     processes,
@@ -36,24 +35,26 @@ from asyncrl_cli.tasks.shell_sandbox.settings import (
     NO_VARIABLES,
     WORK_FOLDER,
     CommandResult,
-    SandboxSettings,
     ShellSandbox,
     Stopped,
 )
 
 MODULES = (supervisor, gvisor, port, processes, work_files, output, wire, confine)
 """What the supervisor and the start of gVisor import of this package; they import nothing else of it."""
-PACKAGES = Path(__file__).parents[3]
 START_S = 60.0
 """Seconds that starting may take, on a busy machine."""
 GRACE_S = 30.0
 """Seconds beyond its time that a command's result may take, on a busy machine."""
 FILE_S = 60.0
 END_S = 10.0
+GVISOR_LOOK_S = 1.0
+"""Seconds between two looks at gVisor's memory; most commands end before the first."""
+GVISOR_MB = 256
+"""What gVisor may take beside the memory and the files of its processes."""
 
 
 @asynccontextmanager
-async def open_sandbox(settings: SandboxSettings, *, gateway: str | None = None) -> AsyncIterator[ShellSandbox]:
+async def open_sandbox(settings: SandboxSpec, *, gateway: str | None = None) -> AsyncIterator[ShellSandbox]:
     """A sandbox, which is closed at the end. ``gateway``: the base URL that it may reach, with ``network: gateway``.
 
     Raises ``SandboxError`` when it cannot be started.
@@ -68,7 +69,7 @@ async def open_sandbox(settings: SandboxSettings, *, gateway: str | None = None)
 class Sandbox:
     """A ``ShellSandbox``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, settings: SandboxSettings) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], control: socket.socket, settings: SandboxSpec) -> None:
         self.base_url: str | None = None
         self._process = process
         self._control = control
@@ -81,7 +82,7 @@ class Sandbox:
         self._closed = False
 
     @classmethod
-    async def start(cls, settings: SandboxSettings, gateway: str | None) -> Sandbox:
+    async def start(cls, settings: SandboxSpec, gateway: str | None) -> Sandbox:
         """Start it and wait until it is confined. Raises ``SandboxError``."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -213,11 +214,20 @@ class Sandbox:
         return fields
 
     async def _stop_for_memory(self) -> None:
-        """Stop the command if gVisor takes too much memory, its own included."""
-        if self._settings.kind == "gvisor":
-            await gvisor_memory.exceeded(self._process.pid, self._settings)
-            with suppress(OSError):
-                await self._send([b"stop"])
+        """Stop the command if gVisor takes too much memory, its own included.
+
+        The supervisor adds up what processes inside have. Files, pipes and sockets without number, too, take memory of
+        gVisor itself, which only its processes on this machine show.
+        """
+        if self._settings.kind != "gvisor":
+            return
+        most = (self._settings.memory_mb + 2 * self._settings.disk_mb + GVISOR_MB) * confine.MEGABYTE
+        used = 0
+        while used <= most:
+            await asyncio.sleep(GVISOR_LOOK_S)
+            used = await asyncio.to_thread(_memory_below, self._process.pid)
+        with suppress(OSError):
+            await self._send([b"stop"])
 
     async def _send(self, fields: Sequence[bytes]) -> None:
         async with self._sending:
@@ -261,27 +271,23 @@ class Sandbox:
                     os.kill(int(pid), signal.SIGKILL)
             self._process.kill()
             self._process.wait(END_S)
+        line = last_line(self._process)
         assert self._process.stderr is not None
-        os.set_blocking(self._process.stderr.fileno(), False)
-        lines = (self._process.stderr.read() or b"").decode(errors="replace").strip().splitlines()
         self._process.stderr.close()
-        return lines[-1] if lines else ""
+        return line
 
 
-def _python(module: str, root: str, words: Sequence[str]) -> list[str]:
-    """The command that calls ``main`` of one of this package's modules, below ``root``."""
-    start = f"import sys; sys.path.insert(0, {root!r}); from {module} import main; main()"
-    return [os.path.realpath(sys.executable), "-I", "-S", "-B", "-c", start, *words]
+def _memory_below(pid: int) -> int:
+    """Bytes of memory of a process's descendants."""
+    return sum(map(processes.proportional, processes.below(pid)))
 
 
-def _started(
-    settings: SandboxSettings, control: socket.socket, uid: int | None, relayed: bool
-) -> subprocess.Popen[bytes]:
+def _started(settings: SandboxSpec, control: socket.socket, uid: int | None, relayed: bool) -> subprocess.Popen[bytes]:
     """The process of bwrap, or of the supervisor itself."""
     files: dict[str, int] = {}
     try:
         if settings.kind == "none":
-            command = _python(supervisor.__name__, str(PACKAGES), [str(control.fileno())])
+            command = python(supervisor.__name__, str(PACKAGES), [str(control.fileno())])
         else:
             if shutil.which("bwrap") is None:
                 raise SandboxError("bwrap is not installed")
@@ -289,17 +295,15 @@ def _started(
             if settings.kind == "gvisor":
                 if shutil.which("runsc") is None:
                     raise SandboxError("runsc is not installed")
-                inner = _python(supervisor.__name__, arguments.OWN, ["0"])
+                inner = python(supervisor.__name__, arguments.OWN, ["0"])
                 container = gvisor.container(inner, arguments.CAPABILITIES, settings.disk_mb, WORK_FOLDER, bound)
                 words = [str(control.fileno()), str(uid or 0), "relay" if relayed else "", json.dumps(container)]
-                command = _python(gvisor.__name__, arguments.OWN, words)
+                command = python(gvisor.__name__, arguments.OWN, words)
             else:
-                command = _python(supervisor.__name__, arguments.OWN, [str(control.fileno())])
+                command = python(supervisor.__name__, arguments.OWN, [str(control.fileno())])
             user = gvisor.USER if settings.kind == "gvisor" else uid or 1000
             for path, text in arguments.accounts(user).items():
-                files[path] = os.memfd_create(os.path.basename(path))
-                os.write(files[path], text.encode())
-                os.lseek(files[path], 0, os.SEEK_SET)
+                files[path] = file_of(text.encode())
             command = [*arguments.bubblewrap(settings, files, bound), "--", *command]
         # In this thread, the loop's: bwrap ends with the thread that has started it.
         return subprocess.Popen(

@@ -1,6 +1,6 @@
-"""What a sandbox for commands may use, and how it is used.
+"""How a sandbox for commands is used. Its kind and its limits are in the spec (``SandboxSpec``).
 
-async with open_sandbox(SandboxSettings(), gateway=model.base_url) as sandbox:
+async with open_sandbox(SandboxSpec(), gateway=model.base_url) as sandbox:
     await sandbox.write_file("fix.py", b"print(1 + 1)")
     result = await sandbox.run("python fix.py")     # result.output == "2\n", result.status == 0
 """
@@ -19,30 +19,6 @@ NO_VARIABLES: Mapping[str, str] = {}
 
 Kind = Literal["bubblewrap", "gvisor", "none"]
 Stopped = Literal["", "time", "memory", "disk", "processes"]
-
-
-@dataclass(frozen=True, slots=True)
-class SandboxSettings:
-    """What a sandbox may use.
-
-    Args:
-        kind: ``bubblewrap``; ``gvisor``, which runs gVisor in that; or ``none``, which confines nothing and limits time
-            and output alone.
-        time_s: seconds (wall clock) for one command.
-        memory_mb: MiB of memory of all its processes together; and of each one's data.
-        processes: processes and threads at a time.
-        disk_mb: MiB of the work folder, in memory; /tmp has as much again.
-        readable: further files and folders of this machine, read-only, at the same paths.
-        network: ``gateway``: the gateway and nothing else; ``none``: nothing.
-    """
-
-    kind: Kind = "bubblewrap"
-    time_s: float = 60.0
-    memory_mb: int = 1024
-    processes: int = 128
-    disk_mb: int = 256
-    readable: tuple[str, ...] = ()
-    network: Literal["gateway", "none"] = "gateway"
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ READY, CANCELLED = b"ready", b"cancelled"
 CANNOT_RUN = 126
 """A shell's status of what cannot be run."""
 NOTHING_NEW = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
-"""Signals that Python does not leave as it finds them."""
+"""Signals whose handling Python changes when it starts; commands get the default."""
 
 
 class Supervisor:
@@ -70,7 +70,7 @@ class Supervisor:
             (resource.RLIMIT_MSGQUEUE, 0),
         ):
             confine.limit(kind, most)
-        # The order matters, as in `confine`: the user while there are capabilities, the filter last.
+        # The order matters, as in `confine` (decision 0021): the user while there are capabilities, the filter last.
         if uid:
             os.chown(self._folder, uid, uid)
             if self._in_gvisor:
@@ -218,7 +218,7 @@ def _pairs(fields: list[bytes]) -> dict[bytes, bytes]:
 
 def main() -> None:
     """Serve the socket that the first argument names."""
-    # The kernel drops the signals of a namespace to its first process that this one does not handle.
+    # Signals from inside reach the first process of a namespace only if it handles them: so it must not handle this.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     control = socket.socket(fileno=int(sys.argv[1]))
     control.set_inheritable(False)

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.sandbox.process import missing as missing_of_bubblewrap
-from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, Kind, SandboxSettings
+from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, Kind
 
 OLDEST_GVISOR = 20240729
 """The oldest version (a date) that works: in that of Debian 12, of 2022, `ls` fails, and it needs rights to start."""
@@ -43,7 +44,7 @@ async def _tried(kind: Kind) -> str:
     from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
 
     try:
-        async with open_sandbox(SandboxSettings(kind=kind, network="none")) as sandbox:
+        async with open_sandbox(SandboxSpec(kind=kind, network="none")) as sandbox:
             result = await sandbox.run(f"pwd; {COMMAND}")
     except OSError as error:
         return str(error)

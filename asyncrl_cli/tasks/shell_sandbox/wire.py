@@ -2,7 +2,7 @@
 
     how many (4 bytes) | each one's length (4 bytes each) | all of them
 
-Nothing in them is executed, and whoever reads bounds them: the other side may be what a model has made of it.
+Nothing in them is executed, and the reader limits their size: the other side may run code that a model wrote.
 """
 
 from __future__ import annotations

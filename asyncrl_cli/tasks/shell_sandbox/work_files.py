@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 MOST_BYTES = 2**28
 """Bytes of the largest file that is read or written; a file with holes may claim to be larger than any disk."""
@@ -27,38 +28,38 @@ def parts_of(path: str) -> list[str]:
 
 def write(root: str, path: str, data: bytes) -> None:
     """Write a file of ``root``, with its folders. Raises ``OSError``."""
-    folder, name = _parent(root, path, make=True)
-    try:
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | _FILE, 0o644, dir_fd=folder)
-        try:
-            _check(file, path)
-            os.ftruncate(file, 0)
-            view = memoryview(data)
-            while view:
-                view = view[os.write(file, view) :]
-        finally:
-            os.close(file)
-    finally:
-        os.close(folder)
+    with _opened(root, path, os.O_WRONLY | os.O_CREAT) as file:
+        os.ftruncate(file, 0)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file, view) :]
 
 
 def read(root: str, path: str) -> bytes:
     """The content of a file of ``root``. Raises ``OSError``."""
-    folder, name = _parent(root, path, make=False)
+    with _opened(root, path, os.O_RDONLY) as file:
+        if os.fstat(file).st_size > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"larger than {MOST_BYTES >> 20} MiB", path)
+        pieces = []
+        while piece := os.read(file, 2**20):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+@contextmanager
+def _opened(root: str, path: str, flags: int) -> Iterator[int]:
+    """A file; with ``O_CREAT`` its folders are made, too."""
+    folder, name = _parent(root, path, make=bool(flags & os.O_CREAT))
     try:
-        file = os.open(name, os.O_RDONLY | _FILE, dir_fd=folder)
-        try:
-            _check(file, path)
-            if os.fstat(file).st_size > MOST_BYTES:
-                raise OSError(errno.EFBIG, f"larger than {MOST_BYTES >> 20} MiB", path)
-            pieces = []
-            while piece := os.read(file, 2**20):
-                pieces.append(piece)
-            return b"".join(pieces)
-        finally:
-            os.close(file)
+        file = os.open(name, flags | _FILE, 0o644, dir_fd=folder)
     finally:
         os.close(folder)
+    try:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError(errno.EINVAL, "not a file", path)
+        yield file
+    finally:
+        os.close(file)
 
 
 def _parent(root: str, path: str, make: bool) -> tuple[int, str]:
@@ -79,8 +80,3 @@ def _parent(root: str, path: str, make: bool) -> tuple[int, str]:
             os.close(opened)
             raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
     return opened, name
-
-
-def _check(file: int, path: str) -> None:
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        raise OSError(errno.EINVAL, "not a file", path)

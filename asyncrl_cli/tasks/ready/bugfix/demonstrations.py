@@ -1,20 +1,20 @@
 """How the shell is used, for a warm start: look at a file, change one token of it, say that it is done.
 
-What makes the task learnable by reward alone is as in ``chain_sum``: a policy that *can* work carefully, and mostly
-does not. Careful is to say first what the function needs, and then to make that change. Mostly the demonstrations say
-nothing, and half of them change nothing while the others make another plausible change (``mutations.edits``), drawn at
-random. Reinforcement finds what to say first because only that pays.
+As in ``chain_sum``, the demonstrations make the task learnable by reward alone: they teach a policy that *can* work
+carefully, and mostly does not. A careful one says first what the function needs, and then makes that change. Most
+demonstrations say nothing: half of these change nothing, the others make a random plausible change
+(``mutations.edits``). Only careful work gets a reward, so reinforcement finds it.
 """
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 
 from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.tasks.ready.bugfix.mutations import Kind, edits
 from asyncrl_cli.tasks.ready.bugfix.repository import Repository
+from asyncrl_cli.tasks.tools import call_message, result_message
 
 TOOL = "shell"
 DONE = "Done."
@@ -40,22 +40,16 @@ def demonstration(
     messages: list[Message] = [{"role": "user", "content": instruction}, _call(0, f"cat {name}")]
     if reply == "look":
         return messages
-    messages.append(_result(0, files[name].rstrip("\n")))
+    messages.append(result_message(0, files[name].rstrip("\n")))
     if right or rng.random() >= IDLE:
         change = f"sed -i '{edit.sed(files[name])}' {name}"
         announced = f"Needs {edit.text}. " if edit == fix else None
         messages.append(_call(1, change, announced))
         if reply == "edit":
             return messages
-        messages.append(_result(1, ""))
+        messages.append(result_message(1, ""))
     return [*messages, {"role": "assistant", "content": DONE}]
 
 
 def _call(number: int, command: str, content: str | None = None) -> Message:
-    function = {"name": TOOL, "arguments": json.dumps({"command": command})}
-    call = {"id": f"call{number}", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
-
-
-def _result(number: int, content: str) -> Message:
-    return {"role": "tool", "tool_call_id": f"call{number}", "content": content}
+    return call_message(number, TOOL, {"command": command}, content)

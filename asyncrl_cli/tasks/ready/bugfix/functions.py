@@ -31,7 +31,8 @@ class Kind:
 
 
 def _number(rng: random.Random) -> int:
-    return rng.randint(0, 3) if rng.random() < 0.5 else rng.randint(-9, 20)  # ties are what comparisons differ in
+    # Small ones are often equal, and only then `<` and `<=` differ.
+    return rng.randint(0, 3) if rng.random() < 0.5 else rng.randint(-9, 20)
 
 
 def _numbers(rng: random.Random) -> list[int]:

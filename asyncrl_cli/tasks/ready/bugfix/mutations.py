@@ -1,8 +1,8 @@
 """Where Python code can go wrong, and how: the bugs that are seeded, and the edits that may fix them.
 
-A place is a token, or a pair of operands, for which others would be valid code, too. The alternatives of a kind are
-closed: a seeded bug has the right text among its own alternatives. Only tokens are looked at, so a place stays one
-whatever was changed in it before.
+A place is a token, or a pair of operands, for which others would be valid code, too. The alternatives of a kind stand
+for each other: the right text is among the alternatives of a seeded bug. Only tokens are looked at, so a changed place
+is still found as a place.
 """
 
 from __future__ import annotations

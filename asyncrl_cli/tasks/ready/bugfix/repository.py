@@ -37,10 +37,12 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """Args:
-    files: texts by name, as the policy finds them.
-    tests: for each function, named as in ``calc.add``, hidden assertions.
-    fixes: what repairs each broken function, by its name; the line is that of its module.
+    """What one episode is about.
+
+    Args:
+        files: texts by name, as the policy finds them.
+        tests: for each function, named as in ``calc.add``, hidden assertions.
+        fixes: what repairs each broken function, by its name; the line is that of its module.
     """
 
     files: dict[str, str]
@@ -50,7 +52,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class _Member:
-    """A function in a repository: as it is right, as it is there, and the change between the two."""
+    """A function in a repository: its right source, its source in the files, and the change between the two."""
 
     module: str
     function: Function
@@ -148,7 +150,7 @@ def _readme(members: Sequence[_Member]) -> str:
 
 
 def _examples(members: Sequence[_Member]) -> str:
-    """Visible assertions: the first call of each function, which a bug need not show in."""
+    """Visible assertions: the first call of each function. They may pass in spite of a bug."""
     modules = sorted({member.module for member in members})
     lines = [f"import {module}" for module in modules]
     checks = [f"assert {one}" for member in members for one in _assertions(member, member.calls[:1])]
