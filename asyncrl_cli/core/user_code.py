@@ -8,10 +8,11 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
+from traceback import walk_stack, walk_tb
+from types import FrameType, ModuleType
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
@@ -51,11 +52,11 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
         nonlocal next_notice_s
         waited_s = time.monotonic() - started
         if limit_s is not None and waited_s >= limit_s:
-            raise _TooLong(_line(_frames(frame)))
+            raise _TooLong(_line(walk_stack(frame)))
         if waited_s >= next_notice_s:
             next_notice_s *= 2
             limit = f" of at most {limit_s:.0f} s" if limit_s is not None else ""
-            notice(f"{what} takes long: {waited_s:.0f} s{limit}, now at {_line(_frames(frame))}")
+            notice(f"{what} takes long: {waited_s:.0f} s{limit}, now at {_line(walk_stack(frame))}")
 
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread:
@@ -66,7 +67,7 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
     except SystemExit as error:
         raise ConfigError(
             f"{what} called sys.exit({'' if error.code is None else repr(error.code)})",
-            location=_line(_raised_in(error.__traceback__)),
+            location=_line(reversed(list(walk_tb(error.__traceback__)))),
             hint='remove the call, or put it below `if __name__ == "__main__":`',
         ) from None
     except _TooLong as error:
@@ -84,25 +85,10 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
                 signal.setitimer(signal.ITIMER_REAL, max(left_s, 0.001), outer_interval_s)
 
 
-def _frames(frame: FrameType | None) -> list[tuple[str, int]]:
-    """File and line of a frame and of its callers, innermost first."""
-    found = []
-    while frame is not None:
-        found.append((frame.f_code.co_filename, frame.f_lineno))
-        frame = frame.f_back
-    return found
-
-
-def _raised_in(traceback: TracebackType | None) -> list[tuple[str, int]]:
-    found = []
-    while traceback is not None:
-        found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return found[::-1]
-
-
-def _line(lines: list[tuple[str, int]]) -> str:
-    """The innermost line in the user's own code, else the innermost of all."""
+def _line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The innermost line in the user's own code, else the innermost of all. ``frames`` have their lines, and begin with
+    the innermost."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     paths = sysconfig.get_paths()
     others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], __file__.rpartition("/core/")[0])
     own = [line for line in lines if not line[0].startswith(others)]

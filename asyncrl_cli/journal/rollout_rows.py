@@ -162,19 +162,11 @@ def _rollout(
     branches: Mapping[int, Sequence[Segment]],
     prompt_ids: tuple[int, ...],
 ) -> Rollout:
-    """``rollout_of``, with the experts of the prompt."""
-    rollout = rollout_of(training_rollout_id(group_id, index), row, branches, prompt_ids)
-    of_prompt = _experts_of(connection, group_id, index, of_prompt=True).get((0, PROMPT))
-    return rollout if of_prompt is None else replace(rollout, prompt_experts=from_bytes(of_prompt, len(prompt_ids)))
-
-
-def rollout_of(
-    rollout_id: str, row: RolloutRow, branches: Mapping[int, Sequence[Segment]], prompt_ids: tuple[int, ...]
-) -> Rollout:
     """A finished rollout with its branches; they get its finish reason, as theirs are not recorded.
 
     Its text is left empty. Raises ``sqlite3.DatabaseError`` for damage.
     """
+    rollout_id = training_rollout_id(group_id, index)
     sequences = joined(branches, rollout_id, row.tokens)
     root, *others = (
         Rollout(
@@ -186,7 +178,9 @@ def rollout_of(
         )
         for branch in sorted({0, *sequences})
     )
-    return replace(root, branches=tuple(others)) if others else root
+    of_prompt = _experts_of(connection, group_id, index, of_prompt=True).get((0, PROMPT))
+    prompt_experts = None if of_prompt is None else from_bytes(of_prompt, len(prompt_ids))
+    return replace(root, branches=tuple(others), prompt_experts=prompt_experts)
 
 
 def segments_of(connection: sqlite3.Connection, group_id: int, index: int) -> dict[int, tuple[Segment, ...]]:
@@ -299,7 +293,7 @@ def _as_stored(value: Any) -> Any:
 
 
 def key_crc(group_id: int, index: int, branch: int, start: int, version: int, crc: int) -> int:
-    """The CRC-32 of which tokens a segment has, and of their own ``crc``."""
+    """The CRC-32 of a segment's key (which tokens it has), of its version, and of the ``crc`` of its tokens."""
     return zlib.crc32(b"%d,%d,%d,%d,%d,%d" % (group_id, index, branch, start, version, crc))
 
 

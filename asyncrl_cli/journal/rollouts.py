@@ -1,5 +1,5 @@
-"""Rollouts by what they are like: one after another, the extreme ones, and distributions of lengths and rewards over
-ranges of steps, counted in SQL."""
+"""Queries for rollouts: one after another, the best, worst, stalest and longest ones, and how lengths and rewards are
+distributed over ranges of steps, counted in SQL."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Literal, NamedTuple
 from asyncrl_cli.records.training import CORRECT
 
 COLUMNS = 60
-"""Ranges of steps."""
+"""Largest number of ranges of steps."""
 BINS = 30
-"""Ranges of values."""
+"""Number of ranges of values, about."""
 SCATTERED = 1500
-"""Rollouts that a scatter plot shows, about."""
+"""Number of rollouts in a scatter plot, about."""
 FEW_REWARDS = 8
-"""Values up to which rewards are shown as shares of each value."""
+"""With at most this many different rewards, the share of each of them is shown."""
 
 GROUP_NAMES = ("all equal, none correct", "different", "all correct")
 """Kinds of groups by their rewards; ``different`` ones teach something."""
@@ -133,7 +133,8 @@ def _of_column(counts: Collection[Sequence[int]]) -> tuple[tuple[float, ...], ..
 
 
 def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, int]]:
-    """Length (tokens), reward and step (from 1) of some trained rollouts: those of every so many-th group."""
+    """Length (tokens), reward and step (from 1) of some trained rollouts: those of every n-th group, so that they are
+    about ``SCATTERED``."""
     rollouts, last = connection.execute(
         "SELECT (SELECT count(*) FROM rollouts), (SELECT coalesce(max(id), 0) FROM groups)"
     ).fetchone()
@@ -151,25 +152,26 @@ def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, 
 RolloutIndex = tuple[int, int]
 """A group's id and a rollout's index in it."""
 RewardRange = tuple[float, float]
-"""The lowest reward, and the reward that is too high."""
+"""A lower bound, which is in the range, and an upper bound, which is not."""
 SEARCHED = 10_000
-"""Rollouts that are looked through for one with a wanted reward."""
+"""Number of rollouts among which one with a wanted reward is searched."""
 
 
 def next_rollout(
     connection: sqlite3.Connection, after: RolloutIndex | None, older: bool, rewards: RewardRange | None = None
 ) -> RolloutIndex | None:
-    """The next older ended rollout, or the next newer one; after None the newest. None without one, and without a
-    wanted one among the next ``SEARCHED``."""
+    """The next older rollout that has ended, or the next newer one, with a wanted reward; after None the newest.
+
+    Returns None when there is none among the next ``SEARCHED``.
+    """
     beyond = "<" if older and after else ">"
+    group_id, index = after or (-1, -1)
     ordered = "ORDER BY group_id {0}, rollout_index {0}".format("DESC" if older or after is None else "ASC")
     found: RolloutIndex | None = connection.execute(
         f"SELECT group_id, rollout_index FROM (SELECT group_id, rollout_index, reward FROM rollouts "
         f"WHERE (group_id, rollout_index) {beyond} (:group, :index) AND finish_reason IS NOT NULL {ordered} "
         f"LIMIT :searched) WHERE {_wanted(rewards)} {ordered} LIMIT 1",
-        _bounds(rewards)
-        | dict(zip(("group", "index"), after or (-1, -1), strict=True))
-        | {"searched": SEARCHED if rewards else 1},
+        _bounds(rewards) | {"group": group_id, "index": index, "searched": SEARCHED if rewards else 1},
     ).fetchone()
     return found
 

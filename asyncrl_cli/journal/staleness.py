@@ -9,8 +9,9 @@ that sampled it, as its segment says. The proof checks the rows against one anot
 * no token is older than its group's version, so that no token's staleness exceeds its group's;
 * no token of a batch is newer than the batch.
 
-Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. A group that was
-admitted with its prompt's tokens is not an episode, and there ``CONTEXT`` is a version like any other that cannot be.
+Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. Groups of
+episodes are admitted without the prompt's tokens; in any other group a token of ``CONTEXT`` is older than its group,
+and so a violation.
 
 Steps are counted from 0 here, as in the journal.
 """

@@ -50,15 +50,15 @@ class StepSpan:
 
     @property
     def ended_at(self) -> float:
-        """When the trainer was free for the next batch. Engines may have loaded the version until later, but in runs of
-        earlier releases, which have no ``time/publish_s``."""
+        """When the trainer was free for the next batch; engines may have loaded the version later. In runs of earlier
+        releases, which have no ``time/publish_s``, the trainer waited until they had."""
         if (held_s := self.metrics.get(HELD)) is not None:
             return self.trained_until + held_s
         return self.publish.ended_at if self.publish else self.trained_until
 
 
 def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:
-    """The publish that no step of this journal came before: that of the weights which the run started from."""
+    """The publish of the weights that the run started from: that before the first step of this journal."""
     row = connection.execute(
         "SELECT version, at, seconds, stall_s FROM publishes "
         "WHERE step <= (SELECT coalesce(min(step), 0) FROM batches) ORDER BY version LIMIT 1"

@@ -1,6 +1,7 @@
-"""What a run had its engines do, read from the journal: lengths of rollouts, engine requests, pauses for new weights.
+"""The work of a run's engines, read from the journal: lengths of rollouts, engine requests, pauses for new weights.
 
-``since`` is a unix time (s): a long run is read from there on. Steps are counted from 0 here, as in the journal.
+``since`` is a unix time (s): of a long run only what came later is read. Steps are counted from 0 here, as in the
+journal.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from asyncrl_cli.journal.step_timeline import REQUESTS
@@ -86,7 +87,7 @@ def tokens_are_known(connection: sqlite3.Connection) -> bool:
 
 def pauses_since(connection: sqlite3.Connection, since: float) -> dict[str, list[tuple[float, float]]]:
     """By engine, begin and end of its pauses for new weights, by time. Of publishes by earlier releases only the
-    longest pause is known, and its end about: they are under the empty name, and count for every engine."""
+    longest pause is known, and when it ended approximately: they have the empty name, and count for every engine."""
     pauses: dict[str, list[tuple[float, float]]] = {}
     for at, stall_s, text in connection.execute(
         "SELECT at, stall_s, pauses FROM publishes WHERE at > ? ORDER BY at", (since,)
@@ -107,15 +108,3 @@ def staleness_of(connection: sqlite3.Connection, versions: dict[int, int]) -> Co
             for (admitted,) in connection.execute("SELECT version FROM groups WHERE step = ?", (step,))
         )
     return ages
-
-
-def sampled_tokens(connection: sqlite3.Connection, steps: Collection[int]) -> int:
-    """Sampled tokens of the rollouts in the batches of these steps."""
-    total = 0
-    for step in steps:
-        (tokens,) = connection.execute(
-            "SELECT coalesce(sum(r.tokens), 0) FROM groups g JOIN rollouts r ON r.group_id = g.id WHERE g.step = ?",
-            (step,),
-        ).fetchone()
-        total += tokens
-    return total

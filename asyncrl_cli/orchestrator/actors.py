@@ -156,7 +156,7 @@ async def start_all(
     progress: Callable[[str], None],
     budget: RestartBudget,
     initial: asyncio.Future[Path],
-    shared_gpus: bool = False,
+    shared_gpus: bool,
 ) -> str:
     """Start engines and trainer; returns the initial model's folder. Actors that die during this are restarted.
 
@@ -167,42 +167,31 @@ async def start_all(
     Raises ``UserError`` with the first cause: a mistake in the settings is not tried again.
     """
     progress("starting engines and trainer")
-    starting = [asyncio.create_task(engine.running()) for engine in engines]
-    first = tuple(starting) if shared_gpus else ()  # not the task that is added below, which waits for these
-    starting.append(
-        asyncio.create_task(_start_trainers(trainers, replicas, checkpoint, progress, budget, initial, first))
-    )
+    engines_up = [asyncio.create_task(engine.running()) for engine in engines]
+
+    async def start_trainers() -> str:
+        while True:
+            try:
+                await trainers.preload()
+                for node in trainers.nodes:
+                    replicas.expect(node)
+                model_dir = await trainers.prepare_model(progress)
+                if not initial.done():
+                    initial.set_result(Path(model_dir))
+                if shared_gpus:
+                    await asyncio.gather(*engines_up)
+                progress("starting trainer")
+                await trainers.start(checkpoint)
+            except TrainerLost as lost:
+                await budget.spend("trainer", lost.name, lost.cause)
+            else:
+                progress("starting engines")
+                return model_dir
+
+    trainers_up = asyncio.create_task(start_trainers())
     try:
-        *_, model_dir = await asyncio.gather(*starting)
+        await asyncio.gather(trainers_up, *engines_up)
     finally:
-        for task in starting:
+        for task in (trainers_up, *engines_up):
             task.cancel()
-    return str(model_dir)
-
-
-async def _start_trainers(
-    trainers: TrainerRanks,
-    replicas: Replicas,
-    checkpoint: Path | None,
-    progress: Callable[[str], None],
-    budget: RestartBudget,
-    initial: asyncio.Future[Path],
-    first: Sequence[asyncio.Task[Any]],
-) -> str:
-    """``first``: what must have started before the ranks load the model."""
-    while True:
-        try:
-            await trainers.preload()
-            for node in trainers.nodes:
-                replicas.expect(node)
-            model_dir = await trainers.prepare_model(progress)
-            if not initial.done():
-                initial.set_result(Path(model_dir))
-            await asyncio.gather(*first)
-            progress("starting trainer")
-            await trainers.start(checkpoint)
-        except TrainerLost as lost:
-            await budget.spend("trainer", lost.name, lost.cause)
-        else:
-            progress("starting engines")
-            return model_dir
+    return trainers_up.result()

@@ -30,6 +30,8 @@ from asyncrl_cli.system.remote import ActorDied, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
 NAME = "buffer"
+ATTEMPTS = 3
+"""How often the first opening is tried: a buffer that dies while the run starts is started again twice."""
 PATIENCE_S = 2.0
 """Seconds after which the buffer reports what a batch waits for."""
 CLOSE_S = 10.0
@@ -53,14 +55,14 @@ class BufferClient:
 
     async def open(self, kind: str, note: str, base: dict[str, Any] | None) -> Opening:
         """Open the journal for this driver. Raises ``JournalError``, and ``ActorDied`` after some deaths."""
-        for last in (False, False, True):
+        for attempt in range(1, ATTEMPTS + 1):
             self._buffer.ask()
             try:
                 opening: Opening = await wait_for(self._buffer.actor.open.remote(kind, note, base), NAME, self._limit_s)
                 break
             except ActorDied:
                 self._buffer.actor = None
-                if last:
+                if attempt == ATTEMPTS:
                     raise
         self._buffer.started = True
         self._opened.set()

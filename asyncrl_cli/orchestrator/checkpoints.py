@@ -17,8 +17,6 @@ from threading import Event
 from typing import Any
 
 from asyncrl_cli.core.files import rename
-from asyncrl_cli.journal.progress import kept_checkpoints
-from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
     RUN_FILE,
@@ -37,13 +35,6 @@ from asyncrl_cli.runs.checkpoints import (
 from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-
-def unrecorded(run: RunDirectory) -> list[Checkpoint]:
-    """Complete checkpoints that the journal does not know: the driver ended before it could record them."""
-    with reading(run.path / FILE) as journal:
-        known = kept_checkpoints(journal)
-    return [found for found in complete_checkpoints(run.path / "checkpoints") if found.step not in known]
 
 
 class Checkpoints:

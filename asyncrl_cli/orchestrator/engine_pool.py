@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.orchestrator.engine_source import EngineSource, why_lost
+from asyncrl_cli.orchestrator.engine_source import RayEngines, why_lost
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
@@ -47,7 +47,7 @@ class PoolEvents:
             ones wait for.
     """
 
-    record: Callable[[str, Change, str], Awaitable[None]]
+    record: Callable[[str, Change, str], Coroutine[Any, Any, None]]
     failed: Callable[[str, str], Awaitable[None]]
     notice: Callable[[str], None]
     counted: Callable[[int, int, str], None]
@@ -90,7 +90,7 @@ class EnginePool:
         bounds: tuple[int, int],
         client: GenerationClient,
         keeper: EngineKeeper,
-        source: EngineSource,
+        source: RayEngines,
         events: PoolEvents,
     ) -> None:
         """``bounds``: the smallest and the largest number of engines. The first engines are started already, and the
@@ -108,7 +108,7 @@ class EnginePool:
         self._changed = asyncio.Event()
         self._counts = (-1, -1, "")
         self._said_waiting = False
-        self._failures = 0
+        self._retry_s = RETRY_S  # after the next failure
         self._retry_at = 0.0
         keeper.on_serving = self._joined
         keeper.why_left = self._why_left
@@ -184,8 +184,8 @@ class EnginePool:
             process = await self._source.hire(member.name, lambda waits: self._waits(member, waits))
         except UserError as error:  # the others serve: it must not end the run (decision 0040)
             self._forget(member)
-            self._retry_at = time.monotonic() + min(RETRY_S * 2**self._failures, LONGEST_RETRY_S)
-            self._failures += 1
+            self._retry_at = time.monotonic() + self._retry_s
+            self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
             await self._events.failed(member.name, f"it could not join: {error.message}")
             return
         member.waits_for = ""
@@ -199,7 +199,7 @@ class EnginePool:
             self._events.notice(waits_for)
 
     def _joined(self, engine: EngineState) -> None:
-        self._said_waiting, self._failures = False, 0
+        self._said_waiting, self._retry_s = False, RETRY_S
         self._spawn(self._events.record(engine.name, "join", ""))
         self._client.on_room()
         self._changed.set()
@@ -251,6 +251,6 @@ class EnginePool:
         self._members = {number: one for number, one in self._members.items() if one is not member}
         self._changed.set()
 
-    def _spawn(self, work: Coroutine[Any, Any, None] | Awaitable[None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
-        return self._tasks.create_task(work)  # type: ignore[arg-type]
+        return self._tasks.create_task(work)

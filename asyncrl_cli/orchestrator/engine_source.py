@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import live_nodes
@@ -16,25 +15,6 @@ LOOK_S = 1.0
 """Seconds between two checks of the state of a node."""
 NODE_DEATH_S = 20.0
 """Seconds to wait after a lost connection for Ray to report the node as lost, which takes about 15."""
-
-
-class EngineSource(Protocol):
-    """What an engine pool asks of the cluster. ``draining`` and ``why_gone`` may block, and are called in a thread."""
-
-    async def hire(self, name: str, waits: Waits) -> EngineHandle:
-        """Start a further engine. Waits for room without a limit, and calls ``waits`` with what is missing.
-
-        If it is cancelled or raises ``UserError``, nothing of the engine remains.
-        """
-        ...
-
-    def draining(self) -> Mapping[str, str]:
-        """The nodes that are being drained, by id, each with its deadline as text."""
-        ...
-
-    def why_gone(self, node: str) -> str:
-        """Why an actor on this node is lost together with the node; empty while the node is alive."""
-        ...
 
 
 async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
@@ -50,14 +30,17 @@ async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
 
 
 class RayEngines:
-    """Engines of Ray's cluster."""
+    """Engines of Ray's cluster, for an engine pool. ``draining`` and ``why_gone`` may block: call them in a thread."""
 
     def __init__(self, make: Callable[[str], EngineProcess]) -> None:
         """``make(name)``: an engine that has yet to be started."""
         self._make = make
 
     async def hire(self, name: str, waits: Waits) -> EngineHandle:
-        """As ``EngineSource``."""
+        """Start a further engine. Waits for room without a limit, and calls ``waits`` with what is missing.
+
+        If it is cancelled or raises ``UserError``, nothing of the engine remains.
+        """
         process = self._make(name)
         try:
             await process.group.held(waits, limit_s=None)  # so that an autoscaler sees the request
@@ -68,14 +51,15 @@ class RayEngines:
         return process
 
     def draining(self) -> dict[str, str]:
-        """Nodes for which there is a drain notice: of `ray drain-node`, of an autoscaler that scales down, of a node
-        whose `ray start --block` got SIGTERM."""
+        """The nodes that are being drained, by id, each with its deadline as text. Such a notice comes from `ray
+        drain-node`, from an autoscaler that scales down, and from a node whose `ray start --block` got SIGTERM."""
         from ray._private.state import state  # there is no public way to ask
 
         return {node: _until(deadline_ms / 1000) for node, deadline_ms in state.get_draining_nodes().items()}
 
     def why_gone(self, node: str) -> str:
-        """As ``EngineSource``. A node that is being drained counts as gone."""
+        """Why an actor on this node is lost together with the node; empty while the node is alive. A node that is being
+        drained counts as gone."""
         if node not in {one.node_id for one in live_nodes()}:
             return "its node is gone"
         until = self.draining().get(node)

@@ -22,7 +22,7 @@ from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.process import START_S
 
-APART = 2
+ISOLATED = 2
 """Processes of one worker for isolated episodes, which may have killed their process before; each plays one episode at
 a time."""
 ACTOR_S = 60.0
@@ -50,12 +50,12 @@ class EpisodeWorker:
     async def _start(self, actor: Any) -> None:
         await wait_for(actor.start.remote(), self._name, START_S + ACTOR_S)
 
-    async def play(self, apart: bool, limit_s: float, key: str, prompt: Prompt, access: ModelAccess) -> Played:
+    async def play(self, isolated: bool, limit_s: float, key: str, prompt: Prompt, access: ModelAccess) -> Played:
         """See ``Play``."""
 
         async def play(actor: Any) -> Played:
             try:
-                played: Played = await wait_for(actor.play.remote(key, prompt, access, apart), self._name, limit_s)
+                played: Played = await wait_for(actor.play.remote(key, prompt, access, isolated), self._name, limit_s)
             except asyncio.CancelledError:
                 actor.cancel.remote([key])
                 raise
@@ -74,14 +74,13 @@ class EpisodeWorker:
 
 
 class EpisodeWorkers:
-    """All workers of one task. ``make_actor(name)`` creates the Ray actor of one worker."""
+    """All workers of one task. ``make_actor(name)`` creates the Ray actor of one worker; ``name`` is the prefix of the
+    workers' names."""
 
-    def __init__(
-        self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str = "episode-worker"
-    ) -> None:
+    def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
         self._workers = [EpisodeWorker(f"{name}-{index}", make_actor, budget) for index in range(spec.workers)]
         self._slots = asyncio.Semaphore(spec.workers * spec.concurrency)
-        self._isolated = asyncio.Semaphore(spec.workers * APART)
+        self._isolated = asyncio.Semaphore(spec.workers * ISOLATED)
         self._limit_s = spec.timeout_s + START_S + ACTOR_S
 
     async def start(self) -> None:
@@ -89,14 +88,13 @@ class EpisodeWorkers:
         await asyncio.gather(*(worker.start() for worker in self._workers))
 
     @asynccontextmanager
-    async def slot(self, apart: bool) -> AsyncIterator[Play]:
-        """A slot for one episode; waits until one is free. ``apart``: isolated from other episodes, in a separate
-        process."""
-        async with self._isolated if apart else self._slots:
+    async def slot(self, isolated: bool) -> AsyncIterator[Play]:
+        """A slot for one episode; waits until one is free. ``isolated``: in a process without other episodes."""
+        async with self._isolated if isolated else self._slots:
             worker = min(self._workers, key=lambda worker: worker.episodes)
             worker.episodes += 1
             try:
-                yield partial(worker.play, apart, self._limit_s)
+                yield partial(worker.play, isolated, self._limit_s)
             finally:
                 worker.episodes -= 1
 

@@ -5,9 +5,8 @@ requests of an earlier agent are refused. Generated tokens are kept from one att
 itself failed; then the episode restarts with other random numbers.
 
 Invariant: ``play`` always returns. An attempt has limits (``task.episode``). Restarts after a failure of the agent
-    count against ``rollout.retries``. Other restarts follow the loss of a worker or of the gateway, which have a
-    restart budget, or happen when it is not known which of several episodes killed their process; then this one is
-    isolated.
+count against ``rollout.retries``. Other restarts follow the loss of a worker or of the gateway, which have a restart
+budget, or happen when it is not known which of several episodes killed their process; then this one is isolated.
 """
 
 from __future__ import annotations

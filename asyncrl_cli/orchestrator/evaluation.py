@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import comb
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
+from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
@@ -26,22 +27,14 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 Score = Scored | RewardFailure
 
 
-class Player(Protocol):
-    """Plays the episodes of a task that calls the model itself."""
-
-    async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Score]:
-        """Play one episode; returns its rollout (None if the policy sampled no token), and its score."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class HeldOut:
     """Prompts to evaluate on, with their token ids, and the part that scores the responses: ``scoring``, or for a task
-    that calls the model itself its ``player``."""
+    that calls the model itself its ``episodes``."""
 
     prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
     scoring: Scoring
-    player: Player | None = None
+    episodes: Episodes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +101,16 @@ class Evaluator:
         wanted = [entry for entry in chosen for _ in range(series.samples)]
         samplings = [self._sampling(series, step, index) for index in range(len(wanted))]
         ids = [f"{EVALUATION}{step}:{series.kind}:{index}" for index in range(len(wanted))]
-        if series.held_out.player is None:
+        if (episodes := series.held_out.episodes) is None:
             requests = [
                 RolloutRequest(rollout_id, prompt_ids, sampling)
                 for rollout_id, (_, prompt_ids), sampling in zip(ids, wanted, samplings, strict=True)
             ]
             samples = await self._answered([prompt for prompt, _ in wanted], requests, series.held_out.scoring)
         else:
-            player = series.held_out.player
             played = await asyncio.gather(
                 *(
-                    player.play(rollout_id, prompt, sampling)
+                    episodes.play(rollout_id, prompt, sampling)
                     for rollout_id, (prompt, _), sampling in zip(ids, wanted, samplings, strict=True)
                 )
             )
@@ -154,23 +146,19 @@ class Evaluator:
         complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def on_end(batch: Ended) -> None:
+            if complete.done():  # a rollout has failed, or the evaluation was cancelled
+                return
             for request, result in batch:
                 if isinstance(result, RolloutFailure):
-                    if not complete.done():
-                        complete.set_exception(
-                            RunError(f"an evaluation rollout failed: {result.reason}", location="evaluation")
-                        )
+                    reason = f"an evaluation rollout failed: {result.reason}"
+                    complete.set_exception(RunError(reason, location="evaluation"))
                     return
                 ended[request.rollout_id] = result
-            if len(ended) == len(requests) and not complete.done():
+            if len(ended) == len(requests):
                 complete.set_result(None)
 
         self._client.enqueue(requests, on_end)
-        try:
-            await complete
-        except asyncio.CancelledError:
-            complete.cancel()
-            raise
+        await complete
         return [ended[request.rollout_id] for request in requests]
 
     def _write(self, result: EvaluationResult, samples: Sequence[_Sample]) -> None:

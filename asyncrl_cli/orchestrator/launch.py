@@ -25,7 +25,6 @@ from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.orchestrator.checkpoints import unrecorded
 from asyncrl_cli.orchestrator.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.orchestrator.cluster import ray_cluster
 from asyncrl_cli.orchestrator.engine_source import RayEngines
@@ -240,8 +239,6 @@ async def _start(
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
         closing.append(buffer.close)
-        for found in await asyncio.to_thread(unrecorded, run):
-            await buffer.checkpointed(found.step, found.folder.name, 0.0)
         model_dir, _ = await asyncio.gather(starting, loading_task)  # the first error of either ends the start
     except BaseException:
         for task in (starting, loading_task, stub):

@@ -23,7 +23,7 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.orchestrator.engine_pool import EnginePool, PoolEvents
-from asyncrl_cli.orchestrator.engine_source import EngineSource
+from asyncrl_cli.orchestrator.engine_source import RayEngines
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
@@ -56,7 +56,7 @@ class Parts:
     ranks: TrainerRanks
     replicas: Replicas
     client: GenerationClient
-    engine_source: EngineSource
+    engine_source: RayEngines
     scoring: Scoring
     prompts: PromptSource
     episodes: Episodes | None
@@ -131,9 +131,8 @@ class Orchestrator:
                     tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
-                    tasks.create_task(
-                        answer_scale_requests(self._run, self._pool)
-                    ),  # first: it sets the number of engines
+                    # Before the pool runs: it sets the number of engines.
+                    tasks.create_task(answer_scale_requests(self._run, self._pool)),
                     tasks.create_task(self._pool.run()),
                 ]
                 await self._loop()

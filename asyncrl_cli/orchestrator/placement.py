@@ -142,8 +142,8 @@ class PlacementGroup:
     async def _held_on_usable_nodes(self) -> bool:
         if not await self.ready(LOOK_S):
             return False
-        if usable := await self._examiner.usable(self.nodes()):
-            return usable
+        if await self._examiner.usable(self.nodes()):
+            return True
         self.remove()
         return False
 

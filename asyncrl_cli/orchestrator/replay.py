@@ -24,7 +24,7 @@ from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 from asyncrl_cli.weights.manifest import comparable
 
 
@@ -80,10 +80,6 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
     factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
     limit_s = spec.pipeline.stall_minutes * 60
     ranks = TrainerRanks(factory.trainer, factory.trainer_group(), search_path, limit_s, progress)
-
-    async def not_recorded(kind: str, part: str, message: str) -> None:
-        """A replay writes no journal."""
-
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
     replicas = Replicas(factory.host_agent, factory.address_of, budget)
     connection = open_for_reading(run.path / FILE)

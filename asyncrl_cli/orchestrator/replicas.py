@@ -86,7 +86,7 @@ class Replicas:
         why_gone: Callable[[str], str] = lambda _: "",
     ) -> None:
         """``make(name, node)`` creates an agent on a node, ``address_of(node)`` is the address at which it serves.
-        ``mover`` is the spec's ``weights.mover``. ``why_gone``: see ``EngineSource``."""
+        ``mover`` is the spec's ``weights.mover``. ``why_gone``: see ``RayEngines``."""
         self._make = make
         self._why_gone = why_gone
         self._address_of = address_of

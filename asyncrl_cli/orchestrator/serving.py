@@ -26,7 +26,7 @@ from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,13 @@ async def _serve(
     spec = without_training(served.spec)
     stop.attach()
 
-    async def not_recorded(kind: str, part: str, message: str) -> None:
-        """Does nothing: there is no journal."""
-
     async def work(temporary: Path) -> None:
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
         status("reading the model")
         folder = await asyncio.to_thread(served.model, temporary / "model")
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
-        encoder = PromptEncoder(tokenizer, spec.model.max_length, episodic=False)
-        client = client_of(spec, engines, encoder.decode)
+        client = client_of(spec, engines, PromptEncoder.of(spec, tokenizer).decode)
         keeper = EngineKeeper(client, _OwnWeights())
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(spec, str(folder), served.name, api_key)

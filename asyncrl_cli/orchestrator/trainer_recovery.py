@@ -84,9 +84,7 @@ class ResilientTrainer:
         step = version * self._publish_every
         async with self._turn:
             if self.step > step:
-                self._down = True
-                lost = f"no host has version {version} any more, and no engine has got it"
-                await self._budget.spend("trainer", "trainer-0", lost)
+                await self._go_back(f"no host has version {version} any more, and no engine has got it")
             return await self._do(step, lambda: self._publisher.write(version))
 
     async def deliver(self, written: Written) -> PublishRecord:
@@ -112,17 +110,15 @@ class ResilientTrainer:
             await asyncio.sleep(GUARD_S)
             async with self._turn:
                 version, _ = self._offered
-                passed = version >= 0 and self.step > version * self._publish_every
-                if passed and self._publisher.missed and out_of_reach != version:
+                passed = self.step > version * self._publish_every
+                back = passed and self._publisher.missed and out_of_reach != version
+                if back:
                     # Without engines there is no batch, and so no step after which the next version would be published.
-                    self._down = True
-                    lost = f"no host has version {version} any more, and all engines wait for it"
-                    await self._budget.spend("trainer", "trainer-0", lost)
-                    await self._do(self.step, self._ranks.check)
+                    await self._go_back(f"no host has version {version} any more, and all engines wait for it")
+                await self._do(self.step, self._ranks.check)
+                if back:
                     # A checkpoint of a later step may be the newest one: then the next publish is due.
                     out_of_reach = -1 if self._publisher.available else version
-                else:
-                    await self._do(self.step, self._ranks.check)
 
     async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         """Do ``work`` with the weights after ``step`` steps, again after a death of a rank; returns its result."""
@@ -137,8 +133,12 @@ class ResilientTrainer:
                     raise RuntimeError(f"the weights are those after {self.step} steps, not after {step}")
                 return await work()
             except TrainerLost as lost:
-                self._down = True
-                await self._budget.spend("trainer", lost.name, lost.cause)
+                await self._go_back(lost.cause, lost.name)
+
+    async def _go_back(self, cause: str, name: str = "trainer-0") -> None:
+        """Have the next work begin with a restart of all ranks from a checkpoint; ``name`` is that of the lost rank."""
+        self._down = True
+        await self._budget.spend("trainer", name, cause)
 
     async def _catch_up(self, step: int) -> None:
         if self._down or not self.between_steps:  # the second if a step was cancelled
@@ -161,10 +161,9 @@ class ResilientTrainer:
         return self._publisher.current or self._opened
 
     async def _publish_again(self, step: int) -> None:
-        """Write the present version again if no host has it, which happens after a resume and when the agents with it
-        are
-        lost: engines that start need it. It is written when the trainer passes its step on the way to ``step``, unless
-        the next version is published at ``step`` anyway."""
+        """Write the present version again if no host has it, because engines that start need it. That happens after a
+        resume, and when the agents that had it are lost. It is written when the trainer passes its step on the way to
+        ``step``, unless the next version is published at ``step`` anyway."""
         if self._publisher.available:
             return
         version, checksum = self._offered

@@ -28,7 +28,7 @@ class Wait:
 
     who: str
     what: str
-    extra_s: float = 0.0
+    extra_s: float
     since: float = field(default_factory=time.monotonic)
     warned: bool = False
 

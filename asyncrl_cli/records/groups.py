@@ -159,7 +159,7 @@ class Settled:
     finished: tuple[int, ...]
     rejected: tuple[tuple[int, str], ...]
     counts: Counts
-    solved: tuple[int, ...] = ()
+    solved: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

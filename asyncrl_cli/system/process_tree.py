@@ -22,7 +22,7 @@ KILL_TIMEOUT_S = 10.0
 
 
 class Process(NamedTuple):
-    """One process. ``ended``: its parent has not waited for it yet."""
+    """One process. ``ended``: it has ended, and its parent has not waited for it yet."""
 
     pid: int
     parent: int

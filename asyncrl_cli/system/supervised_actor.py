@@ -27,6 +27,10 @@ fails."""
 Answer = TypeVar("Answer")
 
 
+async def not_recorded(kind: str, part: str, message: str) -> None:
+    """Records no fault: for commands that write no journal."""
+
+
 class RestartBudget:
     """Counts recent restarts by the kind of part."""
 

@@ -83,7 +83,7 @@ def folder_problem(folder: Path, free: int) -> str | None:
     return None
 
 
-def check_packages(_: ExperimentSpec) -> str:
+def check_packages() -> str:
     """Whether the packages that a run needs are installed."""
     versions = package_versions()
     if problem := package_problem(versions):

@@ -158,7 +158,7 @@ class StartChecks:
         yield Check("devices", partial(machine_checks.check_devices, spec))
         yield Check("memory", partial(machine_checks.check_memory, spec))
         yield Check("runs folder", partial(machine_checks.check_run_folder, spec))
-        yield Check("packages", partial(machine_checks.check_packages, spec))
+        yield Check("packages", machine_checks.check_packages)
         yield Check("tracking", partial(machine_checks.check_tracking, spec, self._thorough))
         yield Check("notify", partial(machine_checks.check_notify, spec))
         yield Check("engine arguments", self._engine_names)
@@ -281,6 +281,7 @@ class StartChecks:
         """Have vLLM check its settings, in a separate process: an import here would keep 700 MB until the end."""
         spec_file = self._folder / "spec.yaml"
         spec_file.write_text(dump_spec(self._spec, self._references))
+        see_doctor = "`asyncrl doctor` shows whether vLLM can be imported here"
         try:
             done = subprocess.run(
                 [sys.executable, "-m", engine_checks.__name__, str(spec_file), self._model_dir, str(os.getpid())],
@@ -292,8 +293,9 @@ class StartChecks:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            hint = "`asyncrl doctor` shows whether vLLM can be imported here"
-            raise ConfigError(f"vLLM gave no answer within {ENGINE_S:.0f} s", location="rollout", hint=hint) from None
+            raise ConfigError(
+                f"vLLM gave no answer within {ENGINE_S:.0f} s", location="rollout", hint=see_doctor
+            ) from None
         for line in done.stdout.splitlines():
             kind, _, answer = line.partition(" ")
             if kind == "ANSWER":
@@ -302,8 +304,7 @@ class StartChecks:
                 message, location, hint = json.loads(answer)
                 raise ConfigError(message, location=location, hint=hint)
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        hint = "`asyncrl doctor` shows whether vLLM can be imported here"
-        raise ConfigError(f"vLLM cannot check its settings: {last}", location="rollout", hint=hint)
+        raise ConfigError(f"vLLM cannot check its settings: {last}", location="rollout", hint=see_doctor)
 
 
 def _result(check: Check) -> str | Finding:

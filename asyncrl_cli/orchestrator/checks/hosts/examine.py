@@ -17,7 +17,6 @@ from typing import Any
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts import shared_folder, verdicts
-from asyncrl_cli.orchestrator.checks.hosts.pairs import rounds
 from asyncrl_cli.orchestrator.checks.hosts.probe import (
     CONNECT_S,
     SAMPLE_S,
@@ -52,9 +51,8 @@ LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A node of the cluster: Ray's id, a unique readable name, its address, and the part of a weight version that it
-    may
-    hold: all of it if it may have an engine, the shards of the ranks that it has room for, or nothing."""
+    """A node of the cluster: Ray's id, a unique readable name, and its address. ``share``: the part of a weight version
+    that it may hold: all of it if it may have an engine, the shards of the ranks that it has room for, or nothing."""
 
     node_id: str
     name: str
@@ -67,7 +65,7 @@ class Measured:
     """The measurements of the hosts, by host name. ``lost``: what happened to a host, and a hint. ``newcomer``: the
     only host whose pairs were measured; None: all pairs were."""
 
-    newcomer: str | None = None
+    newcomer: str | None
     lost: dict[str, tuple[str, str]] = field(default_factory=dict)
     facts: dict[str, Facts] = field(default_factory=dict)
     offsets: dict[str, verdicts.Offset] = field(default_factory=dict)
@@ -287,3 +285,20 @@ class _Measurement:
     def _target(self, name: str) -> Target:
         host = self._hosts[name]
         return Target(host.node_id, host.address, self.found.facts[name].port)
+
+
+def rounds(count: int) -> list[list[tuple[int, int]]]:
+    """All pairs of ``count`` hosts, each once, in rounds in which every host is in at most one pair, so that no pair
+    slows another down.
+
+    By the circle method of round-robin tournaments: one host keeps its position, and the others rotate by one position
+    in each round.
+    """
+    seats = list(range(count + count % 2))  # with an odd number, one host has no partner in each round
+    half = len(seats) // 2
+    found = []
+    for _ in range(len(seats) - 1):
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        found.append([(min(pair), max(pair)) for pair in pairs if max(pair) < count])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [pairs for pairs in found if pairs]

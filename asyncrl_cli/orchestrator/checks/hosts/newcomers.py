@@ -34,10 +34,10 @@ class Newcomers:
         warn: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Those that are there now count as examined. ``folder`` is the run's, ``replica_bytes`` the size of a weight
-        version, ``rank_nodes()`` are the nodes of the trainer ranks, from which a host gets its weights. ``note`` gets
-        what is wrong with a node, as a fault's kind, part and message, ``warn`` gets warnings; ``now()`` is in
-        seconds."""
+        """The nodes that are in the cluster now count as examined. ``folder`` is the run's, ``replica_bytes`` the size
+        of a weight version, ``rank_nodes()`` are the nodes of the trainer ranks, from which a host gets its weights.
+        ``note`` gets what is wrong with a node, as a fault's kind, part and message, ``warn`` gets warnings; ``now()``
+        is in seconds."""
         self._spec = spec
         self._folder = folder
         self._replica_bytes = replica_bytes

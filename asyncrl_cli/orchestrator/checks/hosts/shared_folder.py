@@ -57,7 +57,7 @@ def marked(folder: Path) -> Iterator[Mark]:
 def answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
     """On another host: read the driver's file and write one of this ``name``. Returns the problem, or an empty text."""
     folder = mark.folder.parent
-    if _wait_for(mark.folder / "driver", mark.secret, limit_s):
+    if not _appears(mark.folder / "driver", mark.secret, limit_s):
         return f"does not see what the driver writes into {folder}" if folder.is_dir() else f"has no folder {folder}"
     try:
         _write(mark.folder / name, mark.secret)
@@ -68,7 +68,7 @@ def answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
 
 def missing_answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
     """On the driver's host: the problem with the file that ``answer`` wrote on another host, or an empty text."""
-    if _wait_for(mark.folder / name, mark.secret, limit_s):
+    if not _appears(mark.folder / name, mark.secret, limit_s):
         return f"writes into another folder {mark.folder.parent} than the driver's"
     return ""
 
@@ -80,13 +80,13 @@ def _write(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _wait_for(path: Path, text: str, limit_s: float) -> bool:
-    """Whether the file is missing, or has other text, for all of ``limit_s`` seconds."""
+def _appears(path: Path, text: str, limit_s: float) -> bool:
+    """Whether there is a file with this text within ``limit_s`` seconds."""
     deadline = time.monotonic() + limit_s
     while True:
         with suppress(OSError):
             if path.read_text() == text:
-                return False
+                return True
         if time.monotonic() >= deadline:
-            return True
+            return False
         time.sleep(PAUSE_S)
