@@ -1,25 +1,27 @@
-"""A simulation beside what a run measured: how far off it is, which part does not fit, and what each part explains."""
+"""Compares a simulation with what a run measured: the errors, the part that causes most of them, and what each part
+contributes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from asyncrl_cli.plan.costs import Costs
 from asyncrl_cli.plan.from_journal import Calibration, Observed
 from asyncrl_cli.plan.prediction import STEPS
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
 STEP_WITHIN = 0.10
-"""Of the step's time, that a simulation may be off."""
+"""The largest relative error of a step's time with which a simulation is accepted."""
 SHARES_WITHIN = 0.10
+"""The largest error of a share of time, absolute."""
 STALENESS_WITHIN = 0.2
-"""Versions."""
+"""The largest error of the mean staleness, in versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One quantity; ``off`` is relative for the step, absolute for shares and staleness."""
+    """One quantity, simulated and measured. ``off``, the error, is relative for the step, and absolute for shares and
+    staleness."""
 
     name: str
     predicted: float
@@ -33,7 +35,7 @@ class Line:
 
 
 def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
-    """What both know."""
+    """The quantities that both have."""
     seconds = sum(observed.trainer.values())
     measured = {part: spent / seconds for part, spent in observed.trainer.items()}
     waits = outcome.share("groups", "missing", "other")
@@ -54,7 +56,7 @@ def _share(name: str, predicted: float, measured: float) -> Line:
 
 
 def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:
-    """The part of the model that explains most of what is off; None where everything fits."""
+    """The part of the simulation that has the largest error; None where everything fits."""
     if all(line.fits for line in lines):
         return None
     seconds = {part: spent / observed.steps for part, spent in observed.trainer.items()}
@@ -72,15 +74,17 @@ def _per_step(outcome: Outcome, *parts: str) -> float:
     return sum(outcome.trainer.get(part, 0.0) for part in parts) / outcome.steps
 
 
-def error_parts(predicted: Scenario, measured: Calibration, steps: int = STEPS) -> Mapping[str, float]:
-    """By how much the predicted step changes when one part of the prediction is replaced by what was measured: seconds.
+def error_parts(predicted: Scenario, measured: Calibration) -> Mapping[str, float]:
+    """By how many seconds the predicted step changes when one part of the prediction is replaced by the measurement.
 
-    ``together`` replaces all. What is left between that and the run is what the simulator does not have.
+    ``together`` replaces all parts. What then still differs from the run is something that the simulator lacks.
     """
-    base = simulate(predicted, steps).step_s
+    base = simulate(predicted, STEPS).step_s
     own, then = predicted.costs, measured.costs
+    # Which tokens are in the loss depends on the rollouts, and not on the trainer.
+    trained = replace(own.trainer, trained_share=then.trainer.trained_share)
     swapped = {
-        "lengths": replace(predicted, groups=measured.groups, costs=_with_share(own, then)),
+        "lengths": replace(predicted, groups=measured.groups, costs=replace(own, trainer=trained)),
         "engine": replace(predicted, costs=replace(own, engine=then.engine)),
         "trainer": replace(
             predicted, costs=replace(own, trainer=replace(then.trainer, trained_share=own.trainer.trained_share))
@@ -88,9 +92,4 @@ def error_parts(predicted: Scenario, measured: Calibration, steps: int = STEPS) 
         "waits": replace(predicted, costs=replace(own, publish=then.publish, overheads=then.overheads)),
         "together": replace(predicted, groups=measured.groups, costs=then),
     }
-    return {part: simulate(scenario, steps).step_s - base for part, scenario in swapped.items()}
-
-
-def _with_share(own: Costs, then: Costs) -> Costs:
-    """Which tokens are in the loss depends on the rollouts, and not on the trainer."""
-    return replace(own, trainer=replace(own.trainer, trained_share=then.trainer.trained_share))
+    return {part: simulate(scenario, STEPS).step_s - base for part, scenario in swapped.items()}

@@ -27,9 +27,9 @@ class EngineCost:
     ``iteration(n) + per_context_token_s·C``.
 
     Attributes:
-        prefill_s: seconds a token of a prompt, for which all sequences of the engine wait.
+        prefill_s: seconds to read a token of a prompt. All sequences of the engine wait meanwhile.
         kv_tokens: tokens for which the key-value cache has room; None where that is never reached.
-        beside_trainer: by what share an iteration is longer while the trainer trains; 0 where they share nothing.
+        beside_trainer: by what share an iteration is longer while the trainer trains; 0 where they share no processors.
     """
 
     iteration: Callable[[int], float]
@@ -55,8 +55,8 @@ class TrainerCost:
     ``longest_token_s · tokens of the longest sequence``, which no number of ranks makes shorter.
 
     Attributes:
-        trained_share: of the tokens of a batch, those in the loss.
-        beside_engines: by what share a step is longer while engines generate; 0 where they share nothing.
+        trained_share: share of a batch's tokens that are in the loss.
+        beside_engines: by what share a step is longer while engines generate; 0 where they share no processors.
     """
 
     per_step_s: float
@@ -66,15 +66,15 @@ class TrainerCost:
     beside_engines: float = 0.0
 
     def seconds(self, tokens: int, longest: int) -> float:
-        """A step on rollouts of so many tokens, prompts included, of which the longest has ``longest``, while engines
-        are idle."""
+        """Seconds of a step on rollouts of so many tokens, prompts included, while engines are idle. ``longest``: the
+        tokens of the longest rollout."""
         return self.per_step_s + max(self.per_token_s * tokens * self.trained_share, self.longest_token_s * longest)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishCost:
-    """A publish: the trainer is kept for ``held_s``; ``deliver_s`` later all engines serve the version, after they
-    stood for the last ``stall_s`` of it."""
+    """A publish keeps the trainer for ``held_s``. All engines serve the version ``deliver_s`` later; for the last
+    ``stall_s`` of that time they generate nothing."""
 
     held_s: float = 0.0
     deliver_s: float = 0.0
@@ -83,9 +83,16 @@ class PublishCost:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds beside these: from a group's admission to its requests' start, from a rollout's last token until the
-    driver has it and its place is free (engines deliver in bulk), from the last of a group until the ledger counts the
-    group as finished (rewards, the journal), and from a step's end to the next question for a batch."""
+    """Seconds of a run that are neither generation, training nor a publish.
+
+    Attributes:
+        start_s: from a group's admission to the start of its requests.
+        settle_s: from the delivery of a group's last rollout until the ledger counts the group as finished (rewards,
+            the journal).
+        step_s: from a step's end until the trainer asks for the next batch.
+        deliver_s: from a rollout's last token until the driver has the rollout, and another may start (engines deliver
+            in bulk).
+    """
 
     start_s: float = 0.0
     settle_s: float = 0.0
@@ -95,7 +102,7 @@ class Overheads:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All that is measured or assumed of a run beside its lengths."""
+    """All that is measured or assumed of a run, except its lengths."""
 
     engine: EngineCost
     trainer: TrainerCost

@@ -9,31 +9,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
+from asyncrl_cli.plan.costs import EngineCost, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.lengths import Groups
 
 NUMBER_BYTES = 2
-"""Of a weight in bf16."""
+"""Bytes of a weight in bf16."""
 SCHEDULER_S = 3e-3
-"""Of an engine's iteration: scheduling, sampling, answers."""
-LAYER_S = 40e-6
-"""Of a layer's kernels, started from CUDA graphs."""
-HOST_GPUS = 8
-"""GPUs of a host, as servers with these GPUs have."""
-ALL_REDUCE_S, ACROSS_HOSTS_S = 12e-6, 60e-6
-"""Of a small all-reduce within a host, and of an engine with more GPUs than a host has; there are two in a layer."""
+"""Seconds of an engine's iteration for scheduling, sampling and answers, however many sequences it has."""
 PER_SEQUENCE_S = 10e-6
-"""Of the sampler and the scheduler, for each sequence of an iteration."""
+"""Seconds that the scheduler and the sampler add for each sequence of an iteration."""
+LAYER_S = 40e-6
+"""Seconds to start a layer's kernels from CUDA graphs."""
+HOST_GPUS = 8
+"""Number of GPUs of a host, in usual servers."""
+ALL_REDUCE_S, ACROSS_HOSTS_S = 12e-6, 60e-6
+"""Seconds of a small all-reduce within a host, and between hosts. There are two in a layer."""
 BANDWIDTH_SHARE = 0.7
-"""Of the memory bandwidth that decoding gets."""
+"""Share of a GPU's memory bandwidth that decoding gets."""
 DECODING_SHARE, PREFILL_SHARE = 0.5, 0.4
-"""Of the arithmetic rate."""
+"""Shares of a GPU's arithmetic rate that decoding and the reading of prompts get."""
 TRAINING_SHARE, EXPERTS_TRAINING_SHARE = 0.4, 0.2
-"""Of the arithmetic rate that training gets (MFU): dense models, and mixtures of experts."""
+"""Shares of a GPU's arithmetic rate that training gets (MFU): for dense models, and for mixtures of experts."""
 UPDATE_S = 1.0
-"""Of the optimizer's update and the step's other work."""
+"""Seconds of a step for the optimizer's update and all else that does not grow with the tokens."""
 WRITE_RATE, LOAD_RATE = 5e9, 20e9
-"""Bytes a second: a rank writes its shard for the engines, a GPU loads its part."""
+"""Bytes a second at which a rank writes its shard for the engines, and a GPU loads its part of the weights."""
+OVERHEADS = Overheads(start_s=0.02, settle_s=0.1, step_s=0.1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +55,20 @@ GPUS = {
     "l40s": Gpu(48e9, 0.864e12, 362e12),
     "mi300x": Gpu(192e9, 5.3e12, 1307e12),
 }
-"""Of the vendors' data sheets, dense bf16, the versions with the fastest memory (SXM)."""
+"""From the vendors' data sheets: dense bf16, and of each GPU the version with the fastest memory (SXM)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model's speed follows from.
+    """The numbers of a model that its speed follows from.
 
     Attributes:
-        parameters: all weights. active: those that a token uses, without the input embeddings.
-        experts: weights of all routed experts; 0 in a dense model. chosen: share of them that a token uses.
-        attention: query heads · their width, of a layer; contexts cost in proportion to it.
-        cache_bytes: of a token's keys and values in all layers.
+        parameters: all weights.
+        active: weights that a token uses, without the input embeddings.
+        attention: query heads · width of a head, of one layer. The cost of contexts is proportional to it.
+        cache_bytes: bytes of a token's keys and values in all layers.
+        experts: weights of all routed experts; 0 in a dense model.
+        chosen: share of the routed experts that a token uses.
     """
 
     parameters: float
@@ -110,7 +113,7 @@ def engine_cost(shape: Shape, gpu: Gpu, gpus: int, kv_tokens: int | None) -> Eng
 
 
 def training_flops(shape: Shape, groups: Groups, passes: float) -> tuple[float, float]:
-    """Operations for a token, of rollouts like these, and for one token of the longest of them.
+    """Operations for a token of rollouts like these, on average, and for a token of the longest rollout.
 
     A forward pass is 2·N for a token, and 2·L·attention in each layer for the mean of its L causal predecessors;
     ``passes`` counts forward passes, of which a backward pass is two.
@@ -125,14 +128,15 @@ def training_flops(shape: Shape, groups: Groups, passes: float) -> tuple[float, 
 
 
 def training_share(shape: Shape) -> float:
-    """MFU that is assumed."""
+    """The MFU that is assumed for a model."""
     return EXPERTS_TRAINING_SHARE if shape.experts else TRAINING_SHARE
 
 
 def trainer_cost(
     shape: Shape, gpu: Gpu, ranks: int, groups: Groups, recompute: bool, sequence_parallel: int = 1
 ) -> TrainerCost:
-    """Ranks that share the batch. One sequence is trained by ``sequence_parallel`` of them, which is the floor."""
+    """The cost of ranks that share the batch. A step takes at least as long as its longest sequence, which only
+    ``sequence_parallel`` ranks train."""
     of_mean, of_longest = training_flops(shape, groups, 4.0 if recompute else 3.0)
     rate = gpu.flops * training_share(shape)
     return TrainerCost(
@@ -149,27 +153,8 @@ def publish_cost(shape: Shape, ranks: int, gpus: int) -> PublishCost:
     return PublishCost(nbytes / (ranks * WRITE_RATE), stall_s, stall_s)
 
 
-def costs(
-    shape: Shape,
-    gpu: Gpu,
-    split: tuple[int, int],
-    groups: Groups,
-    kv_tokens: int | None = None,
-    recompute: bool = False,
-    sequence_parallel: int = 1,
-) -> Costs:
-    """All costs of a run; ``split``: GPUs of an engine, and trainer ranks."""
-    gpus, ranks = split
-    return Costs(
-        engine_cost(shape, gpu, gpus, kv_tokens),
-        trainer_cost(shape, gpu, ranks, groups, recompute, sequence_parallel),
-        publish_cost(shape, ranks, gpus),
-        Overheads(0.02, 0.1, 0.1),
-    )
-
-
 def guesses(name: str, shape: Shape) -> Sequence[str]:
-    """What is not measured, in sentences."""
+    """Sentences that say what is not measured. ``name``: the GPU's."""
     return (
         f"nothing is measured: speeds follow from the data sheet of {name} ({BANDWIDTH_SHARE:.0%} of its bandwidth, "
         f"{training_share(shape):.0%} of its arithmetic rate in training), and may be off by half",

@@ -1,7 +1,8 @@
-"""One simulated engine: fluid between events, so that no event is needed for a token.
+"""One simulated engine. Between two events it generates at a known rate, so tokens need no events of their own.
 
-All sequences advance by one token an iteration, so a sequence ends when the engine's count of iterations has grown by
-its length. The time of m iterations follows from n and the context C, which grows by n tokens an iteration.
+All sequences advance by one token in an iteration, so a sequence ends when the engine's count of iterations has grown
+by its length. The time of m iterations follows from the number n of sequences and their context C, which grows by n
+tokens in an iteration.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ from math import inf
 from asyncrl_cli.plan.costs import EngineCost, iterations_in, seconds_of
 
 RESUME_BELOW = 0.95
-"""Share of the cache: a preempted sequence starts again when with it not more is full."""
+"""A sequence that waits starts when at most this share of the cache is full with it."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A rollout on an engine: of a group (the simulator's number), with its context and the tokens that are missing."""
+    """A rollout on an engine."""
 
-    group: int
-    context: int
-    missing: float
-    outside_s: float = 0.0
+    group: int  # its id in the simulation
+    context: int  # tokens that it starts with
+    missing: float  # tokens that it still has to sample
+    outside_s: float = 0.0  # as in ``RolloutLength``
     ends: float = 0.0  # iteration of the engine at which it has all its tokens
     started: float = 0.0  # iteration at which it started
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Its clock ``at`` may be ahead of the simulation's while it prefills or loads weights: nothing advances then."""
+    """An engine. While it reads prompts or loads weights, and does not generate, its clock ``at`` is ahead of the
+    simulation's."""
 
     cost: EngineCost
     slots: int
@@ -40,7 +42,7 @@ class Engine:
     context: float = 0.0
     running: dict[int, Sequence] = field(default_factory=dict)  # in the order of their starts
     waiting: deque[Sequence] = field(default_factory=deque)
-    stamp: int = 0  # the event of an older one is void
+    stamp: int = 0  # events with an older stamp are ignored
     beside_trainer: bool = False
     halted: bool = False
     idle_s: float = 0.0
@@ -53,7 +55,7 @@ class Engine:
 
     @property
     def load(self) -> int:
-        """Sequences that it has."""
+        """The number of its sequences, with those that wait."""
         return len(self.running) + len(self.waiting)
 
     def advance(self, now: float) -> None:
@@ -79,7 +81,7 @@ class Engine:
         return self.at + seconds_of(base, growth, max(0.0, self._ends[0][0] - self.iterations))
 
     def pop_ended(self) -> list[Sequence]:
-        """Those that have all their tokens at the time of ``next_end``."""
+        """Remove and return the sequences that have all their tokens at the time of ``next_end``."""
         ended = []
         self._skip_gone()
         if self._ends:
@@ -94,14 +96,15 @@ class Engine:
         return ended
 
     def add(self, sequence: Sequence) -> None:
-        """Start a sequence, or have it wait for a place. The engine has advanced to now."""
+        """Start a sequence, or have it wait for a slot. Call ``advance`` first."""
         if self.halted or len(self.running) >= self.slots or not self._has_room(sequence):
             self.waiting.append(sequence)
         else:
             self._start(sequence)
 
     def admit_waiting(self) -> None:
-        """Start those that waited, as there are places; preempt the newest where the cache is too full."""
+        """Start sequences that wait, as far as there is room. Before that, preempt the newest while the cache is too
+        full."""
         limit = self.cost.kv_tokens
         while limit is not None and self.context > limit and len(self.running) > 1:
             _, newest = self.running.popitem()
@@ -113,7 +116,7 @@ class Engine:
             self._start(self.waiting.popleft())
 
     def stall(self, seconds: float) -> None:
-        """Stand for so long, from ``at`` on."""
+        """Generate nothing for so long, from ``at`` on."""
         if self.running:
             self.stalled_s += seconds
         else:
@@ -128,8 +131,7 @@ class Engine:
             self.context -= sequence.context + (self.iterations - sequence.started)
 
     def _start(self, sequence: Sequence) -> None:
-        if prefill := self.cost.prefill_s * sequence.context:
-            self.at += prefill
+        self.at += self.cost.prefill_s * sequence.context
         self._next += 1
         sequence.started = self.iterations
         sequence.ends = self.iterations + sequence.missing

@@ -1,4 +1,4 @@
-"""Constants by least squares. Pure: arrays in, constants out. Times are in seconds."""
+"""Fits the constants of engines and trainer by least squares. Pure. Times are in seconds."""
 
 from __future__ import annotations
 
@@ -14,30 +14,38 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
 
 MOST_SHARED = 0.5
-"""Of an engine's time beside training, what it can lose: two that share processors evenly get half of them each."""
+"""The largest share of its time that an engine can lose while the trainer trains: two that compete evenly for
+processors get half of them each."""
 
 LEAST_REQUESTS = 20
 ROUNDS = 100
-"""From constants to when tokens were sampled and back, at most: where batches are always about as large, a round halves
-the error of the constants, and no more."""
+"""The most rounds of ``fit_engine``. Where the number of running requests hardly changes, a round only halves the error
+of the constants."""
 SETTLED = 1e-5
-"""Of the time of an iteration, that the last round may change."""
+"""Rounds end when the last one has changed a request's time by less than this share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request that an engine had from ``begun_at`` to ``ended_at``: tokens that it sampled, and those before them."""
+    """A request that an engine had from ``begun_at`` to ``ended_at``: tokens that it sampled, and those before them.
+
+    ``fitted``: whether constants are fitted to its duration. Other requests only ran beside those.
+    """
 
     begun_at: float
     ended_at: float
     tokens: float
     prompt: int = 0
+    fitted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFit:
-    """Constants of an engine (plan/costs.py), and the residual: the root mean square of a request's error, as a share
-    of its mean duration. What a request takes beside its iterations is in ``fixed_s``."""
+    """Constants of an engine (plan/costs.py), fitted to so many ``requests``.
+
+    ``residual``: the root mean square of the errors of their durations, as a share of the mean duration. Time that a
+    request takes besides its iterations is in ``fixed_s``.
+    """
 
     fixed_s: float
     per_sequence_s: float
@@ -49,7 +57,7 @@ class EngineFit:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFit:
-    """Constants of a step, and the residual as a share of its mean duration."""
+    """Constants of a step, fitted to so many ``steps``; ``residual``: as in ``EngineFit``."""
 
     per_step_s: float
     per_token_s: float
@@ -74,7 +82,6 @@ def nonnegative(columns: Floats, target: Floats) -> Floats:
 
 def fit_engine(
     engines: Sequence[Sequence[Request]],
-    wanted: Sequence[Sequence[bool]],
     stalls: Sequence[Sequence[tuple[float, float]]],
     training: Sequence[tuple[float, float]],
     shared_host: bool,
@@ -82,13 +89,13 @@ def fit_engine(
     """An engine's constants from the requests that engines had.
 
     A request of L tokens lasts for L iterations, each of ``fixed + per_sequence·n + per_context·C``. Over its life that
-    is ``fixed·L + per_sequence·N + per_context·K``: N is what its engine sampled meanwhile, K the sum of its contexts.
-    How the iterations are spread over a life depends on the constants, so that they are fitted in rounds. While
-    the trainer trains on the same processors, time counts for 1/(1 + beside_trainer) of itself.
+    is ``fixed·L + per_sequence·N + per_context·K``: N is the number of tokens that its engine sampled meanwhile, K the
+    sum over these iterations of the engine's contexts. When an iteration took place depends on the constants, so
+    they are fitted in rounds. While the trainer trains on the same processors, time counts for 1/(1 + beside_trainer)
+    of itself.
 
     Args:
         engines: the requests of each engine.
-        wanted: which of them count; the others were there, too.
         stalls: begin and end of each engine's pauses for new weights, in which nothing is sampled.
         training: begin and end of each step's training.
         shared_host: whether trainer and engines share processors.
@@ -96,9 +103,9 @@ def fit_engine(
     Raises ``ValueError`` with too few requests.
     """
     grids = [
-        _Engine(requests, counted, paused, training if shared_host else (), contexts=not shared_host)
-        for requests, counted, paused in zip(engines, wanted, stalls, strict=True)
-        if any(counted)
+        _Engine(requests, paused, training if shared_host else (), contexts=not shared_host)
+        for requests, paused in zip(engines, stalls, strict=True)
+        if any(request.fitted for request in requests)
     ]
     if sum(len(grid.target) for grid in grids) < LEAST_REQUESTS:
         raise ValueError("too few engine requests are recorded")
@@ -148,17 +155,17 @@ def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit
 
 
 class _Engine:
-    """The requests of an engine over the intervals between their begins and ends, in which the same ones run."""
+    """The requests of an engine over time, divided into intervals in each of which the same requests run."""
 
     def __init__(
         self,
         requests: Sequence[Request],
-        wanted: Sequence[bool],
         stalls: Sequence[tuple[float, float]],
         training: Sequence[tuple[float, float]],
         contexts: bool,
     ) -> None:
-        """``contexts``: whether they can matter. On a CPU, in small models, they do not, and hide what does."""
+        """``contexts``: whether the cost of contexts is fitted. For small models on a CPU it is near 0, and fitting it
+        would make the other constants less certain."""
         begin, end, tokens, prompt = (
             np.array([getattr(request, name) for request in requests], float)
             for name in ("begun_at", "ended_at", "tokens", "prompt")
@@ -173,7 +180,7 @@ class _Engine:
         self._first, self._last = np.searchsorted(self._edges, begin), np.searchsorted(self._edges, end)
         self._running = self._summed(np.ones(len(begin)))
         self._prompts = self._summed(prompt)
-        self._chosen = np.flatnonzero(np.array(wanted, bool))
+        self._chosen = np.flatnonzero([request.fitted for request in requests])
         self._tokens = tokens[self._chosen]
         stalled = self._over_lives(self._lasting * self._stalled)
         self.target = np.maximum((end - begin)[self._chosen] - stalled, 1e-6)
@@ -183,14 +190,15 @@ class _Engine:
         self._has_contexts = contexts
 
     def columns(self) -> Floats:
-        """A request's iterations, sampled tokens of all, contexts, and seconds beside training."""
+        """For each fitted request: its iterations, the tokens that all requests sampled in them, the sum of their
+        contexts in them, and the seconds of its life in which the trainer trained."""
         own = np.maximum(self._over_lives(self._iterations), 1e-12)
         sampled = self._over_lives(self._iterations * self._running) / own
         contexts = self._over_lives(self._iterations * self._contexts) / own * self._has_contexts
         return np.stack([self._tokens, self._tokens * sampled, self._tokens * contexts, self._beside], 1)
 
     def spread(self, fixed: float, per_sequence: float, per_context: float, share: float) -> None:
-        """The iterations of each interval, if these were the constants."""
+        """Compute how many iterations each interval has with these constants, and from them the contexts."""
         iteration = fixed + per_sequence * self._running + per_context * self._contexts
         beside = np.where(self._training, 1 - share, 1.0)
         self._iterations = self._lasting * ~self._stalled * beside / np.maximum(iteration, 1e-9)
@@ -204,7 +212,7 @@ class _Engine:
         return np.asarray((sums[self._last] - sums[self._first])[self._chosen])
 
     def _summed(self, of_requests: Floats) -> Floats:
-        """In each interval, the sum over those that run."""
+        """The sum over the requests that run, in each interval."""
         changes = np.zeros(len(self._edges))
         np.add.at(changes, self._first, of_requests)
         np.add.at(changes, self._last, -of_requests)

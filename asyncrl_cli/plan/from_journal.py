@@ -1,8 +1,8 @@
-"""What a run's journal says of lengths and costs, and what its steps took, to compare a simulation with.
+"""Measures lengths and costs of a run from its journal, and the steps that a simulation is compared with.
 
-Compared are the last steps without an evaluation, a checkpoint or a start in them, which no simulation has. Costs are
-fitted on the steps with an evaluation among them, too, where the journal has its tokens: its requests then are work of
-the engines like any other. Steps are counted from 0 here, as in the journal; times are in seconds.
+These are the last steps without an evaluation, a checkpoint or a start in them, which no simulation has. Costs are
+fitted to steps with an evaluation as well if the journal has its tokens: its requests are then work of the engines
+like any other. Steps are counted from 0 here, as in the journal; times are in seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -26,7 +26,6 @@ from asyncrl_cli.journal.workload import (
     pauses_since,
     requests_since,
     rollout_lengths,
-    sampled_tokens,
     staleness_of,
     tokens_are_known,
 )
@@ -37,7 +36,7 @@ from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import BufferSettings
 
 STEPS = 30
-"""Steps that are measured: the last ones that can be."""
+"""The most steps that are measured: the last ones that can be."""
 LEAST_STEPS = 3
 
 Spans = Sequence[tuple[float, float]]
@@ -52,7 +51,6 @@ class Observed:
     trainer: Mapping[str, float]
     engines_idle: float | None
     staleness: Counter[int]
-    trained_tokens: float
 
     @property
     def mean_staleness(self) -> float:
@@ -62,8 +60,13 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A run's lengths and costs. ``engine`` is None where the journal has no engine requests: a rollout then takes as
-    long as it took, whatever runs beside it. ``concurrency``: the most rollouts that ran at once."""
+    """A run's lengths and costs.
+
+    Attributes:
+        engine: None where the journal has no engine requests. A simulated rollout then takes as long as the recorded
+            one, whatever runs beside it.
+        concurrency: the most rollouts that ran at once.
+    """
 
     settings: BufferSettings
     groups: tuple[GroupLengths, ...]
@@ -85,7 +88,7 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
         raise ValueError("no step is trained yet")
     evaluations = joined(evaluation_spans(connection))
     chosen = _undisturbed(connection, spans, evaluations, settings)[-STEPS:]
-    # The steps that costs are fitted on.
+    # The steps to which costs are fitted.
     fitted = chosen
     if evaluations and tokens_are_known(connection):
         fitted = [span for span in _undisturbed(connection, spans, (), settings) if span.step >= chosen[0].step]
@@ -99,7 +102,8 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
         [span.trained_until - span.taken_at for span in fitted],
         [span.metrics.get("tokens/trained", 0.0) for span in fitted],
     )
-    observed = _observed(connection, spans, chosen, engine is not None)
+    begun = {span.step: before.ended_at for before, span in pairwise(spans)}
+    observed = _observed(connection, begun, chosen, engine is not None)
     beside = engine.beside_trainer if engine is not None else 0.0
     alone = _Alone(beside, observed.engines_idle or 0.0, training)
     return Calibration(
@@ -109,7 +113,7 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
             _engine_cost(engine),
             _trainer_cost(trainer, chosen, groups, settings, beside, _busy_beside(fitted, requests)),
             _publish(chosen, alone, settings.max_staleness > 0),
-            _overheads(connection, spans, chosen, requests, lives, alone),
+            _overheads(connection, begun, chosen, requests, lives, alone),
         ),
         engine,
         trainer,
@@ -119,7 +123,7 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
 
 
 def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The intervals with those that overlap as one, by time."""
+    """The union of the intervals: those that overlap are one, and all are sorted."""
     found: list[tuple[float, float]] = []
     for begin, end in sorted(intervals):
         if found and begin <= found[-1][1]:
@@ -132,7 +136,7 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 def _undisturbed(
     connection: sqlite3.Connection, spans: Sequence[StepSpan], evaluations: Spans, settings: BufferSettings
 ) -> list[StepSpan]:
-    """The steps in whose windows was nothing of a start, a checkpoint, or these evaluations."""
+    """The steps from whose begin to whose end there was no start, checkpoint or one of these evaluations."""
     starts = [(start.at, start.at) for start in Start.read(connection)]
     saved = [(one.at - one.seconds, one.at) for one in Checkpoint.read(connection)]
     disturbed = joined([*starts, *saved, *evaluations])
@@ -184,7 +188,7 @@ def _lengths(
 
 
 def _seconds_at_engines(requests: Iterable[EngineRequest]) -> dict[str, float]:
-    """By rollout."""
+    """The seconds that each rollout was at engines."""
     seconds: dict[str, float] = defaultdict(float)
     for request in requests:
         seconds[_rollout(request)] += request.ended_at - request.begun_at
@@ -192,7 +196,8 @@ def _seconds_at_engines(requests: Iterable[EngineRequest]) -> dict[str, float]:
 
 
 def _running(request: EngineRequest) -> tuple[float, float]:
-    """From when to when vLLM had it; of earlier releases, from when it was sent to when its end was heard of."""
+    """From when to when vLLM had it. Journals of earlier releases have only when it was sent, and when the driver knew
+    of its end."""
     if request.running_from is None or request.running_until is None:
         return request.begun_at, request.ended_at
     return request.running_from, request.running_until
@@ -217,7 +222,6 @@ def _engine(
     estimate = _Estimate(connection, requests, first)
     begun, over = chosen[0].taken_at, chosen[-1].ended_at
     of_engine: dict[str, list[Request]] = defaultdict(list)
-    wanted: dict[str, list[bool]] = defaultdict(list)
     for one in requests:
         begin, end = _running(one)
         if one.tokens is not None:
@@ -229,12 +233,10 @@ def _engine(
             request = estimate(one)
             alone = not any(since < one.ended_at and one.begun_at < until for since, until in evaluations)
             sound = alone and estimate.knows(one)
-        of_engine[one.engine].append(request)
-        wanted[one.engine].append(begun <= begin and end <= over and sound)
+        of_engine[one.engine].append(replace(request, fitted=begun <= begin and end <= over and sound))
     pauses = pauses_since(connection, requests[0].begun_at)
     return fit_engine(
         list(of_engine.values()),
-        list(wanted.values()),
         [joined([*pauses.get("", ()), *pauses.get(engine, ())]) for engine in of_engine],
         training,
         shared_host,
@@ -242,8 +244,8 @@ def _engine(
 
 
 class _Estimate:
-    """The work of requests in journals of earlier releases, which do not have it: a rollout's tokens, divided among
-    its requests by their durations, and for evaluations their mean length."""
+    """Estimates the tokens of requests in journals of earlier releases, which do not have them: a rollout's tokens are
+    divided among its requests by their durations; a request of an evaluation gets the mean length."""
 
     def __init__(self, connection: sqlite3.Connection, requests: Sequence[EngineRequest], first: int) -> None:
         evaluated = [evaluation.mean_length for evaluation in Evaluation.read(connection)]
@@ -255,7 +257,7 @@ class _Estimate:
         self._seconds = _seconds_at_engines(requests)
 
     def knows(self, request: EngineRequest) -> bool:
-        """Whether its rollout is known."""
+        """Whether the tokens of its rollout are recorded."""
         return _rollout(request) in self._lengths
 
     def __call__(self, request: EngineRequest) -> Request:
@@ -266,11 +268,11 @@ class _Estimate:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """How long work took that is neither the trainer's nor the engines', had these left it the processors: the inverse
-    of what the simulator does to it. ``beside`` is 0 where they have their own."""
+    """How long other work would have taken if trainer and engines had not run on its processors: the inverse of what
+    the simulator does to it."""
 
-    beside: float
-    idle: float  # of the engines
+    beside: float  # ``EngineCost.beside_trainer``; 0 where they have other processors
+    idle: float  # share of their time in which engines had no request
     training: Spans
 
     def __call__(self, begin: float, end: float) -> float:
@@ -297,12 +299,12 @@ def _trainer_cost(
     beside: float,
     busy: float,
 ) -> TrainerCost:
-    """``busy``: share of its time beside engines that had requests."""
+    """``busy``: the share of the training in which engines had requests."""
     tokens = fmean(span.metrics.get("tokens/trained", 0.0) for span in chosen)
     kept = [group for group in groups if not group.rejected]
     in_batch = sum(group.tokens for group in kept) / len(kept) * settings.groups_per_step
-    # What is measured is mostly beside busy engines. Alone it would be shorter, by as much as engines are alone: an
-    # assumption, as a run shows the trainer in both situations too rarely.
+    # The measured steps were mostly trained while engines were busy. With idle engines they would be shorter. By how
+    # much is assumed to be the same as for engines: a run shows the trainer too rarely in both situations.
     alone = 1 - busy + busy / (1 + beside)
     return TrainerCost(
         trainer.per_step_s * alone,
@@ -323,14 +325,14 @@ def _busy_beside(chosen: Sequence[StepSpan], requests: Sequence[EngineRequest]) 
 
 
 def _publish(chosen: Sequence[StepSpan], alone: _Alone, overlaps: bool) -> PublishCost:
-    """Means over the measured steps that published. ``overlaps``: the trainer continues while engines load, so that
-    what kept it is its own part. Earlier releases waited for all of a publish (decision 0062)."""
+    """Means over the measured steps that published. ``overlaps``: the trainer continues while engines load, so it was
+    kept only for its own part of the publish. In earlier releases it waited for all of it (decision 0062)."""
     held, delivered, stalls = [], [], []
     for span in chosen:
         if span.publish is not None:
             begun, ended = span.publish.begun_at, span.publish.ended_at
             kept_s = span.metrics.get(HELD, ended - begun)
-            # What it waited for, the publish before, is simulated.
+            # Without the time that it waited for the last publish, which is simulated.
             own_s = kept_s - span.metrics.get("time/publish_wait_s", 0.0)
             if not overlaps:
                 own_s = span.metrics.get("publish/write_s", own_s)
@@ -345,17 +347,17 @@ def _publish(chosen: Sequence[StepSpan], alone: _Alone, overlaps: bool) -> Publi
 
 def _overheads(
     connection: sqlite3.Connection,
-    spans: Sequence[StepSpan],
+    begun: Mapping[int, float],
     chosen: Sequence[StepSpan],
     requests: Sequence[EngineRequest],
     lives: Sequence[GroupSpan],
     alone: _Alone,
 ) -> Overheads:
-    """Means over the groups of the measured steps."""
+    """Means over the groups of the measured steps. ``begun``: when each step began, which is when the one before it
+    ended."""
     ended = last_groups(connection)
-    before = {span.step: earlier.ended_at for earlier, span in pairwise(spans)}
     free = [
-        alone(max(before[span.step], ended.get(span.step, (None, None))[0] or 0.0), span.taken_at) for span in chosen
+        alone(max(begun[span.step], ended.get(span.step, (None, None))[0] or 0.0), span.taken_at) for span in chosen
     ]
     first: dict[str, float] = {}  # by rollout
     last: dict[int, float] = {}
@@ -380,31 +382,27 @@ def _overheads(
 
 
 def _observed(
-    connection: sqlite3.Connection, spans: Sequence[StepSpan], chosen: Sequence[StepSpan], with_engines: bool
+    connection: sqlite3.Connection, begun: Mapping[int, float], chosen: Sequence[StepSpan], with_engines: bool
 ) -> Observed:
-    """``with_engines``: whether a simulation knows what engines do."""
-    before = {span.step: earlier.ended_at for earlier, span in pairwise(spans)}
+    """``begun``: as in ``_overheads``. ``with_engines``: whether a simulation knows what engines do."""
     spent: defaultdict[str, float] = defaultdict(float)
     idle = idle_of = 0.0
     for span in chosen:
         spent["training"] += span.trained_until - span.taken_at
         spent["publishing"] += max(0.0, span.ended_at - span.trained_until)
-        spent["waiting"] += max(0.0, span.taken_at - before[span.step])
+        spent["waiting"] += max(0.0, span.taken_at - begun[span.step])
         if "share/engines_busy" in span.metrics:
             window = span.metrics.get("time/step_s", 1.0)
             idle += window * max(
                 0.0, 1 - span.metrics["share/engines_busy"] - span.metrics.get("share/engines_paused", 0.0)
             )
             idle_of += window
-    seconds = sum(spent.values())
-    versions = {span.step: span.version for span in chosen}
     return Observed(
         steps=len(chosen),
-        step_s=seconds / len(chosen),
+        step_s=sum(spent.values()) / len(chosen),
         trainer=dict(spent),
         engines_idle=idle / idle_of if idle_of and with_engines else None,
-        staleness=staleness_of(connection, versions),
-        trained_tokens=sampled_tokens(connection, versions) / (seconds or 1.0),
+        staleness=staleness_of(connection, {span.step: span.version for span in chosen}),
     )
 
 

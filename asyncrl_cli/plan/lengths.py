@@ -22,7 +22,7 @@ class RolloutLength:
 
 @dataclass(frozen=True, slots=True)
 class GroupLengths:
-    """The rollouts of one group; ``rejected``: it is dropped when they have ended."""
+    """The rollouts of one group; ``rejected``: the group is dropped when they have ended."""
 
     rollouts: tuple[RolloutLength, ...]
     rejected: bool = False
@@ -34,20 +34,19 @@ class GroupLengths:
 
 
 Groups = Sequence[GroupLengths]
-"""The groups of a run, in the order of their admission; a simulation begins again where they end."""
+"""The groups of a run, in the order of their admission. A simulation that needs more begins with the first again."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Response lengths that are log-normal below a cut.
+    """Response lengths that are log-normal, and truncated.
 
     Attributes:
-        mean: of the responses, after the cut.
-        sigma: of the logarithm.
-        cut: the longest response.
+        mean: of the truncated lengths.
+        sigma: standard deviation of their logarithms, before they are truncated.
+        cut: the length at which responses are truncated.
         prompt: tokens of every prompt.
         correlation: of the logarithms within a group, 0 to 1.
-        rejected: share of the groups that is dropped.
     """
 
     mean: float
@@ -55,11 +54,10 @@ class LengthModel:
     cut: int
     prompt: int = 0
     correlation: float = 0.3
-    rejected: float = 0.0
 
-    def groups(self, number: int, group_size: int, seed: int = 0) -> tuple[GroupLengths, ...]:
-        """So many groups. Their mean is ``mean``, up to rounding, where the cut allows it."""
-        draw = random.Random(seed)
+    def groups(self, number: int, group_size: int) -> tuple[GroupLengths, ...]:
+        """So many groups, the same at every call. Their mean is ``mean``, up to rounding, where the cut allows it."""
+        draw = random.Random(0)
         shared, own = self.sigma * sqrt(self.correlation), self.sigma * sqrt(1 - self.correlation)
         drawn = []
         for _ in range(number):
@@ -68,8 +66,7 @@ class LengthModel:
         scale = _scale(self.mean, [length for group in drawn for length in group], self.cut)
         return tuple(
             GroupLengths(
-                tuple(RolloutLength(self.prompt, max(1, min(self.cut, round(scale * length)))) for length in group),
-                rejected=draw.random() < self.rejected,
+                tuple(RolloutLength(self.prompt, max(1, min(self.cut, round(scale * length)))) for length in group)
             )
             for group in drawn
         )
@@ -100,7 +97,8 @@ def resized(groups: Groups, group_size: int) -> tuple[GroupLengths, ...]:
 
 
 def describe(groups: Groups, longest: int) -> dict[str, float]:
-    """Mean, spread of the logarithm, the longest, and the share at the limit."""
+    """Statistics of the response lengths. ``sigma`` is the standard deviation of their logarithms, ``at_limit`` the
+    share that reaches ``longest``."""
     lengths = sorted(rollout.response for group in groups for rollout in group.rollouts)
     logs = [log(max(1, length)) for length in lengths]
     centre = sum(logs) / len(logs)
@@ -115,7 +113,7 @@ def describe(groups: Groups, longest: int) -> dict[str, float]:
 
 
 def _scale(mean: float, lengths: Sequence[float], cut: int) -> float:
-    """The factor with which these lengths, cut, have this mean. It rises with the factor, so halving finds it."""
+    """The factor on these lengths with which they have this mean once they are truncated, by bisection."""
     low, high = 0.0, 1e9
     for _ in range(100):
         middle = (low * high) ** 0.5 if low else high / 1e3

@@ -1,6 +1,6 @@
-"""What a plan says of a scenario: its step, what binds it, what another setting would change, for which lengths.
+"""The prediction for a scenario: the time of a step, what limits it, and what other settings and lengths would change.
 
-Every number is of ``simulate``; nothing here has a rule of its own. Pure.
+Every number comes from ``simulate``; there are no other rules here. Pure.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
 STEPS = 40
 """Steps that a prediction simulates, after the buffer has filled."""
-FREE = 1.02
-"""A bound costs nothing when steps are at most so many times as long as with the largest one that is tried."""
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)
+"""The values of ``max_staleness`` that are tried, besides the scenario's own."""
+FREE = 1.02
+"""A bound costs no time when its steps are at most so many times as long as those of the fastest bound."""
 SPANS = (0.7, 0.9, 1.1, 1.3)
-"""Lengths, relative to those that were given."""
+"""The factors on the lengths that are tried."""
 WORTH_IT = 0.03
-"""A change is named when it shortens the step by this share."""
+"""A change is named when it shortens the step by more than this share."""
 
 SPARE = 0.7
-"""Engines that run less than this share of what they could have places to spare."""
+"""Engines have room for more sequences when they run less than this share of what they could."""
 TRAINER_WAITS = 0.15
-"""A trainer that waits for less than this share of its time binds the run itself."""
+"""The trainer limits the run when it waits for less than this share of its time."""
 
 Part = Literal["trainer", "engines", "tail", "publish"]
-"""What binds a run: the trainer works nearly always, the engines do, the trainer waits for the longest rollouts of
-groups that are due, or for weights to be published."""
+"""What limits the speed of a run: the trainer, which works nearly always; the engines, which do; the longest rollouts
+of groups that are due (``tail``); or the time until engines have new weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Attributes:
-    outcome: of the scenario. sync: of the same with a bound of 0, in which both sides take turns.
-    spans: seconds of a step by the factor on lengths.
-    bounds: seconds of a step by ``max_staleness``; ``free``: the smallest bound that costs no time.
-    changes: those that help, the best first.
+    """What is predicted for a scenario.
+
+    Attributes:
+        outcome: what its simulation gives.
+        sync: the same with ``max_staleness`` 0, where trainer and engines work in turns.
+        lengths: ``describe`` of its rollouts.
+        spans: seconds of a step by the factor on lengths.
+        bounds: seconds of a step by ``max_staleness``.
+        free: the smallest bound that costs no time.
+        binds: what limits the speed.
+        changes: other settings that help, the best first.
     """
 
     outcome: Outcome
@@ -66,7 +73,7 @@ class Prediction:
 
 
 def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
-    """The same with another staleness bound. Engines have nothing to drain without staleness."""
+    """The same with another staleness bound, and without ``partial_rollouts``, which has no meaning at bound 0."""
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
@@ -75,7 +82,7 @@ def predict(scenario: Scenario, longest: int, alone: bool, steps: int = STEPS) -
 
     Args:
         longest: tokens at which responses are cut.
-        alone: whether trainer and engines have devices of their own, so that more of one does not slow the other.
+        alone: whether trainer and engines have devices of their own, so that more engines do not slow the trainer.
     """
     outcome = simulate(scenario, steps)
     own = scenario.settings.max_staleness
@@ -100,8 +107,8 @@ def predict(scenario: Scenario, longest: int, alone: bool, steps: int = STEPS) -
 
 
 def binding(outcome: Outcome, slots: int) -> Part:
-    """What the trainer does or waits for most. It waits for the longest rollouts alone, and not for the engines, where
-    these have places to spare: there is no room for further groups until the longest are done."""
+    """The part that limits the speed. A trainer that waits for rollouts waits for the longest ones alone, and not for
+    the engines, if these have room for more: then the ledger admits no further group until the longest are done."""
     waits = outcome.share("groups", "missing")
     tail = outcome.running < SPARE * slots
     parts: dict[Part, float] = {

@@ -1,12 +1,12 @@
-"""From a spec and a calibration to what is simulated, with what the calibration cannot vouch for."""
+"""What is simulated for a spec: with the measurements of another run, or with guesses from data sheets."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.plan.data_sheets import Gpu, Shape
-from asyncrl_cli.plan.data_sheets import costs as costs_of
+from asyncrl_cli.plan.costs import Costs
+from asyncrl_cli.plan.data_sheets import OVERHEADS, Gpu, Shape, engine_cost, publish_cost, trainer_cost
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.lengths import Groups, resized, scaled
 from asyncrl_cli.plan.simulator import Scenario
@@ -17,7 +17,7 @@ from asyncrl_cli.spec.sharing import tensor_parallel
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A scenario; ``guesses`` say what in it was not measured."""
+    """A scenario. Each of its ``guesses`` is a sentence about something that was not measured."""
 
     scenario: Scenario
     guesses: tuple[str, ...]
@@ -33,7 +33,7 @@ def planned_scenario(
 ) -> Planned:
     """A spec, with what was measured in the run ``of_run``.
 
-    Raises ``ConfigError`` where the constants of that run say nothing of this spec.
+    Raises ``ConfigError`` when the runs differ in something that the measured constants depend on.
     """
     for name, own, other in (
         ("model", _architecture(spec), _architecture(of_run)),
@@ -67,20 +67,11 @@ def planned_scenario(
         groups = scaled(groups, 1.0, longest)
     elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
         guesses.append(f"rollouts that were cut at {of_before} tokens are taken to end there")
-    scenario = Scenario(
-        settings=settings,
-        groups=groups,
-        costs=costs,
-        engines=spec.rollout.min_engines,
-        slots=spec.rollout.max_running_rollouts,
-        weight_update=spec.pipeline.weight_update,
-        partial_rollouts=spec.pipeline.partial_rollouts,
-    )
-    return Planned(scenario, tuple(guesses))
+    return Planned(_scenario(spec, settings, groups, costs), tuple(guesses))
 
 
 def _architecture(spec: ExperimentSpec) -> object:
-    """What the model's speed depends on."""
+    """What decides the speed of the model."""
     model = spec.model
     return (model.path, model.init, model.lora, tensor_parallel(spec))
 
@@ -92,26 +83,28 @@ def guessed_scenario(
     groups: Groups,
     kv_tokens: int | None,
 ) -> Scenario:
-    """A spec with the speeds that follow from data sheets: a guess.
+    """A spec with speeds that are guessed from data sheets.
 
     Args:
         machine: the model and the GPU.
-        kv_tokens: room of an engine's cache; None where that is not known.
+        kv_tokens: how many tokens an engine's cache has room for; None where that is not known.
     """
     shape, gpu = machine
-    trainer = spec.trainer
+    trainer, engine_gpus = spec.trainer, tensor_parallel(spec)
+    costs = Costs(
+        engine_cost(shape, gpu, engine_gpus, kv_tokens),
+        trainer_cost(shape, gpu, trainer.ranks, groups, trainer.gradient_checkpointing, trainer.sequence_parallel),
+        publish_cost(shape, trainer.ranks, engine_gpus),
+        OVERHEADS,
+    )
+    return _scenario(spec, settings, groups, costs)
+
+
+def _scenario(spec: ExperimentSpec, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
     return Scenario(
         settings=settings,
         groups=groups,
-        costs=costs_of(
-            shape,
-            gpu,
-            (tensor_parallel(spec), trainer.ranks),
-            groups,
-            kv_tokens,
-            trainer.gradient_checkpointing,
-            trainer.sequence_parallel,
-        ),
+        costs=costs,
         engines=spec.rollout.min_engines,
         slots=spec.rollout.max_running_rollouts,
         weight_update=spec.pipeline.weight_update,

@@ -1,7 +1,7 @@
-"""Allocations of N GPUs: GPUs of an engine, engines, trainer ranks, staleness bound, concurrency; the fastest first.
+"""Searches the fastest allocation of N GPUs: GPUs of an engine, engines, trainer ranks, staleness bound, concurrency.
 
-What a model needs in memory is estimated by ``sizing``, and what does not fit is not simulated. All allocations are
-simulated at a quarter of their size where they are large enough, and the best of them in full.
+The memory that an allocation needs is estimated by ``sizing``; one that does not fit is not simulated. The others are
+simulated roughly (large ones at a quarter of their size), and the best of them in full.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ ENGINE_GPUS = (1, 2, 4, 8)
 TRAINER_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
 BOUNDS = (1, 2, 4)
 CONCURRENCY = (1, 2)
-"""Multiples of the rollouts that a step takes, which engines run at once."""
+"""Rollouts that all engines run at once, as multiples of those of a step."""
 COARSE_STEPS, STEPS = 8, 30
+"""Steps of a rough simulation, and of a full one."""
 LEAST_ENGINES = 8
-"""Fewer are simulated in full: a quarter of them would be another allocation."""
+"""With fewer engines the rough simulation has all of them: a quarter of so few would behave differently."""
 REFINED = 5
-"""Allocations that are simulated in full."""
+"""Number of allocations that are simulated in full."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """A split of GPUs and the two numbers that go with it."""
+    """GPUs of an engine, engines and trainer ranks; the staleness bound, and the rollouts that an engine runs at
+    once."""
 
     engine_gpus: int
     engines: int
@@ -49,8 +51,12 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An allocation, what is simulated of it, and the share of each GPU's memory that it takes; ``kv_tokens``: room of
-    an engine's cache."""
+    """An allocation and its simulation.
+
+    Attributes:
+        trainer_memory: share of its GPU's memory that a trainer rank takes; None where that is not known.
+        kv_tokens: how many tokens an engine's cache has room for; None where that is not known.
+    """
 
     allocation: Allocation
     outcome: Outcome
@@ -60,7 +66,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best allocations, with how many were simulated and how many did not fit into memory."""
+    """The best allocations, the fastest first, and how many were simulated and how many did not fit into memory."""
 
     best: tuple[Candidate, ...]
     simulated: int
@@ -68,11 +74,11 @@ class Found:
 
 
 ScenarioOf = Callable[[ExperimentSpec, int | None], Scenario]
-"""The scenario of a spec, of whose engines the cache has room for so many tokens."""
+"""Makes the scenario of a spec, whose engines' caches have room for so many tokens (None: not known)."""
 
 
 def allocations(gpus: int, rollouts: int, engine_gpus: Sequence[int] = ENGINE_GPUS) -> Iterator[Allocation]:
-    """Splits of ``gpus``; a step takes so many ``rollouts``."""
+    """The allocations of ``gpus`` that are tried. ``rollouts``: those of a step."""
     seen = set()
     for size in engine_gpus:
         for share in TRAINER_SHARES:
@@ -113,9 +119,9 @@ def search(
     gpu_bytes: int | None,
     scenario_of: ScenarioOf,
 ) -> Found:
-    """Simulate those that fit and whose ranks can be divided as the spec says, and the best of them once more in full.
+    """Simulate the candidates that fit and whose ranks can be divided as the spec says.
 
-    ``model`` is None where its sizes are not known: then nothing is known of memory.
+    ``model`` is None where its sizes are not known; then all candidates count as fitting.
     """
     coarse: list[tuple[float, Allocation, Scenario, float | None, int | None]] = []
     too_large = 0
@@ -133,7 +139,7 @@ def search(
             kv_tokens = None if found.cache is None else found.cache.tokens
             memory = next((one.total / gpu_bytes for one in found.devices if one.role == "trainer"), None)
         scenario = scenario_of(own, kv_tokens)
-        coarse.append((_rate(scenario), allocation, scenario, memory, kv_tokens))
+        coarse.append((_rough_step_s(scenario), allocation, scenario, memory, kv_tokens))
     coarse.sort(key=lambda one: one[0])
     best = [
         Candidate(allocation, simulate(scenario, STEPS), memory, kv_tokens)
@@ -142,8 +148,8 @@ def search(
     return Found(tuple(sorted(best, key=lambda one: one.outcome.step_s)), len(coarse), too_large)
 
 
-def _rate(scenario: Scenario) -> float:
-    """Seconds of a step, from few steps of a smaller run."""
+def _rough_step_s(scenario: Scenario) -> float:
+    """Seconds of a step, simulated roughly."""
     small = scenario.scaled(0.25) if scenario.engines >= LEAST_ENGINES and not scenario.engines % 4 else scenario
     warm_up = scenario.settings.max_staleness + 2
     return simulate(small, COARSE_STEPS, warm_up).step_s

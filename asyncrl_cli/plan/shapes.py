@@ -1,4 +1,4 @@
-"""What of a model its speed follows from, read from its config and its sizes."""
+"""Reads the numbers that a model's speed follows from out of its config and its sizes."""
 
 from __future__ import annotations
 

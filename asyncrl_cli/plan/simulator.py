@@ -15,6 +15,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from operator import attrgetter
 from typing import Literal
 
 from asyncrl_cli.buffer.batches import Batch
@@ -25,7 +26,7 @@ from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.records.groups import BufferSettings
 
 SLICES = 4
-"""Of work beside trainer and engines, where these slow it down."""
+"""Parts into which other work is divided where trainer and engines slow it down: they may start or end meanwhile."""
 
 WeightUpdate = Literal["keep", "recompute", "drain"]
 
@@ -36,9 +37,9 @@ class Scenario:
 
     Attributes:
         settings: the ledger's; ``total_steps`` is replaced by the steps that are simulated.
-        engines: how many.
+        engines: their number.
         slots: sequences that an engine runs at once.
-        partial_rollouts: engines stop when a batch is complete, until they have the new weights.
+        partial_rollouts: engines stop when a batch is complete, and generate again with the new weights.
     """
 
     settings: BufferSettings
@@ -50,9 +51,10 @@ class Scenario:
     partial_rollouts: bool = False
 
     def scaled(self, share: float) -> Scenario:
-        """The same run with ``share`` of engines, trainer and groups a step: it takes as long, and is simulated faster.
+        """A smaller run, whose steps take as long and are simulated faster: it has ``share`` of the engines, of the
+        trainer and of the groups in a step.
 
-        A share below 1/4 changes what is simulated by up to 10 %.
+        With a share below 1/4 the outcome can differ by 10 %.
         """
         trainer = self.costs.trainer
         return replace(
@@ -65,17 +67,18 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Simulated steps, after those in which the run fills.
+    """What the simulated steps were like, without those in which the buffer fills.
 
     Attributes:
         step_s: mean seconds of a step.
-        trainer: seconds of the trainer by what it did: ``training``, ``publishing`` (its own part), ``other``, and
+        trainer: seconds of the trainer by what it did: ``training``, ``publishing`` (its own part), ``other``; or by
             what it waited for: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due),
             ``publish`` (engines that load).
-        engines_idle, engines_stalled: shares of the engines' time without a request, and standing for weights.
-        running: mean sequences of an engine.
-        staleness: groups of the batches by their staleness, in versions.
-        generated_tokens, trained_tokens: of responses, in a second; trained ones are those of the batches.
+        engines_idle: share of the engines' time in which they had no request.
+        engines_stalled: share of their time in which they had requests, and loaded weights.
+        running: mean number of sequences that an engine runs.
+        staleness: number of trained groups by their staleness, in versions.
+        generated_tokens, trained_tokens: tokens of responses a second, of all and of those in batches.
     """
 
     steps: int
@@ -94,15 +97,16 @@ class Outcome:
         return sum(age * number for age, number in self.staleness.items()) / max(1, self.staleness.total())
 
     def share(self, *parts: str) -> float:
-        """Of the trainer's time."""
+        """The share of the trainer's time that these parts took."""
         total = sum(self.trainer.values())
         return sum(self.trainer.get(part, 0.0) for part in parts) / total if total else 0.0
 
 
 def simulate(scenario: Scenario, steps: int = 30, warm_up: int | None = None) -> Outcome:
-    """``steps`` steps, after ``warm_up`` that do not count (default: until the buffer is as full as it gets).
+    """Simulate ``steps`` steps, after ``warm_up`` others that do not count (default: until the buffer is as full as it
+    gets).
 
-    Raises ``ValueError`` when the engines have no places for one group.
+    Raises ``ValueError`` when the engines together run fewer sequences than a group has.
     """
     return Simulation(scenario, steps, warm_up).run()
 
@@ -119,7 +123,7 @@ class Simulation:
         self._scenario = scenario
         self._costs = scenario.costs
         self._steps, self._warm_up = steps, warm_up
-        # Beyond the last step that is simulated, so that admission does not end before it.
+        # More steps than are simulated: the ledger stops admitting groups some steps before the last one.
         total = steps + warm_up + (settings.max_staleness + 2) * settings.publish_every
         self.ledger = Ledger(replace(settings, total_steps=total))
         self._every = settings.publish_every
@@ -170,7 +174,7 @@ class Simulation:
             trained_tokens=self._tokens / (seconds or 1.0),
         )
 
-    # -- the trainer: a coroutine that gives the seconds it works for, or None while it waits
+    # -- the trainer: a generator of the seconds that it works for, or of None where it waits
 
     def _train(self) -> Iterator[float | None]:
         costs = self._costs
@@ -240,7 +244,7 @@ class Simulation:
             self._resume_trainer()
 
     def _note_busy(self) -> None:
-        """Engines may have become busy or idle while the trainer trains."""
+        """While the trainer trains: change its speed if engines have become busy or idle."""
         if not self._training or not self._costs.trainer.beside_engines:
             return
         if any(engine.running for engine in self._engines) != self._engines_busy:
@@ -268,12 +272,12 @@ class Simulation:
             self._at(self._now + seconds, self._resume_trainer)
 
     def _changed(self) -> None:
-        """The ledger has changed: a trainer that waits looks again."""
+        """The ledger has changed: have a trainer that waits check what it waits for."""
         if self._waiting and not self._training:
             self._resume_trainer()
 
     def _forget(self) -> None:
-        """What is measured begins now."""
+        """Start measuring now."""
         self._spent.clear()
         self._staleness.clear()
         self._tokens = 0
@@ -303,8 +307,8 @@ class Simulation:
     def _request(self, group_id: int) -> None:
         if group_id not in self._left:  # it was requeued
             return
-        # A group goes to one engine, as far as that has places.
-        engine = min(self._engines, key=_load)
+        # A group goes to one engine, as far as that has free slots.
+        engine = min(self._engines, key=attrgetter("load"))
         engine.advance(self._now)
         for length in self._scenario.groups[self._lengths[group_id]].rollouts:
             sequence = Sequence(group_id, length.prompt, float(length.response), length.outside_s)
@@ -313,7 +317,7 @@ class Simulation:
                 continue
             if engine.load >= engine.slots:
                 self._schedule(engine)
-                engine = min(self._engines, key=_load)
+                engine = min(self._engines, key=attrgetter("load"))
                 engine.advance(self._now)
             if self._draining:
                 engine.waiting.append(sequence)
@@ -326,12 +330,9 @@ class Simulation:
             return
         self._open -= 1
         self._left[group_id] -= 1
-        if self._left[group_id]:
-            if not self._scenario.settings.group_size > self._places - self._open:
-                self._admit()
-            return
-        del self._left[group_id]
-        self._in_background(self._costs.overheads.settle_s, self._finish, group_id)
+        if not self._left[group_id]:
+            del self._left[group_id]
+            self._in_background(self._costs.overheads.settle_s, self._finish, group_id)
         self._admit()
 
     def _finish(self, group_id: int) -> None:
@@ -358,7 +359,7 @@ class Simulation:
     # -- engines
 
     def _schedule(self, engine: Engine) -> None:
-        """The engine has changed: forget its old event, and await its next end."""
+        """The engine has changed: replace its event by one at its next end."""
         engine.stamp += 1
         self._note_busy()
         if (end := engine.next_end()) < inf:
@@ -397,7 +398,7 @@ class Simulation:
             self._schedule(engine)
 
     def _load(self) -> None:
-        """Engines have a version at hand: they load it, at once or when their rollouts have ended."""
+        """A version is at the engines' hosts: they load it, at once or when their rollouts have ended."""
         if self._scenario.weight_update == "drain":
             self._draining = len(self._engines)
             for engine in self._engines:
@@ -436,14 +437,15 @@ class Simulation:
         self._changed()
 
     def _contention(self) -> float:
-        """How much longer other work takes now: on one CPU host, trainer and engines each compete with it."""
+        """The factor by which other work takes longer now: on one CPU host, trainer and engines compete with it."""
         beside = self._costs.engine.beside_trainer
         return 1 + beside * (self._training + any(engine.running for engine in self._engines)) if beside else 1.0
 
     def _in_background(
         self, seconds: float, action: Callable[..., None], *arguments: object, slices: int = SLICES
     ) -> None:
-        """Do something after work of ``seconds``, in slices, as what competes with it changes meanwhile."""
+        """Call ``action`` after work of ``seconds``, which is slowed down by what competes with it. That may change
+        meanwhile, so each slice of the work is scheduled by itself."""
         if not self._costs.engine.beside_trainer or slices == 1 or not seconds:
             self._at(self._now + seconds * self._contention(), action, *arguments)
             return
@@ -453,7 +455,3 @@ class Simulation:
 
     def _at(self, time: float, action: Callable[..., None], *arguments: object) -> None:
         heappush(self._events, (time, next(self._order), action, arguments))
-
-
-def _load(engine: Engine) -> int:
-    return engine.load

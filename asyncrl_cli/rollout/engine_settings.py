@@ -48,8 +48,8 @@ BLOCK_SIZE = 32
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """Logits are not rounded to bfloat16, as in the trainer."""
 XGRAMMAR = {"backend": "xgrammar"}
-"""What compiles output formats. With "auto" the first request's backend would compile those of all others, though each
-is checked by the one that suits it (decision 0074)."""
+"""The backend that compiles output formats. With "auto" vLLM checks each format with the backend that suits it, but
+compiles all of them with that of the first request (decision 0074)."""
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
 """Both are imported only by vLLM, in its core process."""

@@ -62,10 +62,10 @@ class OpenRequest:
     on_end: OnEnd
     on_segments: OnSegments | None
     engine: EngineState | None = None
-    sent_at: float = 0.0  # unix time, where an engine has it
+    sent_at: float = 0.0  # unix time at which its engine got it
     attempt: int = 0
     segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
-    residence: tuple[float, Residence] | None = None  # of the engine that has it, and the unix time of its delivery
+    residence: tuple[float, Residence] | None = None  # at the engine that has it, behind the unix time of its delivery
 
     def left(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
         """The record of a request that has left an engine. ``end``: its number of tokens, if more than were

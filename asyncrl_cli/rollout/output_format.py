@@ -36,8 +36,8 @@ class RequestRefused(Exception):
 
 
 def hidden_tokens(tokenizer: Any, end_tokens: Any) -> tuple[int, ...]:
-    """The special tokens that end no reply; its text does not show them. xgrammar takes them for the text of their
-    names. ``end_tokens``: ``eos_token_id`` of the model's generation config."""
+    """The special tokens that do not end a reply. The reply's text does not show them, but xgrammar takes them for the
+    text of their names. ``end_tokens``: ``eos_token_id`` of the model's generation config."""
     ends = {tokenizer.eos_token_id, *(end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens])}
     added = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
     return tuple(sorted({*tokenizer.all_special_ids, *added} - ends))

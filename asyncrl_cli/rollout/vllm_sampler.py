@@ -39,9 +39,9 @@ class WorkerExtension(vllm_worker.WorkerExtension):
 
 
 def sample_by_position(runner: Any, config: VllmConfig) -> bool:
-    """Make a model runner draw every token's random numbers by seed and position; whether it does so now.
+    """Make a model runner draw every token's random numbers by seed and position; returns whether it does so now.
 
-    It does not with speculative decoding in V1, and where vLLM has no kernel for it.
+    It does not with speculative decoding in V1, and where vLLM has no kernel for this.
     """
     if config.use_v2_model_runner:
         return True
@@ -88,9 +88,9 @@ class PositionSampler:
         return _draw_on_gpu(logits, seeds, positions, self._runner.sampler.use_fp64_gumbel), processed
 
     def _seeds(self, generators: Mapping[int, torch.Generator], rows: int, device: torch.device) -> torch.Tensor:
-        """Each row's seed, int64; of requests without one another one in each step."""
+        """Each row's seed, int64. A request without a seed gets a random one in each step."""
         batch = self._runner.input_batch.sampling_metadata
-        # vLLM makes another one when a request comes, goes or changes its row; trial steps have other generators.
+        # vLLM makes new metadata when a request comes, ends or changes its row; trial steps have other generators.
         if batch is not self._of[0] or generators is not self._of[1]:
             seeds = np.array([generator.initial_seed() for generator in generators.values()], np.uint64)
             self._seeded = torch.tensor(list(generators), dtype=torch.int64, device=device)

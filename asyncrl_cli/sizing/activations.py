@@ -1,8 +1,8 @@
-"""What the forward and backward pass of a micro-batch take, counted from the model's own code.
+"""The memory that the forward and backward pass of a micro-batch take, counted by running the model's own code.
 
 The policy runs on torch's fake tensors, which have shapes and no memory, and every storage is counted while it lives.
-Weights are not counted, and a weight's gradient only until it is complete: the trainer counts those itself. Two short
-models are traced; what one more layer takes follows from their difference.
+Weights are not counted, and a weight's gradient only until it is complete: these are counted in ``trainer.py``. Two
+short models are traced; what one more layer takes follows from their difference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int
 
     Raises what transformers or torch raise for a model whose code needs the values of its tensors.
     """
-    # Layers before the last kind begins (the dense ones of DeepSeek-V3), and the layers after which kinds repeat.
+    # ``first``: how many layers come before the last kind begins, such as the dense ones of DeepSeek-V3. From there on
+    # the kinds repeat after ``period`` layers.
     first = next(index for index, kind in enumerate(kinds) if kind == kinds[-1])
     rest = kinds[first:]
     period = next(p for p in range(1, len(rest) + 1) if all(a == b for a, b in zip(rest, rest[p:], strict=False)))
@@ -70,8 +71,9 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
             recompute_activations(model)
         if trained.lora is not None:
             _adapt(model, trained.lora)
-        for parameter in filter(_has_gradient, model.parameters()):
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
         ids = torch.zeros(trained.rows, trained.length, dtype=torch.long)
         with LiveBytes([*model.parameters(), *model.buffers()]) as live:
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
@@ -94,7 +96,7 @@ def _shortened(config: Any, layers: int) -> Any:
 
 
 class _Adapted(torch.nn.Module):
-    """What peft computes. Its own module cannot be made of fake tensors."""
+    """Computes what peft's adapted layer does, which cannot be made of fake tensors."""
 
     def __init__(self, layer: torch.nn.Linear, lora: LoraSpec) -> None:
         super().__init__()
@@ -119,17 +121,14 @@ def _adapt(model: Any, lora: LoraSpec) -> None:
     model.enable_input_require_grads()  # as the trainer does
 
 
-def _has_gradient(parameter: torch.Tensor) -> bool:
-    return parameter.requires_grad
-
-
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
 @contextmanager
 def _experts_without_routing() -> Iterator[None]:
-    """Every token goes to the first expert: the products have the same shapes, and fake tensors cannot be routed."""
+    """In this block every token goes to the first expert, because fake tensors cannot be routed. The products have the
+    same shapes."""
     from transformers.integrations import moe
 
     original, level = moe._grouped_mm, logging.getLogger("transformers").level
@@ -151,7 +150,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, uncounted: Iterable[torch.Tensor] = ()) -> None:
-        """``uncounted``: their storages are not counted, nor are views of them; they live as long as this."""
+        """``uncounted``: neither these tensors nor views of them are counted. Their storages live as long as this."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._uncounted = [tensor.untyped_storage() for tensor in uncounted]

@@ -1,4 +1,4 @@
-"""What a vLLM engine takes, and for how many sequences its key-value cache has room."""
+"""The memory that a vLLM engine takes, and how many sequences its key-value cache has room for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ GRAPH_BYTES = GB
 ACTIVATION_WIDTHS = 16
 """Numbers of a token in a layer's forward pass, as multiples of the model's width: assumed."""
 LOGIT_COPIES = 3
-"""float32 tensors of a logit per running rollout and token of the vocabulary: logits, log-probs, and the sampler's."""
+"""float32 tensors with a number for each running rollout and token of the vocabulary: logits, log-probs, and one of the
+sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", BATCHED_TOKENS))
     if not rollout.gpus_per_engine:
-        # Decision 0052: it is made beside the weights that serve.
+        # It is made beside the weights that serve (decision 0052).
         following = Part("next version", adapters.bytes or weights.bytes, "prepared while this one serves")
         return some(
             [weights, adapters, following, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")]
@@ -59,12 +60,13 @@ def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
 
 
 def base_numbers(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Numbers of the weights that engines have, without adapters beside them."""
+    """How many weights engines have, without separate adapters."""
     return model.parameters - (model.trained if spec.model.lora is not None else 0)
 
 
 def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache | None:
-    """The cache of a GPU engine: what vLLM's share of its GPUs leaves beside the rest. None for unusual attention."""
+    """The cache of a GPU engine, which gets what the other parts leave of vLLM's share of its GPUs. None where the
+    model's config does not say what a token takes."""
     if model.cache_numbers is None:
         return None
     ranks = tensor_parallel(spec)

@@ -1,4 +1,4 @@
-"""Whether a run fits: what each of its GPUs and hosts has to hold, and what it has."""
+"""Whether a run fits: the memory that it needs on each of its GPUs and hosts, and the memory that is there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 TOO_MUCH, MUCH = 1.1, 0.9
-"""Shares of the memory that is there: above the first a run is refused, above the second it is warned of."""
+"""Shares of the memory that is there. A run that needs more than the first is refused; more than the second gives a
+warning."""
 GPU_RANK_BYTES = 2 * GB
-"""CUDA context, NCCL and what the allocator cannot use, of a rank: assumed."""
+"""A rank's CUDA context, NCCL, and what the allocator cannot use: assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Estimate:
 
 
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
-    """The estimate of a run. ``gpu_bytes``, ``host_bytes``: what each has; None where that is not known."""
+    """The estimate of a run. ``gpu_bytes``, ``host_bytes``: memory of a GPU and of a host; None where not known."""
     rollout, trainer = spec.rollout, spec.trainer
     engine = engine_parts(spec, model)
     if rollout.gpus_per_engine:
@@ -55,7 +56,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
 
 
 def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
-    """The GPU of a trainer rank, or its part of one, which it has alone while the engine beside it sleeps."""
+    """The GPU of a trainer rank, or the rank's share of it: all of it while the engine on the same GPU sleeps."""
     parts = rank_parts(spec, model).device
     if not shares_gpus(spec):
         parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
@@ -70,7 +71,7 @@ class Excess:
     """A device that has too little memory for the run, or barely enough."""
 
     device: Device
-    cannot: bool  # else it may, and is tight
+    cannot: bool  # the run is refused; otherwise it may start, with a warning
     message: str
 
 

@@ -1,4 +1,4 @@
-"""What the hosts of a run take in memory, and its journal on disk."""
+"""The memory that a run takes on its hosts, and its journal on disk."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ OTHER_BYTES = int(1.2 * GIB)
 GPU_PROCESS_BYTES = 4 * GIB
 """Host memory of a process that uses a GPU, with CUDA's libraries and pinned buffers: assumed."""
 STORED_BYTES = 16
-"""Of a token in Ray's object store, where a batch lies while it is trained."""
+"""Bytes of a token in Ray's object store, where a batch lies while it is trained."""
 JOURNAL_BYTES = 10
-"""Of the journal for each token, measured (docs/scale.md)."""
+"""Bytes of a token in the journal: measured (docs/scale.md)."""
 
 
 class HostKind(NamedTuple):
-    """Hosts alike: how many there are, and the ranks and engines of each."""
+    """``number`` equal hosts, each with so many ``ranks`` and ``engines``."""
 
     name: str
     number: int
@@ -94,14 +94,14 @@ def version_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
 
 
 def cpu_cache_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Of the key-value cache of a CPU engine."""
+    """Bytes of a CPU engine's key-value cache."""
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
     return kv_cache_blocks(spec) * BLOCK_SIZE * token_bytes(spec, model)
 
 
 def step_tokens(spec: ExperimentSpec) -> int:
-    """Tokens of a step's batch, if responses have half of the longest length."""
+    """Tokens of a step's batch, if prompts have the longest length and responses half of it."""
     rollout = spec.rollout
     return (
         spec.pipeline.groups_per_step

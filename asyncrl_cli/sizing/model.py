@@ -1,4 +1,4 @@
-"""What a memory estimate needs to know of a model, from its config alone: it is built on torch's meta device."""
+"""The sizes of a model that a memory estimate needs, from its config alone: it is built on torch's meta device."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class ActivationBytes(Protocol):
-    """Peak bytes of a micro-batch of so many rows and tokens beside weights and gradients."""
+    """The peak bytes of a micro-batch, without weights and gradients; the arguments are those of ``Pass``."""
 
     def __call__(self, rows: int, length: int, positions: int, recompute: bool) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SizedModel:
-    """Numbers of a model's weights. A tied weight counts once.
+    """How many numbers a model's weights have. A tied weight counts once.
 
     Attributes:
-        parameters: all weights, with adapters.
-        trained: those that are trained: all, or the adapters.
-        embeddings: of the input embeddings.
-        layers: of each transformer layer, in order.
-        experts: of the experts among them, which ranks of `trainer.expert_parallel` divide.
-        head: of the output head; 0 where it is tied to the embeddings.
-        cache_numbers: of a token's keys and values in all layers; None where the config does not say.
-        kv_heads: key-value heads, which tensor parallelism shares out.
+        name: the model's class in transformers.
+        parameters: numbers of all weights, with adapters.
+        trained: numbers of the weights that are trained: of all, or of the adapters.
+        embeddings: numbers of the input embeddings.
+        layers: numbers of each transformer layer, in order.
+        experts: for each layer, those of its experts, which ranks of `trainer.expert_parallel` divide.
+        head: numbers of the output head; 0 where it is tied to the embeddings.
+        cache_numbers: numbers of a token's keys and values in all layers; None where the config does not say.
+        kv_heads: key-value heads, which tensor parallelism divides.
         hidden: width of the residual stream.
         vocabulary: rows of the output head.
-        activations: of the trainer, by micro-batch.
+        activations: bytes of the trainer's activations, by micro-batch.
     """
 
     name: str
@@ -74,7 +75,7 @@ def without_weights(config: Any) -> Any:
 
 
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
-    """The sizes of a model on torch's meta device, which has the spec's adapters.
+    """The sizes of ``model``, which is on torch's meta device and has the spec's adapters.
 
     Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences, or
     ``trainer.expert_parallel`` ranks its experts.

@@ -1,4 +1,4 @@
-"""The vocabulary of an estimate: parts of memory, and the GPUs and hosts that they are on."""
+"""The records of an estimate: parts of memory, and the GPUs and hosts that they are on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that takes memory; ``note`` says how its size follows."""
+    """Something that takes memory; ``note`` says what its size follows from."""
 
     name: str
     bytes: int
@@ -22,10 +22,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or a host's memory, of which the run has ``count`` alike.
+    """One of ``count`` GPUs or hosts of a run that are equal.
 
     Attributes:
-        role: what it is: the GPU of a `trainer` rank, that of an `engine`, or a `host`.
+        role: `trainer` (the GPU of a rank), `engine` (a GPU of an engine) or `host`.
         capacity: bytes that it has for the parts; None where that is not known.
     """
 
@@ -41,7 +41,7 @@ class Device:
 
 
 def some(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Those that take something."""
+    """The parts that are not empty."""
     return tuple(part for part in parts if part.bytes)
 
 

@@ -1,4 +1,4 @@
-"""Which numbers of a spec to change so that a run fits: each is tried, and the estimate made again."""
+"""Finds changes of a spec with which a run fits: each is tried, and the estimate made again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl_cli.sizing.trainer import largest_microbatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 SHOWN = 3
-"""Changes that are named."""
+"""The most changes that are named."""
 
 
 class Change(dict[str, Any]):
@@ -25,7 +25,8 @@ class Change(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change that makes a device fit; ``nbytes``: what it then takes, None for an engine's GPU, which is filled."""
+    """A change with which the run fits on a device. ``nbytes``: what the run then takes there; None for an engine's
+    GPU, where the cache takes all that is left."""
 
     change: Change
     nbytes: int | None
@@ -37,11 +38,10 @@ class Remedy:
 def remedies(
     spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate], kv_heads: int
 ) -> list[Remedy]:
-    """Changes, each of which alone makes the device fit, best first; ``again`` makes an estimate.
+    """At most ``SHOWN`` changes with each of which the run fits on the device, the best first.
 
-    ``kv_heads``: those of the model, which ranks can share out.
-
-    Where none is enough by itself, those that help a rank are tried together.
+    A change that is not enough is tried together with those before it that were not enough either. ``again`` makes an
+    estimate; ``kv_heads`` are the model's key-value heads.
     """
     found = []
     tried = Change()

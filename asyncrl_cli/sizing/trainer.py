@@ -1,7 +1,4 @@
-"""What a trainer rank takes, as DeepSpeed 0.19 arranges it (docs/sizing.md has the table of stages).
-
-Symbols: P all weights, T the trained ones, n ranks, b bytes of a number in ``trainer.dtype``.
-"""
+"""The memory that a trainer rank takes with DeepSpeed 0.19. docs/sizing.md has the table of ZeRO stages."""
 
 from __future__ import annotations
 
@@ -13,25 +10,25 @@ from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 
 FLOAT = 4
 ADAM_BYTES = 8
-"""Of Adam's two moments, for each trained weight; they are float32."""
+"""Bytes of Adam's two moments, which are float32, for each trained weight."""
 REUSE_NUMBERS, PREFETCH_NUMBERS, SUBGROUP_NUMBERS = 10**9, 5 * 10**7, 10**9
 """DeepSpeed's defaults for ZeRO-3: a gathered weight that is used again within so many numbers stays; so many are
 gathered ahead; the optimizer works on so many at a time."""
 CPU_RANK_BYTES = 25 * 10**6
-"""What DeepSpeed and gloo take on a CPU beside the parts: what was left of a measured rank of 0.3 M weights."""
+"""Bytes that DeepSpeed and gloo take on a CPU besides the parts: measured as the rest of a rank with 0.3 M weights."""
 SUM_NUMBERS = 5 * 10**8
-"""Numbers of gradients that DeepSpeed copies into one tensor to add them up over the ranks, without ZeRO."""
+"""Numbers of gradients that DeepSpeed, without ZeRO, copies into one tensor to add them up over the ranks."""
 
 
 class Rank(NamedTuple):
-    """What a rank has: on its device, and with ``trainer.offload`` in host memory."""
+    """The parts of a rank on its device, and those in host memory (``trainer.offload``)."""
 
     device: tuple[Part, ...]
     host: tuple[Part, ...]
 
 
 def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
-    """The parts of one rank at its peak. It has two: in a micro-batch, and while the optimizer steps."""
+    """The parts of one rank when it takes most: in a micro-batch, or while the optimizer steps."""
     trainer = spec.trainer
     weights, *states = _states(spec, model.parameters, model.trained)
     critic = _critic(spec, model)
@@ -50,7 +47,7 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
         Part("reduce buckets", _buckets(spec, model.trained), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
-    # What one of them frees the other gets: from torch's allocator on a GPU, from the system on a CPU (decision 0060).
+    # Not the sum: the step gets what a pass frees, from torch's allocator or, on a CPU, the system (decision 0060).
     largest = max(passes, step, key=lambda parts: sum(part.bytes for part in parts))
     own = () if trainer.gpus_per_rank else (Part("DeepSpeed", CPU_RANK_BYTES, "of its own, and gloo's"),)
     stage = trainer.zero_stage
@@ -67,11 +64,12 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
 
 
 def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
-    """Numbers of gathered weights that a rank has at most under ZeRO-3.
+    """The most numbers of gathered weights that a rank has under ZeRO-3.
 
-    The last modules stay from the forward to the backward pass, where less than ``REUSE_NUMBERS`` lie between; of the
-    others the one that computes is there, and what is gathered ahead. One rank gathers nothing. Of experts that ranks
-    divide it gathers its own share, and nothing where no other rank has the same experts.
+    The last modules stay gathered between the forward and the backward pass, if fewer than ``REUSE_NUMBERS`` are
+    computed with in between. Of the others there are the one that computes, and those that are gathered ahead. A single
+    rank gathers nothing. If ranks divide the experts, a rank gathers its own share of them, and nothing of them where
+    no other rank has the same ones.
     """
     if trainer.zero_stage < 3 or trainer.ranks == 1:
         return 0
@@ -120,7 +118,7 @@ def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[Part, 
 
 
 def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
-    """The critic's states. Its passes take less than the policy's, at other times."""
+    """The critic's states. Its passes are at other times than the policy's, and take less."""
     if not spec.algorithm.needs_critic:
         return ()
     backbone = model.parameters - model.head
@@ -137,9 +135,9 @@ def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
 
 
 def _buckets(spec: ExperimentSpec, trained: int) -> int:
-    """Of gradients that are added up over the ranks; ZeRO 2 and 3 have them on one rank as well.
+    """Bytes of the buckets in which ZeRO 2 and 3 add up gradients over the ranks, also over a single one.
 
-    A host gives memory to the part that is written alone, a GPU to all of it.
+    On a host only the part of a bucket that is written takes memory, on a GPU all of it.
     """
     from asyncrl_cli.train.deepspeed_engine import reduce_numbers
 
@@ -151,7 +149,8 @@ def _buckets(spec: ExperimentSpec, trained: int) -> int:
 
 
 def _step(spec: ExperimentSpec, trained: int) -> int:
-    """The optimizer gets a part's gradients as one float32 tensor. Without ZeRO they are added up in copies."""
+    """Bytes of the gradients' copies: the optimizer gets those of a part as one float32 tensor, and without ZeRO they
+    are added up over the ranks in copies."""
     stage, ranks, number = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]
     if stage:
         part = -(-trained // ranks)
@@ -161,7 +160,7 @@ def _step(spec: ExperimentSpec, trained: int) -> int:
 
 
 def _packed_mask(spec: ExperimentSpec, length: int) -> int:
-    """Without flash attention, packed rows need a mask of the joined sequence."""
+    """Bytes of the mask of the joined sequence that packed rows need without flash attention."""
     packed = spec.trainer.packing and spec.trainer.attention != "flash_attention_2"
     return length * length if packed else 0
 

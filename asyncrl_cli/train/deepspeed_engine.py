@@ -1,4 +1,4 @@
-"""DeepSpeed under Ray: the process group, the engine's settings, full weights out of sharded ones."""
+"""DeepSpeed under Ray: joins the process group, makes the engines with their settings, and gathers sharded weights."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ LAYER = re.compile(r".*?\.\d+\.")
 """The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
 REDUCE_NUMBERS = 2**24
 GPU_REDUCE_NUMBERS = 2 * 10**8
-"""Numbers of gradients that ranks add up together. A larger gradient goes alone, and is not copied for it. Networks of
-GPUs need larger messages: each rank gets the sum of its own part, which many ranks make small."""
+"""Numbers of gradients that ranks add up in one message, on CPUs and on GPUs. A larger gradient has a message of its
+own, and is not copied. GPUs need larger messages: each rank gets the sum of its own part, and with many ranks that part
+is small."""
 
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -106,9 +107,9 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
 
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
-    # DeepSpeed's own linear layer, in Python, frees gathered weights between the passes. One rank gathers none.
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
+        # DeepSpeed's own linear layer, in Python, frees gathered weights between the passes. One rank gathers none.
         "memory_efficient_linear": trainer.ranks > 1,
         "reduce_bucket_size": reduce_numbers(trainer),
     }

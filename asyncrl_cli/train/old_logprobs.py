@@ -1,4 +1,4 @@
-"""What a step computes before its first update: old log-probs, values and, from them and the rewards, advantages.
+"""Computes what a step needs before its first update: old log-probs, values, and from them and the rewards advantages.
 
 Nothing here has a gradient. Forward passes are made only where something needs them: the reference's for a KL penalty,
 the policy's for a penalty in the reward and, where a step has several updates, for their ratio; the critic's where
@@ -64,10 +64,11 @@ def precompute(
     """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
     ``engine`` is the policy at the start of the step, ``reference`` is for a KL penalty, ``critic`` for ``gae``.
-    ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: whether log-probs at
-    the start of the step are needed after its first update, which has its own; it is only trained again with more
-    ``epochs``. ``group``: the process group whose ranks have all rows between them; None: all ranks. Raises
-    ``ValueError`` when a user's function returned something else than advantages.
+    ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: whether updates after
+    the first one need log-probs under the weights at the start of the step. The first one computes its own, so its
+    minibatch needs them only if it is trained again (``epochs``). ``group``: the process group whose ranks together
+    have all rows; None: all ranks. Raises ``ValueError`` when a user's function returned something else than
+    advantages.
     """
     algorithm = objective.algorithm
     in_reward = reference is not None and algorithm.kl_placement == "reward"

@@ -98,10 +98,10 @@ def longest_response(rollout: Rollout) -> int:
 def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -> list[list[TrainingRow]]:
     """The rows of each group that there is something to learn from, in the order of rollouts and their sequences.
 
-    A token is on-policy when the trainer's weights at the start of the step are the very ones it was sampled
-    with: those of its version, which the trainer has only in the first step after a publish. With ``keep``
-    that takes a sequence whose sampled tokens are all of that version, as later tokens of another one saw keys and
-    values of older weights.
+    A token is on-policy when it was sampled with the very weights that the trainer has at the start of the step.
+    These are the weights of a version only in the first step after a publish. With ``weight_update: keep`` all
+    sampled tokens of the sequence must have that version: in a sequence that began under an older one, later tokens
+    depend on keys and values of the older weights.
 
     Returns a list for each group (all have ``group_size`` rollouts); empty where all ``shaped_rewards`` are equal and
     the spec skips such groups. A row's ``rollout`` is its index in ``rewards.flatten()``.

@@ -62,6 +62,7 @@ def update_policy(
     # Of the whole minibatch, so that micro-batches add up to its mean; DeepSpeed averages gradients over the ranks.
     # With sequence parallelism too: a rank has the loss of its group's rows, and a part of its gradient.
     denominator = _denominator(spec, minibatch) / spec.trainer.ranks
+    in_loss = algorithm.kl_placement == "loss"
     total: UpdateSums | None = None
     for index, (padded, given) in enumerate(zip(minibatch.microbatches, minibatch.precomputed, strict=True)):
         # At the boundary DeepSpeed reduces gradients over the ranks, which all have as many micro-batches (packing.py).
@@ -83,9 +84,9 @@ def update_policy(
             loss=objective.loss,
             settings=algorithm,
             importance_weights=weights,
-            reference_logprobs=given.reference_logprobs if algorithm.kl_placement == "loss" else None,
+            reference_logprobs=given.reference_logprobs if in_loss else None,
             kl=objective.kl,
-            kl_coef=algorithm.kl_coef if algorithm.kl_placement == "loss" else 0.0,
+            kl_coef=algorithm.kl_coef if in_loss else 0.0,
             entropies=entropies,
             entropy_coef=algorithm.entropy_coef,
         )

@@ -31,6 +31,7 @@ from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.model.saving import save_model
+from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
 from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer, templates_texts, without_progress_bars
 from asyncrl_cli.train.muon import Muon
 
@@ -39,9 +40,6 @@ FINAL_FRACTION = 0.05
 
 MICROBATCH = 6
 """Demonstrations of one forward and backward pass."""
-
-STATEFUL_ROPE = ("dynamic", "longrope")
-"""Types of rotary embeddings whose modules keep the frequencies of the longest sequence so far."""
 
 IGNORED = -100
 """Label of a token that is not learned."""
@@ -189,9 +187,10 @@ class _Chat:
 
 
 def _threads(model: Any, spec: WarmStart) -> int:
-    """How many threads may compute with the model at a time and change nothing for each other."""
+    """How many threads may compute with the model at a time without changing each other's results: rotary embeddings in
+    ``ROPE_BY_LENGTH`` keep the frequencies of the longest sequence so far."""
     types = str([getattr(module, "rope_type", None) for module in model.modules()])
-    return 1 if any(name in types for name in STATEFUL_ROPE) else spec.threads
+    return 1 if any(name in types for name in ROPE_BY_LENGTH) else spec.threads
 
 
 def _train(
@@ -238,6 +237,7 @@ def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int, pool
     # that no thread is left alone with them.
     by_length = sorted(examples, key=lambda example: -len(example[0]))
     total = 0.0
+    # In the order of the micro-batches, whichever thread ends first: another order gives other bits (decision 0080).
     for loss, gradients in pool.map(
         passes, (by_length[i : i + MICROBATCH] for i in range(0, len(by_length), MICROBATCH))
     ):

@@ -57,8 +57,10 @@ class TrainerWorker:
         return Seat(str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address(), gpus)
 
     def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
-        """Become this rank, and import what ``start`` needs; returns an address and a port of this host, held until
-        then, at which other ranks reach it. ``one_host``: all ranks are on this host."""
+        """Become this rank, and import what ``start`` needs. ``one_host``: all ranks are on this host.
+
+        Returns the address and the port at which other ranks reach this one. The port is held until ``start``.
+        """
         redirect_output(self._log_dir, f"trainer-{rank}")
         self._rank = rank
         import ray

@@ -52,7 +52,7 @@ class CudaCopies(Copies):
         cudart = _cudart()
         address = memory.data_ptr()
         pinned = self._pinned.setdefault(address, [])
-        with torch.cuda.device(self._device):  # another thread's own is the first one, which may be another engine's
+        with torch.cuda.device(self._device):  # else a thread uses the first GPU, which may be another engine's
             for start, stop in parts:
                 error = cudart.cudaHostRegister(address + start, stop - start, 0).value
                 if error:

@@ -21,12 +21,10 @@ from asyncrl_cli.weights.http_server import WeightServer
 from asyncrl_cli.weights.manifest import Endpoint
 from asyncrl_cli.weights.movers import HolderFault
 from asyncrl_cli.weights.replica import Replica
-from asyncrl_cli.weights.wire import SILENCE_S, read_head, receive, send
+from asyncrl_cli.weights.wire import ANSWER_S, SILENCE_S, read_head, receive, send
 
 CONNECT_S = 5.0
 """Seconds that a connection may take."""
-CHUNK_S = 60.0
-"""Seconds for one answer: 70 kB/s at least."""
 ANSWER = re.compile(r"HTTP/1\.1 (\d{3}) ")
 LENGTH = re.compile(r"\r\ncontent-length: *(\d{1,12})\r\n", re.IGNORECASE)
 
@@ -89,7 +87,7 @@ class HttpLink:
         self._socket.connect(self._address)
 
     def _get(self, path: str, into: Sequence[memoryview]) -> None:
-        deadline = time.monotonic() + CHUNK_S
+        deadline = time.monotonic() + ANSWER_S
         try:
             if self._socket is None:
                 self._connect()

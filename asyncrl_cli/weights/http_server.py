@@ -16,12 +16,10 @@ from threading import Lock, Thread
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.replica import Replica
-from asyncrl_cli.weights.wire import SILENCE_S, read_head, send
+from asyncrl_cli.weights.wire import ANSWER_S, SILENCE_S, read_head, send
 
 IDLE_S = 60.0
 """Seconds that a connection is kept without a request, once it has shown the token."""
-ANSWER_S = 60.0
-"""Seconds for one answer, as at the other end."""
 CONNECTIONS = 512
 """Connections at a time; more are closed at once."""
 REQUEST_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]{0,255}) HTTP/1\.1")

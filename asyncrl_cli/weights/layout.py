@@ -92,8 +92,11 @@ def size_of(slots: tuple[TensorSlot, ...]) -> int:
 
 
 def share_of(rank: int, ranks: int, groups: int) -> int:
-    """Which of ``ranks`` equal parts of a tensor ``rank`` has, when the tensor is divided into ``groups`` parts over
-    neighbouring ranks first, and each of those over the ranks that have it: as DeepSpeed divides experts."""
+    """Which of ``ranks`` equal parts of a tensor ``rank`` has: as DeepSpeed divides experts.
+
+    Neighbouring ranks have different ones of ``groups`` large parts, each of which is divided over the ranks that have
+    it. So with 4 ranks and 2 groups, ranks 0 to 3 have the parts 0, 2, 1 and 3.
+    """
     return rank % groups * (ranks // groups) + rank // groups
 
 
@@ -134,9 +137,9 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
 
 
 def pages_of(chunks: Iterable[Chunk]) -> tuple[ByteRange, ...]:
-    """The memory pages that have bytes of the chunks, in ranges as long as possible; the last may end after the memory.
+    """The memory pages that have bytes of the chunks. The last range may end behind the end of the memory.
 
-    Bytes that are neighbours are in one range.
+    Neighbouring pages are in one range, so that a copy of bytes that follow each other lies within one.
     """
     found: list[ByteRange] = []
     for part in sorted(part for chunk in chunks for part in chunk.ranges):

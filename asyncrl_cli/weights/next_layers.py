@@ -37,7 +37,7 @@ OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
 def can_be_made(model: nn.Module, device: torch.device) -> bool:
-    """Whether vLLM derives nothing from this model's weights but what it keeps on the layer that has them."""
+    """Whether all that vLLM computes from a weight of this model is kept on the layer that has the weight."""
     return device.type == "cpu" and all(map(_is_plain, model.modules()))
 
 

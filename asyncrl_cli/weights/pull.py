@@ -1,4 +1,4 @@
-"""Getting a version from the hosts that have it: which holder is asked for which chunk, and what happens when it fails.
+"""Fetches a version from the hosts that have it: which holder is asked for which chunk, and what follows a failure.
 
 Each holder has its own threads, which take any missing chunk that the holder has: a fast holder takes more of them, and
 a dead one takes nothing. Chunks are taken in random order, so that hosts which fetch at the same time get different
@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from threading import Condition, Thread
+from typing import NamedTuple
 
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed
 from asyncrl_cli.weights.movers import HolderFault, Link, Mover
@@ -26,7 +27,7 @@ MAX_RETRY_S = 5.0
 SLOW_S = 3.0
 """Seconds that a chunk may take, besides three times what an idle holder needs for one, until that one is asked."""
 ASK = -1
-"""Instead of a chunk: ask the holder what it has."""
+"""In place of a chunk's index: ask the holder which chunks it has."""
 
 
 class _Holder:
@@ -62,12 +63,11 @@ class _WrongBytes(HolderFault):
     """A chunk does not have the digest of the manifest."""
 
 
-class _Transfer:
+class _Transfer(NamedTuple):
     """A chunk on its way."""
 
-    def __init__(self, link: Link, since: float) -> None:
-        self.link = link
-        self.since = since
+    link: Link
+    since: float
 
 
 class Pull:

@@ -2,8 +2,8 @@
 
 The memory is anonymous (``memfd_create``), reached by other processes of the host as ``/proc/PID/fd/N``: it has no name
 that could be left behind, and the kernel frees it with the last process that maps it, however that ended. The two
-buffers take their pages once and are used in turn: fresh pages would cost the writers several times their copy. A host
-takes pages for what it will have: for the shards of its own ranks, for whole versions once it fetches.
+buffers get their pages once and are used in turn: to write to fresh pages takes several times as long as the copy. A
+host has pages for the shards of its own ranks, and for whole versions once it fetches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import RLock
@@ -261,7 +261,8 @@ class Replica:
                     continue
                 descriptor = buffer.lend()
             everything = len(wanted) == self.ranks
-            parts = [ByteRange(0, size)] if everything else self._pages(wanted)
+            shards = (chunk for chunk in self.chunks if chunk.rank in wanted)
+            parts = [ByteRange(0, size)] if everything else pages_of(shards)
             try:
                 for start, stop in parts:
                     os.posix_fallocate(descriptor, start, min(stop, size) - start)
@@ -271,9 +272,6 @@ class Replica:
                 os.close(descriptor)
             with self._lock:
                 buffer.allocated = wanted
-
-    def _pages(self, ranks: Collection[int]) -> Sequence[ByteRange]:
-        return pages_of(chunk for chunk in self.chunks if chunk.rank in ranks)
 
     def _pin(self, buffer: Buffer | None) -> ExitStack:
         """Keeps the buffer's bytes from being overwritten until the context ends. Called with the lock held."""

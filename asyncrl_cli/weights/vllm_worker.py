@@ -129,8 +129,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
             return NextLayers(self.model, self.model_config, tensors.items())
 
     def _forget_expert_kernels(self) -> None:
-        # vLLM packs the weights of experts for its CPU kernel only while it has none; later it would load them as they
-        # are into the packed ones, and the experts would compute with numbers in the wrong order.
+        # vLLM packs the weights of experts for its CPU kernel only while a layer has no kernel. With one, it would load
+        # new weights unpacked into the memory of the packed ones, and compute with numbers in the wrong order.
         for layer in self.model.modules():
             method: Any = getattr(layer, "quant_method", None)
             if hasattr(method, "moe_kernel"):

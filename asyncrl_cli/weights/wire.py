@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 SILENCE_S = 10.0
 """Seconds that the other end may pause within a transfer."""
+ANSWER_S = 60.0
+"""Seconds for one answer, at both ends: 70 kB/s at least."""
 HEAD_BYTES = 2048
 """The longest head of a request or an answer."""
 VIEWS = 512

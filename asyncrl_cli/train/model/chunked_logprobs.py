@@ -17,9 +17,9 @@ CHUNK_NUMBERS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
 
 BLOCK_NUMBERS = 2**18
-"""Numbers of a block, in which a CPU sums entropies: it stays in the cache, and the probabilities of a chunk never
-exist beside its logits. A GPU takes a chunk at once: of a large vocabulary a block is a row or two, and each costs it
-several launches."""
+"""Numbers of a block, in which a CPU sums entropies: a block stays in the cache, and the probabilities of a chunk never
+exist beside its logits. On a GPU the block is the chunk: of a large vocabulary this many numbers are a row or two, and
+each block costs several kernel launches."""
 
 Entropy = Literal["none", "measure", "train"]
 """Whether entropies are wanted: not at all, as numbers, or with a gradient."""

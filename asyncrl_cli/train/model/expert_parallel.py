@@ -70,8 +70,8 @@ class RoutedExperts:
 
     layer: Any  # AutoEP's
     halves: tuple[nn.Parameter, ...]
-    """AutoEP's own weights of it: gate and up, or down alone. Each [this rank's experts, rows, columns], and sharded
-    over the ranks that have the same experts."""
+    """AutoEP's own weights: those of gate and up, or that of down alone. Each is [this rank's experts, rows, columns],
+    and sharded over the ranks that have the same experts."""
 
     @property
     def groups(self) -> int:
@@ -107,15 +107,20 @@ def divided_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def model_name(name: str) -> str:
-    """What a weight of an AutoEP layer is in, in the transformers model; other names are unchanged."""
+    """The name of the transformers model's weight that contains the weight ``name`` of an AutoEP layer. Other names are
+    returned unchanged."""
     for own, name_in_model in NAMES.items():
         name = name.replace(f".mlp.{own}", f".mlp.{name_in_model}")
     return name
 
 
 def own_names(layers: dict[str, Any], name: str) -> Iterator[tuple[str, RoutedExperts | None]]:
-    """What the weight ``name`` of a model with AutoEP's layers is in the transformers model: its name there, and the
-    weight of all experts that it is the first part of. Nothing for a further part of one."""
+    """The name in the transformers model of the weight ``name`` of a model with AutoEP's ``layers``; for weights of
+    divided experts also the full weight.
+
+    Where the full weight has two parts (``w1`` and ``w3``), it is given for the first of them, and nothing for the
+    second.
+    """
     owner, _, part = name.rpartition(".experts.")
     if owner not in layers:
         yield model_name(name) if layers else name, None

@@ -1,4 +1,4 @@
-"""The weights in a checkpoint whose experts DeepSpeed's AutoEP has divided: DeepSpeed's own reader refuses these."""
+"""Reads the weights of a checkpoint whose experts DeepSpeed's AutoEP has divided: DeepSpeed's own reader refuses it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joined:
-    """A weight in the shards of all ranks; it takes memory when it is asked to be contiguous."""
+    """A weight that is in the shards of all ranks. It is read into memory by ``contiguous``."""
 
     shape: tuple[int, ...]  # of a half
     halves: list[list[Tensor]]
-    """Each in flat pieces, in the order of its elements; the last piece may be padded. Of a weight that is not the
-    experts' gate and up projection there is one."""
+    """The experts' gate and up projection, which are one weight in the model; one half for any other weight. Each is in
+    flat pieces, in the order of its elements; the last piece may be padded."""
 
     def contiguous(self) -> Tensor:
         """The full weight, float32: of each expert the rows of the first half, then those of the second."""

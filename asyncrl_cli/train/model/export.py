@@ -34,7 +34,7 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         state = _saved(checkpoint)
-        # A tied weight is there under both names, and is read once.
+        # Tied weights are one object with two names, which is read once.
         whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise RunError(

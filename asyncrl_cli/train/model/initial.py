@@ -138,8 +138,8 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
     file's path, as in the spec. Raises ``ModelInitError`` for an unknown architecture, unknown config keys and sizes
     that do not fit, and ``ChatTemplateError``.
     """
-    characters = init.tokenizer == "characters"
-    tokenizer = character_tokenizer(max_length) if characters else _saved_tokenizer(init.tokenizer)
+    own = init.tokenizer == CHARACTERS
+    tokenizer = character_tokenizer(max_length) if own else _saved_tokenizer(init.tokenizer)
     tokenizer = with_chat_template(tokenizer, chat_template)
     special = {name: getattr(tokenizer, name) for name in FROM_TOKENIZER[1:]}
     config = _config(init, max_length, {"vocab_size": len(tokenizer), **special})

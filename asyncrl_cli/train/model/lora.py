@@ -46,7 +46,7 @@ class PlainWeight:
     name: str  # in that model
     parameter: Tensor  # the trainer's own, without what an adapter adds to it
     adapter: Any | None  # the adapted layer; None without an adapter
-    experts: RoutedExperts | None = None  # where ranks divide them; ``parameter`` is then a part of a part
+    experts: RoutedExperts | None = None  # the weight, where ranks divide its experts; ``parameter`` is a part of it
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_weights(model: nn.Module) -> list[PlainWeight]:
-    """All weights of a model, with adapters or without, by the names of the model without.
+    """All weights of a model, which may have adapters, by the names that they have without adapters.
 
     Persistent buffers are among them, such as DeepSeek-V3's correction of its router: without it an engine would choose
     other experts than the trainer.

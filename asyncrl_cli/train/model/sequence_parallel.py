@@ -37,8 +37,9 @@ class SequenceError(ConfigError):
         super().__init__(reason, location="trainer.sequence_parallel", hint=hint)
 
 
-BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose frequencies depend on the positions that a model is given: in a slice they would differ."""
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+"""Types of rotary embeddings whose frequencies depend on the positions that they were given. For a slice they would
+differ, and threads that share a model would change them for each other (warm_start.py)."""
 
 
 def check_config(config: Any, size: int) -> None:
@@ -50,7 +51,7 @@ def check_config(config: Any, size: int) -> None:
     rope = getattr(text, "rope_parameters", None) or {}
     for settings in (rope, *rope.values()):  # one set, or one for each kind of layer
         kind = str(settings.get("rope_type")) if isinstance(settings, dict) else ""
-        if size > 1 and any(name in kind for name in BY_LENGTH):
+        if size > 1 and any(name in kind for name in ROPE_BY_LENGTH):
             raise SequenceError(f"rotary embeddings of type {kind} depend on a sequence's length")
 
 
@@ -73,9 +74,9 @@ class SequenceGroup:
         self._layers = 0
 
     def joined(self, values: Tensor, own: Tensor) -> Tensor:
-        """The values of all slices, [positions]; collective. Gradients flow through this rank's alone.
+        """The values of all slices, [positions]; collective. Gradients flow through those of this rank alone.
 
-        ``values`` are this rank's; ``own``: bool, [positions], which of all they are.
+        ``values`` are those of this rank; ``own``, bool [positions], is true where they belong.
         """
         placed = torch.zeros(own.shape, dtype=values.dtype, device=values.device).masked_scatter(own, values)
         others = placed.detach().clone()
@@ -100,7 +101,7 @@ class SequenceGroup:
             positions = columns
         else:
             positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :missing]], dim=1)
-        # Of the full sequences. The model would make those of a slice, which are used for none of them.
+        # Masks of the full sequences, as attention is over these. By itself the model would make those of its slice.
         masks = create_masks_for_generate(
             config=backbone.config,
             inputs_embeds=torch.empty(*ids.shape, 0, dtype=backbone.dtype, device=ids.device),
@@ -127,8 +128,10 @@ class SequenceGroup:
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """Passes in this block are those of one rank with the full rows. For passes without a gradient: those that
-        recompute activations run later."""
+        """In this block each rank passes the full rows through the model by itself.
+
+        Only for passes without a gradient: gradient checkpointing would compute activations after the block has ended.
+        """
         self._full = True
         try:
             yield
