@@ -1,16 +1,15 @@
-"""Samples per second beside TRL's GRPOTrainer: the quickstart's model and task, from the same initial weights.
+"""Samples per second compared with TRL's GRPOTrainer: the quickstart's model and task, with the same initial weights.
 
     make against-trl [STEPS=20]
 
-Runs the steps of the quickstart with asyncrl, then as many with TRL on the model that asyncrl began with: 256
+Runs steps of the quickstart with asyncrl, then the same number with TRL and the same initial model: 256
 completions a step in groups of 8, up to 192 tokens, the same reward, learning rate and clipping. TRL generates with
-transformers, as it does without a GPU. Each has the machine to itself; start-up and the first steps are not timed.
+transformers, as it does without a GPU. They run one after the other; start-up and the first steps are not timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -20,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from common import QUICKSTART, header, metrics, row
 
-QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 SKIPPED_STEPS = 3
 MICROBATCH = 64
-"""Completions of one pass of TRL."""
+"""Completions per forward pass of TRL."""
 
 
 def main() -> None:
@@ -37,9 +36,9 @@ def main() -> None:
         ours = train_here(Path(folder), arguments.asyncrl, spec, arguments.steps)
         (model,) = (path for path in Path(folder, "models").iterdir() if path.is_dir())
         theirs = train_with_trl(model, spec, arguments.steps)
-    print("| | samples/s | s of a step | tokens of a response |\n|-|-|-|-|")
+    print(header("", "samples/s", "s of a step", "tokens of a response"))
     for name, figures in (("asyncrl", ours), ("TRL", theirs)):
-        print(f"| {name} | {figures['rate']:.1f} | {figures['step_s']:.2f} | {figures['length']:.1f} |")
+        print(row(name, f"{figures['rate']:.1f}", f"{figures['step_s']:.2f}", f"{figures['length']:.1f}"))
     print(f"\nasyncrl over TRL: {ours['rate'] / theirs['rate']:.2f}")
 
 
@@ -48,21 +47,21 @@ def samples_per_step(spec: dict[str, Any]) -> int:
 
 
 def train_here(folder: Path, command: str, spec: dict[str, Any], steps: int) -> dict[str, float]:
-    """A run of asyncrl, whose pipeline drains at its end: those steps are not timed either."""
+    """Run asyncrl. Its last steps, in which the pipeline drains, are not timed either."""
     staleness = spec["pipeline"]["max_staleness"]
     changes = {"stop": {"steps": steps + staleness + 1}, "tracking": {"mlflow": False}, "runs_dir": str(folder)}
     path = folder / "spec.yaml"
     path.write_text(yaml.safe_dump({**spec, **changes, "evaluation": {"every": 0, "prompts": 8}}))
     subprocess.run([command, "train", str(path)], check=True, stdout=sys.stderr)
-    (metrics,) = folder.glob("*/metrics.jsonl")
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()][SKIPPED_STEPS - 1 : steps]
+    (manifest,) = folder.glob("*/manifest.json")
+    rows = metrics(manifest.parent)[SKIPPED_STEPS - 1 : steps]
     step_s = (rows[-1]["time"] - rows[0]["time"]) / (len(rows) - 1)
     length = statistics.fmean(row["response/tokens_mean"] for row in rows[1:])
     return {"rate": samples_per_step(spec) / step_s, "step_s": step_s, "length": length}
 
 
 def train_with_trl(model: Path, spec: dict[str, Any], steps: int) -> dict[str, float]:
-    """As many steps of TRL's trainer."""
+    """Run the same number of steps with TRL's trainer."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer

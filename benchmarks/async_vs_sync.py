@@ -1,29 +1,25 @@
-"""The same spec in `sync`, `one_step_off` and `async`: trained tokens per second, and what bounds each.
+"""The same spec in `sync`, `one_step_off` and `async`: trained tokens per second, and the bottleneck of each mode.
 
     python benchmarks/async_vs_sync.py [--steps N] [--repeats N]
 
-The lengths of the responses have a long tail (long_tail.py), and the learning rate is next to nothing, so
-that the mix stays as it is. What is timed is the loop alone, without start-up. One engine and one trainer
-rank, one thread each.
+The lengths of the responses have a long tail (long_tail.py), and the learning rate is almost zero, so that the lengths
+do not change. Only the training loop is timed, without start-up. One engine and one trainer rank, with one thread each.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
+from common import QUICKSTART, header, metrics, row, run_spec
 
 SKIPPED_STEPS = 4
 """Steps at the start that are not timed: the pipeline fills, and caches warm up."""
-
-QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -33,7 +29,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
-    """The benchmark's spec. `sync` never has more than one batch to run, the others have room for two."""
+    """The benchmark's spec. `sync` runs at most one batch at a time; the other modes have room for two."""
     return {
         "name": mode.replace("_", "-"),
         "runs_dir": str(runs_dir),
@@ -59,8 +55,8 @@ def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Rates over the steps in the middle: neither the filling nor the draining of the pipeline counts."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Rates over the middle steps, without those in which the pipeline fills or drains."""
+    rows = metrics(run)
     drained = int(yaml.safe_load((run / "spec.yaml").read_text())["pipeline"]["max_staleness"]) + 1
     timed = rows[SKIPPED_STEPS : len(rows) - drained]
     seconds = timed[-1]["time"] - timed[0]["time"]
@@ -84,7 +80,7 @@ def measure(run: Path) -> dict[str, float]:
 
 
 def bound(figures: dict[str, float]) -> str:
-    """What the mode waits for, in words."""
+    """A text that states what the mode waits for."""
     trainer, engine = figures["trainer busy"], figures["engine busy"]
     if trainer + engine < 1.2:
         return "each waits for the other"
@@ -103,8 +99,7 @@ def run_of(runs_dir: Path, settings: dict[str, Any]) -> Path:
     shutil.copy(Path(__file__).with_name("long_tail.py"), runs_dir)
     path.write_text(yaml.safe_dump(settings))
     known = set(runs_dir.glob("*/manifest.json"))
-    command = [sys.executable, "-m", "asyncrl_cli.cli.app", "train", str(path)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run_spec(path)
     (made,) = set(runs_dir.glob("*/manifest.json")) - known
     return made.parent
 
@@ -125,29 +120,20 @@ def main() -> None:
         mode: sorted(runs, key=lambda run: run["trained tokens/s"])[len(runs) // 2] for mode, runs in figures.items()
     }
     base = median["sync"]["trained tokens/s"]
-    header = [
-        "mode",
-        "trained tokens/s",
-        "ratio to sync",
-        "step s",
-        "trainer busy",
-        "engine busy",
-        "staleness",
-        "bound by",
-    ]
-    print("| " + " | ".join(header) + " |\n|" + "-|" * len(header))
-    for mode, row in median.items():
-        cells = [
+    names = ("mode", "trained tokens/s", "ratio to sync", "step s", "trainer busy", "engine busy", "staleness")
+    print(header(*names, "bound by"))
+    for mode, run in median.items():
+        cells = (
             mode,
-            f"{row['trained tokens/s']:,.0f}",
-            f"{row['trained tokens/s'] / base:.2f}",
-            f"{row['step s']:.2f}",
-            f"{row['trainer busy']:.0%}",
-            f"{row['engine busy']:.0%}",
-            f"{row['staleness mean']:.1f}",
-            bound(row),
-        ]
-        print("| " + " | ".join(cells) + " |")
+            f"{run['trained tokens/s']:,.0f}",
+            f"{run['trained tokens/s'] / base:.2f}",
+            f"{run['step s']:.2f}",
+            f"{run['trainer busy']:.0%}",
+            f"{run['engine busy']:.0%}",
+            f"{run['staleness mean']:.1f}",
+            bound(run),
+        )
+        print(row(*cells))
     lengths = median["sync"]
     print(f"\nresponses: {lengths['length mean']:.1f} tokens on average, {lengths['length max']:.0f} the longest")
 

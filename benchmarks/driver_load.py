@@ -1,15 +1,15 @@
-"""How many engines one driver carries: its work and the journal's, with engines that make tokens up.
+"""How many engines one driver can serve: the load of the driver and the journal, with simulated engines.
 
     python benchmarks/driver_load.py [--engines N ...] [--rate TOKENS_PER_S] [--slots N] [--tokens N] [--seconds S]
 
-Real: client, scheduler, prompts and their encoding, the actors of journal and rewards, the reporting half of the
-engines' actors (``RolloutWorker``), batches to a trainer, versions. Made up: an engine's tokens, which appear at
-``--rate`` tokens/s over ``--slots`` requests at once, in rollouts of exponentially distributed lengths (``--tokens`` is
-the mean; four times as many at most); the trainer, which takes batches and trains none; and updates of weights, which
-take no time. Several engines share a process, to save memory.
+Real: client, scheduler, prompts and their encoding, the actors of journal and rewards, the part of the engines' actors
+that reports tokens (``RolloutWorker``), batches to a trainer, versions. Simulated: an engine's tokens, which appear at
+``--rate`` tokens/s for ``--slots`` simultaneous requests, in rollouts with exponentially distributed lengths
+(``--tokens`` is the mean; the maximum is four times the mean); the trainer, which takes batches but does not train; and
+updates of weights, which take no time. Several engines share a process, to save memory.
 
-Figures are of ``--seconds`` s after ``--warm-up`` s. CPU seconds are per 1,000 finished rollouts, of all threads. Late
-is how much later than asked a sleep of 20 ms in the driver's event loop ends.
+Figures are measured for ``--seconds`` s after ``--warm-up`` s. CPU seconds are per 1,000 finished rollouts, of all
+threads. Late is the delay of a sleep of 20 ms in the driver's event loop.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from common import header, row
 
 from asyncrl_cli.data.lazy_prompts import LazyPrompts
 from asyncrl_cli.data.loader import PromptLoader
@@ -52,11 +53,11 @@ from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
 GROUP_SIZE = 8
 LONGEST = 4
-"""Times the mean: the length of the longest rollout."""
+"""The length of the longest rollout, as a multiple of the mean."""
 STALENESS = 8
-"""Versions: the slots stay full although a group waits for its longest rollout."""
+"""In versions; large enough that the slots remain full while a group waits for its longest rollout."""
 TEXT = "four" * 2**18
-"""What responses are parts of: four characters a token."""
+"""Responses are parts of this text, with four characters per token."""
 ENGINES_PER_PROCESS = 8
 LATE_S = 0.02
 NEVER_S = 3600.0
@@ -72,7 +73,7 @@ def reward(prompt: Mapping[str, Any], response: str) -> float:
 
 @dataclass(slots=True)
 class Running:
-    """A request in a slot: its length, when it began, and the (version, first token) of its parts."""
+    """A request in a slot: its length, its start time, and the (version, first token) of its parts."""
 
     request: RolloutRequest
     tokens: int
@@ -80,8 +81,8 @@ class Running:
     versions: list[tuple[int, int]]
 
 
-class MadeUpEngine:
-    """The part of ``rollout.engine.Engine`` that a ``RolloutWorker`` reports from."""
+class SimulatedEngine:
+    """The methods of ``rollout.engine.Engine`` from which a ``RolloutWorker`` reports."""
 
     dead = False
 
@@ -97,7 +98,7 @@ class MadeUpEngine:
         self._logprobs = bits.normal(-1.0, 0.5, len(self._ids)).astype(np.float32)
 
     async def generate(self, request: RolloutRequest) -> Rollout:
-        """A rollout, at the speed of a slot."""
+        """A rollout, generated at the speed of a slot."""
         async with self._slots.slot(request.priority):
             length = np.random.default_rng(request.sampling.seed).exponential(self._mean_tokens)
             tokens = min(max(int(length), request.generated + 1), request.sampling.max_tokens)
@@ -111,25 +112,25 @@ class MadeUpEngine:
         return finished(request, self._segments(running, tokens, 0), "stop", lambda ids: TEXT[: 4 * len(ids)])
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
-        """As ``Engine.segments``."""
+        """Like ``Engine.segments``."""
         now = time.monotonic()
         found = [(self._running[name], start) for name, start in since.items() if name in self._running]
         return [one for running, start in found for one in self._segments(running, self._made(running, now), start)]
 
     def sampled_tokens(self) -> int:
-        """As ``Engine.sampled_tokens``."""
+        """Like ``Engine.sampled_tokens``."""
         now = time.monotonic()
         return self._ended_tokens + sum(self._made(one, now) for one in self._running.values())
 
     def serve(self, version: int) -> None:
-        """Later tokens are of this version."""
+        """Later tokens have this version."""
         now = time.monotonic()
         for one in self._running.values():
             one.versions.append((version, self._made(one, now)))
         self._version = version
 
     def shutdown(self) -> None:
-        """Nothing runs."""
+        """Nothing to do."""
 
     def _made(self, one: Running, now: float) -> int:
         return min(one.request.generated + int((now - one.began) * self._slot_rate), one.tokens)
@@ -141,14 +142,14 @@ class MadeUpEngine:
 
 
 class Worker(RolloutWorker):
-    """A rollout worker around a made-up engine."""
+    """A rollout worker with a simulated engine."""
 
     def begin(self, *settings: Any) -> None:
         """Serve version 0."""
-        self._engine: Any = MadeUpEngine(*settings)
+        self._engine: Any = SimulatedEngine(*settings)
 
     async def serve(self, version: int) -> None:
-        """What ``update_weights`` does, with nothing to load."""
+        """Like ``update_weights``, but without loading weights."""
         self._on_pause()
         self._engine.serve(version)
         self._clock.end_update()
@@ -163,12 +164,12 @@ class EngineHost:
             worker.begin(*settings)
 
     async def call(self, index: int, method: str, *arguments: Any) -> Any:
-        """Call a method of one of them."""
+        """Call a method of one of the engines."""
         return await getattr(self._workers[index], method)(*arguments)
 
 
 class EngineOfHost:
-    """One of a host's engines, as the client has it."""
+    """One of a host's engines, for the client."""
 
     def __init__(self, host: Any, index: int, name: str) -> None:
         self.name = name
@@ -212,7 +213,7 @@ class Load:
     warm_up: float
 
     def spec(self, engines: int) -> ExperimentSpec:
-        """A spec with so many engines; a step has as many groups as run at once."""
+        """A spec with this many engines; a step has as many groups as run at the same time."""
         text = f"""
             model: {{init: {{architecture: qwen3, config: {{hidden_size: 64}}, tokenizer: characters}},
                      max_length: {self.prompt_tokens + LONGEST * self.tokens}}}
@@ -232,7 +233,7 @@ class Measured(Exception):
 
 
 class Driver:
-    """The parts of a run's driver that see rollouts, with their actors."""
+    """The parts of a run's driver that process rollouts, with their actors."""
 
     def __init__(self, spec: ExperimentSpec, folder: Path, load: Load) -> None:
         import ray
@@ -274,7 +275,7 @@ class Driver:
         self._late: list[float] = []
 
     async def measure(self) -> dict[str, float]:
-        """Run for the time of warm-up and measurement; what was measured, by name."""
+        """Run for the time of warm-up and measurement; returns the results by name."""
         await self._scoring.start()
         opening = await self._buffer.open("train", "", None)
         try:
@@ -288,7 +289,7 @@ class Driver:
                 seconds, late = time.monotonic() - began, np.percentile(self._late, (50, 99, 100)) * 1e3
                 more = {name: value - used[name] for name, value in cpu_seconds().items()}
                 done = self._counted() - counted
-                raise Measured  # which cancels all tasks
+                raise Measured  # this cancels all tasks
         except* Measured:
             pass
         return {
@@ -332,12 +333,12 @@ class Driver:
             self._late.append(time.monotonic() - began - LATE_S)
 
     def _counted(self) -> Counter[str]:
-        """What the journal has."""
+        """The counts in the journal."""
         with closing(open_for_reading(self._journal)) as journal:
             of_rollouts = "SELECT count(*), total(tokens) FROM rollouts WHERE finish_reason IS NOT NULL"
             rollouts, tokens = journal.execute(of_rollouts).fetchone()
             (groups,) = journal.execute("SELECT count(*) FROM groups WHERE ended_at IS NOT NULL").fetchone()
-        # The write-ahead log is a copy, which the file takes over now and then.
+        # The write-ahead log contains copies, which SQLite moves into the file from time to time.
         return Counter(rollouts=rollouts, tokens=int(tokens), groups=groups, bytes=self._journal.stat().st_size)
 
     async def _no_record(self, kind: str, part: str, message: str) -> None:
@@ -366,9 +367,9 @@ def cpu_seconds() -> dict[str, float]:
     return used
 
 
-def row(engines: int, load: Load, figures: Mapping[str, float]) -> str:
-    """A row of the table, as ``HEADER`` names its columns."""
-    cells = [
+def figures_row(engines: int, load: Load, figures: Mapping[str, float]) -> str:
+    """A row of the table, as ``COLUMNS`` names its columns."""
+    return row(
         f"{engines}",
         f"{engines * load.rate:,.0f}",
         f"{figures['tokens/s']:,.0f}",
@@ -377,14 +378,16 @@ def row(engines: int, load: Load, figures: Mapping[str, float]) -> str:
         *(f"{figures[f'{part} CPU']:.0%}" for part in ("driver", "journal", "engines")),
         *(f"{figures[f'late, {which} ms']:.1f}" for which in ("median", "99th percentile", "largest")),
         f"{figures['journal bytes a token']:.1f}",
-    ]
-    return "| " + " | ".join(cells) + " |"
+    )
 
 
-HEADER = """\
-| engines | offered tokens/s | tokens/s | groups/s | CPU s: driver | journal | rewards | share of a core: driver \
-| journal | stand-ins | late ms: median | 99th percentile | largest | journal bytes a token |
-|-|-|-|-|-|-|-|-|-|-|-|-|-|-|"""
+COLUMNS = (
+    *("engines", "offered tokens/s", "tokens/s", "groups/s"),
+    *("CPU s: driver", "journal", "rewards"),
+    *("share of a core: driver", "journal", "stand-ins"),
+    *("late ms: median", "99th percentile", "largest"),
+    "journal bytes a token",
+)
 
 
 def main() -> None:
@@ -395,8 +398,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of a rollout, on average")
     parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens of a prompt")
     parser.add_argument("--seconds", type=float, default=40.0, help="seconds that are measured")
-    parser.add_argument("--warm-up", type=float, default=40.0, help="seconds before: the first groups have to end")
-    parser.add_argument("--folder", type=Path, help="where the journal lies")
+    parser.add_argument("--warm-up", type=float, default=40.0, help="seconds before: the first groups must end")
+    parser.add_argument("--folder", type=Path, help="the folder of the journal")
     arguments = vars(parser.parse_args())
     numbers, parent = arguments.pop("engines"), arguments.pop("folder")
     load = Load(**arguments)
@@ -404,12 +407,12 @@ def main() -> None:
     import ray
 
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-    print(f"{load}, {os.cpu_count()} cores\n\n{HEADER}", flush=True)
+    print(f"{load}, {os.cpu_count()} cores\n\n{header(*COLUMNS)}", flush=True)
     for engines in numbers:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         try:
             with tempfile.TemporaryDirectory(prefix="bench-", dir=parent) as folder:
-                print(row(engines, load, asyncio.run(measured(engines, load, Path(folder)))), flush=True)
+                print(figures_row(engines, load, asyncio.run(measured(engines, load, Path(folder)))), flush=True)
         finally:
             ray.shutdown()
 

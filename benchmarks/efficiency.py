@@ -1,10 +1,10 @@
-"""How much of what its cores can do `async` reaches: its throughput over that of the slower side alone.
+"""The efficiency of `async`: its throughput divided by that of the slower side alone on the same cores.
 
     python benchmarks/efficiency.py [--steps N]
 
-Three measurements on the same cores: a run in mode `async` (async_vs_sync.py's spec); training alone, which is a replay
-of that run's steps, each with the checksum of its weights; generation alone, which is a run of one large step, until
-its last group is admitted. All count response tokens.
+Three measurements on the same cores: a run in mode `async` (with the spec of async_vs_sync.py); training alone, which
+is a replay of that run's steps with the checksum of each version; generation alone, which is a run of one large step,
+until its last group is admitted. All of them count response tokens.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import async_vs_sync
+from common import ASYNCRL, header, metrics, row
 
 from asyncrl_cli.journal.events import Admit, Finish, events
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 
 WARM = 0.25
-"""The part of a measurement that is not timed: caches warm up, and the first responses that end are short ones."""
+"""The part of a measurement that is not timed: caches warm up, and the first responses to end are short."""
 
 
 def main() -> None:
@@ -39,20 +40,19 @@ def main() -> None:
         training = training_alone(run)
         generation = generation_alone(Path(folder), steps)
     slower = min(training, generation)
-    print("| | response tokens/s | trainer busy | engine busy |\n|-|-|-|-|")
-    print(f"| training alone | {training:,.0f} | | |")
-    print(f"| generation alone | {generation:,.0f} | | |")
+    print(header("", "response tokens/s", "trainer busy", "engine busy"))
+    print(row("training alone", f"{training:,.0f}", "", ""))
+    print(row("generation alone", f"{generation:,.0f}", "", ""))
     rate, busy = together["trained tokens/s"], [f"{together[f'{side} busy']:.0%}" for side in ("trainer", "engine")]
-    print(f"| async | {rate:,.0f} | {busy[0]} | {busy[1]} |")
+    print(row("async", f"{rate:,.0f}", *busy))
     print(f"\nefficiency {rate / slower:.2f}: async over {'training' if slower == training else 'generation'} alone")
 
 
 def training_alone(run: Path) -> float:
-    """Trained tokens per second of a replay: training, and the checksum of each version."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    tokens = [row["tokens/trained"] for row in rows]
+    """Trained tokens per second of a replay, with training and the checksum of each version."""
+    tokens = [row["tokens/trained"] for row in metrics(run)]
     print("replaying", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "asyncrl_cli.cli.app", "replay", str(run), "--json"]
+    command = [*ASYNCRL, "replay", str(run), "--json"]
     ended = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
@@ -66,7 +66,7 @@ def training_alone(run: Path) -> float:
 
 
 def generation_alone(folder: Path, steps: int) -> float:
-    """Generated tokens per second of a run that trains once, after all of its groups."""
+    """Generated tokens per second of a run that trains once, after all its groups."""
     settings: dict[str, Any] = async_vs_sync.spec(folder, "async", 1)
     settings["pipeline"]["groups_per_step"] *= steps
     print("generating", file=sys.stderr, flush=True)

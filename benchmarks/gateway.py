@@ -1,12 +1,12 @@
-"""What the gateway adds to an engine's own time: HTTP, session, and the way to the engine and back.
+"""The time that the gateway adds to an engine's own time: HTTP, session, and the messages to and from the engine.
 
     python benchmarks/gateway.py [--concurrent N] [--requests N] [--width N] [--layers N]
 
-Real vLLM on one thread, by default with a model of next to no size, which asks most of the gateway, behind `asyncrl
-serve` as users have it; clients in a process of their own, which keep N requests under way. Each request asks for 16 to
-160 tokens (the model hardly ever ends by itself). Three times are taken for each: that of the client, from the first
-byte out to the last byte in; that of the driver, from the session's request to its whole answer; and the engine's own,
-in its process.
+Real vLLM on one thread with `asyncrl serve`, as users have it, by default with a tiny model, which gives the gateway
+the highest load; clients in a separate process, with N simultaneous requests. Each request asks for 16 to 160 tokens
+(the model almost never ends a reply earlier). Three times are measured for each request: the client's, from the first
+byte sent to the last byte received; the driver's, from the session's request to its complete answer; and the engine's
+own, in its process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import yaml
 
 WARM_UP = 0.1
-"""The share of the requests at the beginning that is not counted."""
+"""The fraction of the requests, at the beginning, that is not counted."""
 
 SPEC: dict[str, Any] = {
     "name": "bench",
@@ -62,7 +62,7 @@ def spec_of(folder: Path, width: int, layers: int) -> dict[str, Any]:
 
 
 def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path) -> None:
-    """Serve, have the clients ask, and print what it took."""
+    """Start the server and the clients, and print the times."""
     from asyncrl_cli.orchestrator.interrupts import Interrupted
     from asyncrl_cli.orchestrator.serving import Address, served_spec
     from asyncrl_cli.orchestrator.serving import serve as run_server
@@ -77,7 +77,7 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
     engine_log = folder / "engine.jsonl"
 
     class TimedWorker(worker.RolloutWorker):
-        """Writes down how long the engine took for each request, by its seed."""
+        """Records the engine's time for each request, by its seed."""
 
         async def start(self, model_dir: str, version: int | None = None) -> str:
             node = await super().start(model_dir, version)
@@ -138,7 +138,7 @@ def _rows(path: Path) -> list[tuple[int, float]]:
 
 
 async def ask(concurrent: int, requests: int) -> None:
-    """The clients: so many connections, each with one request at a time."""
+    """The clients: this many connections, each with one request at a time."""
     url, key = urlsplit(os.environ["BENCH_URL"]), os.environ["BENCH_KEY"]
     lengths = random.Random(0)
     waiting = iter(range(1, requests + 1))

@@ -1,12 +1,12 @@
-"""What requests that are meant to harm do to the driver and to the gateway.
+"""The effect of malicious requests on the driver and the gateway.
 
     python benchmarks/gateway_attacks.py [--mb N] [--at-once N] [--rounds N]
 
-A gateway as training has it, in a process of its own, with a byte-level tokenizer and a chat template in the manner of
-Qwen3's; only the tokens come from the driver instead of an engine. Against it, over loopback and from processes of
-their own: connections that say nothing, and for each kind of request several large ones at once, with a session's key.
-Meanwhile an honest client of another session asks for one reply after another, and three things are measured: how late
-the driver's event loop is at most, by how much the gateway's memory grows, and how long the honest client waits.
+A gateway as in training, in a separate process, with a byte-level tokenizer and a chat template like Qwen3's; only the
+tokens come from the driver instead of an engine. The attacks come over loopback from separate processes: connections
+that send nothing, and for each kind of request several large ones at the same time, with a session's key. Meanwhile an
+honest client of another session requests one reply after another. Three things are measured: the largest delay of the
+driver's event loop, the growth of the gateway's memory, and how long the honest client waits.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def kinds(size: int) -> dict[str, dict[str, Any]]:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A byte-level tokenizer with long tokens, as large vocabularies have them, and a model's config."""
+    """A byte-level tokenizer with long tokens, as in large vocabularies, and a model's config."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -85,7 +85,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 async def attack(url: str, key: str, kind: str, size: int, at_once: int) -> None:
-    """Send requests of a kind at once, or connections that say nothing; print what came back."""
+    """Send requests of a kind at the same time, or open connections that send nothing; print the answers."""
     host, port = url.split("/")[2].split(":")
     if kind == "silent":
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(SILENT)]
@@ -101,15 +101,15 @@ async def attack(url: str, key: str, kind: str, size: int, at_once: int) -> None
 
         async def one() -> str:
             async with http.post(f"{url}/{path}", data=data) as answer:
-                said = await answer.json()
-                return f"{answer.status} {said.get('error', {}).get('code', '')}".strip()
+                received = await answer.json()
+                return f"{answer.status} {received.get('error', {}).get('code', '')}".strip()
 
         answers = await asyncio.gather(*(one() for _ in range(at_once)))
     print(f"{len(data) / MIB:.1f} MiB: {', '.join(sorted(set(answers)))}")
 
 
 async def ask(url: str, key: str) -> None:
-    """Ask for one reply after another, until killed; print how long each took, in seconds."""
+    """Request one reply after another, until killed; print the time of each in seconds."""
     headers = {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(headers=headers) as http:
         while True:
@@ -124,7 +124,7 @@ async def ask(url: str, key: str) -> None:
 
 @contextmanager
 def client(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """A process of this file, which ends with the block."""
+    """A process that runs this file, until the end of the block."""
     process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -184,7 +184,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     print("|-|-|-|-|-|")
 
     def ignore(_: Any) -> None:
-        """Nothing is recorded here."""
+        """Record nothing."""
 
     sampling, limits = Sampling(1.0, 64, seed=1), Limits(MAX_LENGTH, 64)
     for kind in ("nothing", "silent", *kinds(MIB)) * rounds:
@@ -200,17 +200,17 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
                 del late[:], memory[1:]
                 if kind == "nothing":
                     await asyncio.sleep(SILENT_S)
-                    said = ""
+                    answers = ""
                 else:
                     where = (bad.access.base_url, bad.access.api_key, kind, str(size), str(at_once))
                     with client("attack", *where) as attacking:
-                        said, _ = await asyncio.to_thread(attacking.communicate)
+                        answers, _ = await asyncio.to_thread(attacking.communicate)
                 asking.kill()
                 waits = [float(line) * 1e3 for line in (asking.stdout or ()) if line.endswith("\n")]
             watching.cancel()
             honest = f"{np.median(waits):.0f}, {max(waits):.0f}"
             grown = f"{memory[0] / MIB:.0f} + {(max(memory) - memory[0]) / MIB:.0f}"
-            print(f"| {kind} | {said.strip()} | {max(late) * 1e3:.0f} | {grown} | {honest} |", flush=True)
+            print(f"| {kind} | {answers.strip()} | {max(late) * 1e3:.0f} | {grown} | {honest} |", flush=True)
     keeping.cancel()
     await gateway.stop()
 
@@ -234,7 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=16, help="rollout.gateway.max_body_mb; requests are as large")
     parser.add_argument("--at-once", type=int, default=10, help="large requests at once")
-    parser.add_argument("--rounds", type=int, default=1, help="times that everything is done")
+    parser.add_argument("--rounds", type=int, default=1, help="repetitions of all attacks")
     arguments = parser.parse_args()
 
     import ray

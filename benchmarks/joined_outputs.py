@@ -1,10 +1,10 @@
-"""What vLLM's front end and core cost per token, with a record for each token and with joined ones (decision 0079).
+"""The cost of vLLM's front end and core per token, with a record per token and with joined records (decision 0079).
 
     python benchmarks/joined_outputs.py [--requests N] [--repeats N]
 
-One CPU engine on the quickstart's model, whose greedy responses never end by themselves. Streamed requests get a record
-for each token, others joined ones; both take turns on the same engine. CPU time of the two processes is counted, so
-other work on the machine disturbs it less than it would a time.
+One CPU engine with the quickstart's model, whose greedy responses never end by themselves. Streamed requests get a
+record for each token, others get joined records; both alternate on the same engine. The CPU time of the two processes
+is measured, because other work on the machine affects it less than wall time.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import QUICKSTART, cpu_seconds, header, row
 
 from asyncrl_cli.records.generation import RolloutRequest, Sampling
 from asyncrl_cli.rollout.core_main import use_as_main
@@ -27,7 +28,6 @@ from asyncrl_cli.rollout.engine_settings import engine_environment
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 LENGTHS = (16, 256)
 """Tokens of each response."""
 
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 async def measure(spec: ExperimentSpec, folder: str, requests: int, repeats: int) -> None:
-    """Print microseconds per token of both processes, by length and way."""
+    """Print microseconds per token of both processes, by length and kind of records."""
     from asyncrl_cli.rollout.engine import Engine
 
     make_model(spec, folder)
@@ -58,7 +58,7 @@ async def measure(spec: ExperimentSpec, folder: str, requests: int, repeats: int
         await engine.serve_own(0)
         (core,) = (psutil.Process(child.pid) for child in multiprocessing.active_children())
         print(f"{requests} requests at a time; µs per token, medians of {repeats}")
-        print("| tokens of a response | records | front end, CPU | core, CPU | wall |\n|-|-|-|-|-|")
+        print(header("tokens of a response", "records", "front end, CPU", "core, CPU", "wall"))
         for length in LENGTHS:
             found: dict[bool, list[tuple[float, ...]]] = {True: [], False: []}
             for _ in range(repeats + 1):  # the first round is not counted
@@ -67,13 +67,13 @@ async def measure(spec: ExperimentSpec, folder: str, requests: int, repeats: int
             for streamed, rounds in found.items():
                 front, inside, wall = (statistics.median(column) for column in zip(*rounds[1:], strict=True))
                 name = "each token" if streamed else "joined"
-                print(f"| {length} | {name} | {front:.1f} | {inside:.1f} | {wall:.1f} |", flush=True)
+                print(row(f"{length}", name, f"{front:.1f}", f"{inside:.1f}", f"{wall:.1f}"), flush=True)
     finally:
         engine.shutdown()
 
 
 def make_model(spec: ExperimentSpec, folder: str) -> None:
-    """The quickstart's model with random weights, which never says its end token greedily."""
+    """The quickstart's model with random weights, which never prefers its end token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -83,7 +83,7 @@ def make_model(spec: ExperimentSpec, folder: str) -> None:
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, Path(folder))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        model.get_input_embeddings().weight[model.config.eos_token_id] = 0.0  # the head's, too
+        model.get_input_embeddings().weight[model.config.eos_token_id] = 0.0  # also used by the output layer
     model.save_pretrained(folder)
 
 
@@ -93,17 +93,12 @@ async def cost(engine: Any, core: psutil.Process, requests: int, length: int, st
         RolloutRequest(f"{number}", (3 + number % 32, 40, 50), Sampling(0.0, length), streamed=streamed)
         for number in range(4 * requests)
     ]
-    before = time.process_time(), cpu_s(core), time.perf_counter()
+    before = time.process_time(), cpu_seconds(core), time.perf_counter()
     rollouts = await asyncio.gather(*(engine.generate(one) for one in asked))
-    after = time.process_time(), cpu_s(core), time.perf_counter()
+    after = time.process_time(), cpu_seconds(core), time.perf_counter()
     tokens = sum(len(rollout.ids) for rollout in rollouts)
     assert tokens == 4 * requests * length
     return tuple(1e6 * (end - begin) / tokens for begin, end in zip(before, after, strict=True))
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 if __name__ == "__main__":

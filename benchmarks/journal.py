@@ -1,13 +1,14 @@
-"""Finished rollouts per second that the buffer makes durable, beside a Ray queue that only moves them.
+"""Finished rollouts per second that the buffer makes durable, compared with a Ray queue that only transfers them.
 
     python benchmarks/journal.py [--rollouts N] [--tokens N] [--per-call N] [--folder DIR]
     python benchmarks/journal.py --inspect [--rollouts N] [--folder DIR]
 
-The first form calls ``Buffer.record`` through Ray: a call counts when it is answered, so when its rollouts are on disk.
-The yardstick is ``ray.util.queue.Queue``: the driver puts the same rollouts, an actor gets them, nothing is durable.
+The first form calls ``Buffer.record`` through Ray: a call counts when it is answered, that is, when its rollouts are on
+disk. It is compared with ``ray.util.queue.Queue``: the driver puts the same rollouts, an actor gets them, nothing is
+durable.
 
-The second form builds a journal of a million rollouts, keeps a writer's connection to it open, and times what
-``asyncrl inspect`` takes to answer, start of the process included.
+The second form builds a journal of a million rollouts, keeps a writer's connection to it open, and measures the time of
+``asyncrl inspect``, including the start of the process.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import asyncio
 import os
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import time
 import zlib
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from common import ASYNCRL, header, row
 
 from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.journal.rollout_rows import LOGPROBS, TOKENS
@@ -39,9 +40,9 @@ from asyncrl_cli.runs.directory import RunDirectory
 
 GROUP_SIZE = 8
 IN_FLIGHT = (1, 4, 16)
-"""Calls that are on their way at once."""
+"""Numbers of simultaneous calls."""
 LOOKS = ("--help", "inspect buffer", "inspect buffer --json", "inspect buffer --group 9", "inspect run")
-"""What `asyncrl` is asked about the long history; the first is the start of the process alone."""
+"""Commands of `asyncrl` about the long history; the first one measures only the start of the process."""
 LIMIT_S = 600.0
 
 Send = Callable[[list[Rollout]], Awaitable[Any]]
@@ -69,7 +70,7 @@ def candidates(count: int) -> list[Candidate]:
 
 
 def calls_of(groups: range, tokens: int, per_call: int) -> list[list[Rollout]]:
-    """The rollouts of some groups, ``per_call`` to a call. They share their arrays, which saves memory here alone."""
+    """The rollouts of some groups, ``per_call`` per call. They share arrays, which saves memory only here."""
     bits = np.random.default_rng(0)
     one = Rollout(
         rollout_id="",
@@ -86,7 +87,7 @@ def calls_of(groups: range, tokens: int, per_call: int) -> list[list[Rollout]]:
 
 
 async def flood(send: Send, calls: list[list[Rollout]], in_flight: int) -> list[float]:
-    """Make all calls, so many at a time; returns the seconds that each took."""
+    """Make all calls, ``in_flight`` at a time; returns the seconds of each."""
     slots = asyncio.Semaphore(in_flight)
 
     async def timed(call: list[Rollout]) -> float:
@@ -98,16 +99,16 @@ async def flood(send: Send, calls: list[list[Rollout]], in_flight: int) -> list[
     return await asyncio.gather(*map(timed, calls))
 
 
-def row(name: str, in_flight: int, calls: list[list[Rollout]], seconds: float, latencies: list[float]) -> str:
+def calls_row(name: str, in_flight: int, calls: list[list[Rollout]], seconds: float, latencies: list[float]) -> str:
     rollouts = sum(map(len, calls))
     size = sum(rollout.ids.nbytes + rollout.logprobs.nbytes for call in calls for rollout in call)
     half, most = np.percentile(latencies, (50, 99)) * 1e3
     figures = (f"{rollouts / seconds:,.0f}", f"{size / seconds / 1e6:.1f}", f"{half:.0f}", f"{most:.0f}")
-    return "| " + " | ".join((name, str(in_flight), *figures)) + " |"
+    return row(name, str(in_flight), *figures)
 
 
 def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
-    """The buffer, with one number of calls in flight after another."""
+    """Rows for the buffer, with several numbers of calls in flight."""
     import ray
 
     from asyncrl_cli.buffer.actor import Buffer
@@ -126,7 +127,7 @@ def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> Ite
         calls = calls_of(range(turn * per_round, (turn + 1) * per_round), tokens, per_call)
         started = time.perf_counter()
         latencies = asyncio.run(flood(send, calls, in_flight))
-        yield row("journal", in_flight, calls, time.perf_counter() - started, latencies)
+        yield calls_row("journal", in_flight, calls, time.perf_counter() - started, latencies)
     ray.kill(buffer)
     with closing(open_for_reading(path)) as connection:
         (found,) = connection.execute("SELECT count(*) FROM rollouts WHERE finish_reason IS NOT NULL").fetchone()
@@ -134,15 +135,15 @@ def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> Ite
 
 
 class Consumer:
-    """Gets what the driver puts."""
+    """Gets the items that the driver puts."""
 
     def consume(self, queue: Any, items: int) -> int:
-        """Get so many items; returns the tokens in them."""
+        """Get this many items; returns the number of their tokens."""
         return sum(len(rollout.ids) for _ in range(items) for rollout in queue.get())
 
 
 def queue_rows(rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
-    """The yardstick."""
+    """Rows for Ray's queue."""
     import ray
     from ray.util.queue import Queue
 
@@ -154,12 +155,12 @@ def queue_rows(rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
         started = time.perf_counter()
         latencies = asyncio.run(flood(queue.put_async, calls, in_flight))
         assert ray.get(consumed, timeout=LIMIT_S) == rollouts // GROUP_SIZE * GROUP_SIZE * tokens
-        yield row("Ray queue", in_flight, calls, time.perf_counter() - started, latencies)
+        yield calls_row("Ray queue", in_flight, calls, time.perf_counter() - started, latencies)
     queue.shutdown()
 
 
 def disk_row(folder: Path) -> str:
-    """What this disk's fsync takes, which bounds a commit from below."""
+    """The time of this disk's fsync, which is a lower bound for a commit."""
     seconds = []
     with (folder / "fsync").open("wb", buffering=0) as file:
         for _ in range(50):
@@ -179,7 +180,7 @@ def write(folder: Path, rollouts: int, tokens: int, per_call: int) -> None:
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         print(f"{rollouts:,} rollouts of {tokens:,} tokens, {per_call} to a call; {disk_row(folder)}\n")
-        print("| what | calls in flight | rollouts/s | MB/s | p50 ms | p99 ms |\n|-|-|-|-|-|-|")
+        print(header("what", "calls in flight", "rollouts/s", "MB/s", "p50 ms", "p99 ms"))
         for line in journal_rows(folder, rollouts, tokens, per_call):
             print(line, flush=True)
         for line in queue_rows(rollouts, tokens, per_call):
@@ -200,7 +201,7 @@ class Group(NamedTuple):
 
 
 def history(groups: int, per_step: int) -> list[Group]:
-    """What became of each group: one in fifty is rejected, the newest run, and the rest is taken in whole batches."""
+    """The state of each group: one in fifty is rejected, the newest are running, the others are taken in batches."""
     made, taken, steps = [], 0, (groups - groups // 50) // per_step - 2
     for group_id in range(groups):
         version = taken // per_step
@@ -215,7 +216,7 @@ def history(groups: int, per_step: int) -> list[Group]:
 
 
 def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
-    """A journal with so many groups; returns the writer's connection."""
+    """Build a journal with this many groups; returns the writer's connection."""
     made, now = history(groups, per_step), time.time()
     steps = sum(group.state == "taken" for group in made) // per_step
     book = DurableLedger(path, settings(per_step, 2 * steps))
@@ -272,7 +273,7 @@ def build(path: Path, groups: int, per_step: int) -> sqlite3.Connection:
 
 
 def inspect(folder: Path, rollouts: int, repeats: int = 5) -> None:
-    """Print how long the looks at a long history take."""
+    """Print the times of commands on a long history."""
     run = RunDirectory.create(folder, "million")
     run.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00", "spec_file": "spec.yaml"})
     run.update(phase="running")
@@ -280,9 +281,9 @@ def inspect(folder: Path, rollouts: int, repeats: int = 5) -> None:
     with closing(build(run.path / FILE, rollouts // GROUP_SIZE, 64)):
         size = sum(file.stat().st_size for file in run.path.glob(f"{FILE}*")) / 1e6
         print(f"{rollouts:,} rollouts, {size:,.0f} MB, built in {time.perf_counter() - started:.0f} s\n")
-        print(f"| asyncrl | median of {repeats}, s | slowest, s |\n|-|-|-|")
+        print(header("asyncrl", f"median of {repeats}, s", "slowest, s"))
         for words in LOOKS:
-            command = [sys.executable, "-m", "asyncrl_cli.cli.app", *words.split()]
+            command = [*ASYNCRL, *words.split()]
             if words != "--help":
                 command += ["--runs-dir", str(folder)]
             seconds = []
@@ -290,7 +291,7 @@ def inspect(folder: Path, rollouts: int, repeats: int = 5) -> None:
                 began = time.perf_counter()
                 subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 seconds.append(time.perf_counter() - began)
-            print(f"| {words} | {np.median(seconds):.2f} | {max(seconds):.2f} |", flush=True)
+            print(row(words, f"{np.median(seconds):.2f}", f"{max(seconds):.2f}"), flush=True)
     run.unlock()
 
 
@@ -299,8 +300,8 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, help="rollouts of each row, or of the journal that is inspected")
     parser.add_argument("--tokens", type=int, default=1000, help="tokens of each rollout")
     parser.add_argument("--per-call", type=int, default=64, help="rollouts of each call")
-    parser.add_argument("--folder", type=Path, help="where the journal lies: its disk is what is measured")
-    parser.add_argument("--inspect", action="store_true", help="time the looks at a long history instead")
+    parser.add_argument("--folder", type=Path, help="the folder of the journal: its disk is measured")
+    parser.add_argument("--inspect", action="store_true", help="measure commands on a long history instead")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=arguments.folder) as folder:
         if arguments.inspect:

@@ -1,9 +1,9 @@
-"""What it costs to look at a run of so many rollouts: `watch`, `report`, `timeline`.
+"""The cost of the commands `watch`, `report` and `timeline` for a run with many rollouts.
 
     python benchmarks/looking.py [--rollouts N]
 
-The journal is made row by row: 32 groups of 8 rollouts a step, about 35 tokens each, under two versions.
-Commands run as a user runs them; `watch` in a terminal of 100 columns, for 20 seconds.
+The journal is written row by row: 32 groups of 8 rollouts per step, about 35 tokens each, with two versions.
+Commands are started as a user starts them; `watch` runs in a terminal of 100 columns for 20 seconds.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import psutil
+from common import cpu_seconds
 
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.records.groups import BufferSettings
@@ -33,6 +35,10 @@ GROUPS, SIZE, STEP_S = 32, 8, 10.0
 STARTED = 1_790_000_000.0
 WATCHED_S = 20.0
 ASYNCRL = str(Path(sys.executable).with_name("asyncrl"))
+PUBLISH = (
+    "INSERT INTO publishes (version, step, at, checksum, seconds, stall_s, gap, change) "
+    "VALUES (?, ?, ?, 'x', 0.1, 0.05, 0, 0)"
+)
 
 METRICS = {
     "response/tokens_mean": 35.0,
@@ -68,7 +74,7 @@ def make_run(folder: Path, rollouts: int) -> Path:
             "INSERT INTO starts (at, kind, host, pid, step, version, note) VALUES (?, 'train', 'host', 1, 0, 0, '')",
             (STARTED,),
         )
-        journal.execute("INSERT INTO publishes VALUES (0, 0, ?, 'x', 0.1, 0.05, 0, 0)", (STARTED,))
+        journal.execute(PUBLISH, (0, 0, STARTED))
         numbers = np.random.default_rng(0)
         for step in range(steps):
             _add_step(journal, step, steps, numbers)
@@ -114,7 +120,7 @@ def _add_step(journal, step: int, steps: int, numbers: np.random.Generator) -> N
     )
     metrics = json.dumps(METRICS | {"reward/mean": step / steps, "buffer/groups_taken": GROUPS * (step + 1)})
     journal.execute("INSERT INTO batches VALUES (?, ?, 0, ?, ?, '', ?)", (step, step, taken, taken + 8, metrics))
-    journal.execute("INSERT INTO publishes VALUES (?, ?, ?, 'x', 0.1, 0.05, 0, 0)", (step + 1, step + 1, taken + 7))
+    journal.execute(PUBLISH, (step + 1, step + 1, taken + 7))
 
 
 def timed(*arguments: str) -> str:
@@ -126,7 +132,7 @@ def timed(*arguments: str) -> str:
 
 
 def watched(run: Path) -> str:
-    """How long `watch` takes to show the panel, and its share of a core from then on."""
+    """The time until `watch` shows the panel, and its use of a core afterwards."""
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40"}
     started = time.perf_counter()
@@ -138,23 +144,19 @@ def watched(run: Path) -> str:
         while b"weight version" not in shown:
             shown += os.read(ours, 65536)
         first_s = time.perf_counter() - started
-        before = _cpu_s(process.pid)
+        watching = psutil.Process(process.pid)
+        before = cpu_seconds(watching)
         threading.Thread(target=_drain, args=(ours,), daemon=True).start()
         time.sleep(WATCHED_S)
-        share = (_cpu_s(process.pid) - before) / WATCHED_S
+        share = (cpu_seconds(watching) - before) / WATCHED_S
         os.write(ours, b"q")
     return f"{first_s:6.1f} s to the panel, then {share:.1%} of a core"
 
 
 def _drain(terminal: int) -> None:
-    with suppress(OSError):  # the end of a terminal
+    with suppress(OSError):  # a closed terminal
         while os.read(terminal, 65536):
             pass
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:

@@ -1,13 +1,13 @@
-"""The memory estimate of `asyncrl validate-spec --memory` beside what ranks and engines take on a CPU.
+"""The memory estimate of `asyncrl validate-spec --memory`, compared with the memory of ranks and engines on a CPU.
 
     python benchmarks/memory.py [--only NAME ...] [--engine] [--record FILE]
 
-Each case is a DeepSpeed rank (two, where the case says so) in a process of its own, with gloo: it loads the model, and
-trains two updates of two micro-batches of the largest size. Measured is the peak of its resident memory (VmHWM), less
-what it had after its imports and one pass of a tiny model, which loads the libraries' kernels. The start is measured
-apart: transformers reads the model's file, whose pages count while they are mapped. An engine (`--engine`) is started
-on each model, without a publish: what its processes take more than those of an engine on the tiny one. `--record`
-writes what was measured into a JSON file, beside its other cases: tests/sizing/measured.json is such a file.
+Each case is a DeepSpeed rank (or two ranks) in a separate process, with gloo: it loads the model, and trains two
+updates of two micro-batches of the largest size. The result is the peak of its resident memory (VmHWM), minus its
+memory after the imports and one pass of a tiny model, which loads the libraries' kernels. The start is measured
+separately: transformers reads the model's file, whose pages count while they are mapped. An engine (`--engine`) is
+started with each model, without a publish: the result is the additional memory of its processes, compared with an
+engine of the tiny model. `--record` adds the results to a JSON file, such as tests/sizing/measured.json.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 MB = 10**6
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**19)}
-"""Has the C library give almost all freed memory back, as torch's allocator on a GPU does to whoever needs it next.
-What lives is then measured, which the estimate counts. Ranks of a run keep more, and are faster (decision 0060)."""
+"""Makes the C library return almost all freed memory, which torch's allocator on a GPU can reuse. Then only memory in
+use is measured, which the estimate counts. Ranks of a run keep more memory, and are faster (decision 0060)."""
 GOAL = 0.15
-"""Of what is measured, what an estimate may be off by."""
+"""The allowed error of an estimate, as a fraction of the measurement."""
 TINY = {
     "hidden_size": 96,
     "intermediate_size": 256,
@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, and the settings of the trainer that its memory depends on."""
+    """A model, and the trainer's settings that determine its memory."""
 
     model: str
     stage: int
@@ -147,15 +147,15 @@ def main() -> None:
 
 
 Result = tuple[str, dict[str, dict[str, Any]]]
-"""A part of the record, and new values in it by the name of a case."""
+"""Update a part of the record with new values, by the name of a case."""
 
 
 COUNTED: dict[tuple[object, ...], int] = {}
-"""Bytes of activations: counting takes some seconds, and neither ZeRO nor the number of ranks changes them."""
+"""Bytes of activations. Counting takes some seconds; the result does not depend on ZeRO and the number of ranks."""
 
 
 def ranks(folder: Path, only: Sequence[str]) -> Iterator[Result]:
-    """Measure the cases whose names have one of the words, and print a row of the table for each."""
+    """Measure the cases whose names contain one of the words, and print a row of the table for each."""
     print("| case | estimated MB | measured MB | off by | at the start MB |\n|-|-|-|-|-|")
     for case in CASES:
         if only and not any(word in case.name for word in only):
@@ -171,7 +171,7 @@ def ranks(folder: Path, only: Sequence[str]) -> Iterator[Result]:
 
 
 def estimate(case: Case, folder: Path) -> tuple[int, int]:
-    """Bytes of a rank, and of its activations, by the estimate."""
+    """The estimated bytes of a rank, and of its activations."""
     from transformers import AutoConfig
 
     from asyncrl_cli.sizing.model import size_model
@@ -187,9 +187,9 @@ def estimate(case: Case, folder: Path) -> tuple[int, int]:
 
 
 def measure(case: Case, folder: Path) -> tuple[int, int]:
-    """Bytes that a rank has at its peak and at its start: of several ranks, the one that takes most.
+    """Bytes of a rank at its peak and at its start; with several ranks, those of the largest one.
 
-    Raises ``IndexError`` or ``ValueError`` when one has failed.
+    Raises ``IndexError`` or ``ValueError`` if a rank has failed.
     """
     from asyncrl_cli.train.deepspeed_engine import trainer_environment
 
@@ -198,8 +198,8 @@ def measure(case: Case, folder: Path) -> tuple[int, int]:
         port = server.getsockname()[1]
     processes = []
     for rank in range(case.ranks):
-        told = json.dumps({"case": asdict(case), "folder": str(folder), "rank": rank, "port": port})
-        command = [sys.executable, "-W", "ignore", __file__, "--rank", told]
+        argument = json.dumps({"case": asdict(case), "folder": str(folder), "rank": rank, "port": port})
+        command = [sys.executable, "-W", "ignore", __file__, "--rank", argument]
         processes.append(
             subprocess.Popen(
                 command,
@@ -215,14 +215,14 @@ def measure(case: Case, folder: Path) -> tuple[int, int]:
 
 
 def compared(estimated: int, measured: int) -> str:
-    """Cells of a table: both in MB, and by how much the first is off."""
+    """Cells of a table: both values in MB, and the error of the first."""
     off = estimated / measured - 1
     mark = "" if abs(off) <= GOAL else " (outside)"
     return f"{estimated / MB:,.0f} | {measured / MB:,.0f} | {off:+.0%}{mark}"
 
 
 def run_rank(case: dict[str, Any], folder: str, rank: int, port: int) -> None:
-    """Be one rank of a case, and print what it took."""
+    """Run one rank of a case, and print its memory."""
     made = Case(**case)
     spec = made.spec(Path(folder) / made.model)
     import deepspeed  # noqa: F401
@@ -238,9 +238,9 @@ def run_rank(case: dict[str, Any], folder: str, rank: int, port: int) -> None:
     ds.join_process_group(rank, made.ranks, "127.0.0.1", port, False, listener)
     engine = ds.start_engine(spec, str(Path(folder) / made.model))
     started = memory("VmHWM")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     ids, mask = largest(spec, engine.module.model.config.vocab_size)
-    for _ in range(2):  # Adam's moments are made by the first
+    for _ in range(2):  # the first update creates Adam's moments
         for last in (False, True):
             engine.set_gradient_accumulation_boundary(last)
             logprobs, _ = engine(ids, mask, "measure")
@@ -248,11 +248,11 @@ def run_rank(case: dict[str, Any], folder: str, rank: int, port: int) -> None:
             del logprobs, _
         step(engine)
     print(json.dumps({"peak": memory("VmHWM") - before, "start": started - before}), flush=True)
-    os._exit(0)  # gloo's threads of a rank that ends first would end the others
+    os._exit(0)  # otherwise the end of one rank's gloo threads would end the other ranks
 
 
 def largest(spec: ExperimentSpec, vocabulary: int) -> tuple[Any, Any]:
-    """Ids and mask of the largest micro-batch that a run of the spec can have."""
+    """Ids and mask of the largest possible micro-batch of a run of the spec."""
     import torch
 
     from asyncrl_cli.sizing.trainer import largest_microbatch
@@ -265,7 +265,7 @@ def largest(spec: ExperimentSpec, vocabulary: int) -> tuple[Any, Any]:
 
 
 def load_kernels(folder: Path, dtype: str) -> None:
-    """Train a tiny model once: libraries load their kernels and make their threads."""
+    """Train a tiny model once, so that libraries load their kernels and start their threads."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -276,7 +276,7 @@ def load_kernels(folder: Path, dtype: str) -> None:
 
 
 def write_model(name: str, folder: Path) -> None:
-    """A model of random weights, with a tokenizer."""
+    """Write a model with random weights, and a tokenizer."""
     from asyncrl_cli.spec.inputs import ModelInit
     from asyncrl_cli.train.model.initial import write_model_stub, write_weights
 
@@ -286,16 +286,16 @@ def write_model(name: str, folder: Path) -> None:
     write_weights(folder, seed=0)
 
 
-def memory(what: str, process: int | str = "self") -> int:
-    """Bytes of a line of /proc/PID/status."""
-    status = Path(f"/proc/{process}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(f"{what}:"))
+def memory(kind: str) -> int:
+    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
 
 
 def engines(folder: Path) -> Iterator[Result]:
-    """Measure an engine on each model by the proportional sets of its processes, and print a row of the table for each.
+    """Measure an engine with each model by the proportional set sizes of its processes, and print a row for each.
 
-    They are compared as what they take more than the engine on the first model.
+    The additional memory, compared with the engine of the first model, is compared with the estimate.
     """
     from transformers import AutoConfig
 
@@ -308,7 +308,7 @@ def engines(folder: Path) -> Iterator[Result]:
     for name in MODELS:
         spec = Case(name, 3).spec(folder / name)
         sized = size_model(spec, AutoConfig.from_pretrained(folder / name))
-        # Without a publish there is no next version.
+        # Without a publish there is no memory for the next version.
         parts = [part.bytes for part in engine_parts(spec, sized) if part.name != "next version"]
         estimated, measured = sum(parts) + cpu_cache_bytes(spec, sized), engine_memory(spec, str(folder / name))
         if not base:
@@ -320,7 +320,7 @@ def engines(folder: Path) -> Iterator[Result]:
 
 
 def engine_memory(spec: ExperimentSpec, folder: str) -> int:
-    """Bytes of an engine's processes after rollouts in all its places."""
+    """Bytes of an engine's processes after rollouts in all its slots."""
     program = (
         "import asyncio, json, sys, psutil; from pathlib import Path\n"
         "from asyncrl_cli.rollout.engine import Engine; from asyncrl_cli.spec.load import load_spec\n"
@@ -352,7 +352,7 @@ def engine_memory(spec: ExperimentSpec, folder: str) -> int:
         command = [sys.executable, "-W", "ignore", file.name, str(QUICKSTART), json.dumps(overrides), folder]
         environment = os.environ | engine_environment(spec) | {"PYTHONPATH": str(QUICKSTART.parents[1])}
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    # vLLM writes to the same output.
+    # vLLM prints to the same output.
     return int(next(line for line in done.stdout.splitlines() if line.startswith("bytes ")).split()[1])
 
 

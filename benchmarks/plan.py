@@ -1,13 +1,13 @@
-"""What `asyncrl plan` predicts from one run of the quickstart, beside what runs with other settings measure.
+"""Predictions of `asyncrl plan` from one run of the quickstart, compared with runs with other settings.
 
     python benchmarks/plan.py [--steps N] [--learn] [--json FILE]
 
 One run at staleness 2 is measured; `sync`, `one_step_off`, staleness 4 and half of the concurrency are predicted from
-it, and then run. Each run takes its steps and about a minute; all of it under 20 minutes on two quiet cores. The
-learning rate is next to nothing, so that lengths stay as they are and errors are those of the model of the machine;
-with `--learn` it is the spec's. A second table has what a step of each run took of the processors: where trainer and
-engines share them, it says what a prediction should have known.
-Needs a machine that nothing else uses.
+it, and then run. Each run takes the time of its steps and about one more minute; everything together less than 20
+minutes on two idle cores. The learning rate is almost zero, so that lengths do not change, and errors are those of the
+model of the machine; with `--learn` the learning rate is the spec's. A second table has the processor time of a step of
+each run: if trainer and engines share processors, it helps to explain errors of a prediction.
+The machine must not be used by anything else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+from common import ASYNCRL, QUICKSTART, header, metrics, overrides, row
+
 CALIBRATION = "staleness 2"
 RUNS: dict[str, list[str]] = {
     CALIBRATION: [],
@@ -40,12 +41,12 @@ PROCESSORS = (
     *(f"cpu/{part}_s" for part in ("trainer", "engines", "driver", "host", "idle")),
 )
 LIMIT_S = 600
-"""Of one run."""
+"""The time limit of one run."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Predicted beside measured, of one run; shares in points."""
+    """Predicted and measured values of one run; shares in percentage points."""
 
     name: str
     predicted_s: float
@@ -80,26 +81,21 @@ def main() -> None:
 
 
 def _asyncrl(*arguments: str) -> str:
-    command = [sys.executable, "-m", "asyncrl_cli.cli.app", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
+    done = subprocess.run([*ASYNCRL, *arguments], stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=False)
     if done.returncode:
         sys.exit(f"`asyncrl {' '.join(arguments)}` ended with {done.returncode}")
     return done.stdout
 
 
-def _set(changes: list[str]) -> list[str]:
-    return [part for change in changes for part in ("--set", change)]
-
-
 def _train(changes: list[str]) -> Path:
     folder = Path(changes[0].partition("=")[2])
-    _asyncrl("train", str(QUICKSTART), "--quiet", *_set(changes))
+    _asyncrl("train", str(QUICKSTART), "--quiet", *overrides(changes))
     return max(folder.glob("quickstart-*"), key=lambda run: run.stat().st_ctime)
 
 
 def _plan(changes: list[str], calibration: Path, run: Path) -> dict[str, Any]:
     arguments = ["--calibrate-from", f"{calibration}/", "--compare", f"{run}/", "--json"]
-    document: dict[str, Any] = json.loads(_asyncrl("plan", str(QUICKSTART), *_set(changes), *arguments))
+    document: dict[str, Any] = json.loads(_asyncrl("plan", str(QUICKSTART), *overrides(changes), *arguments))
     return document
 
 
@@ -111,29 +107,34 @@ def _row(name: str, document: dict[str, Any]) -> Row:
 
 
 def _processors(run: Path) -> dict[str, float]:
-    """Means over the last steps of a run, without the first third, in which it fills."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Means over the last steps of a run, without the first third, in which the pipeline fills."""
+    steps = metrics(run)
     steps = steps[len(steps) // 3 :]
     return {name: sum(step[name] for step in steps) / len(steps) for name in PROCESSORS}
 
 
 def _print_processors(of_runs: dict[str, dict[str, float]]) -> None:
-    print("\nMeans of a step:\n| run |", " | ".join(PROCESSORS), "|\n|-" + "|-" * len(PROCESSORS) + "|")
+    print(f"\nMeans of a step:\n{header('run', *PROCESSORS)}")
     for name, means in of_runs.items():
-        print(f"| {name} |", " | ".join(f"{means[metric]:.3f}" for metric in PROCESSORS), "|")
+        print(row(name, *(f"{means[metric]:.3f}" for metric in PROCESSORS)))
 
 
 def _print(rows: list[Row], calibration: dict[str, Any], seconds: float) -> None:
     sync = next(row for row in rows if row.name == "sync")
-    print("\n| run | step s: predicted, measured | error | ratio to sync: predicted, measured | error | largest "
-          "difference of a share | mean staleness |\n|-|-|-|-|-|-|-|")  # fmt: skip
-    for row in rows:
-        ratios = sync.predicted_s / row.predicted_s, sync.measured_s / row.measured_s
-        print(
-            f"| {row.name} | {row.predicted_s:.3f}, {row.measured_s:.3f} | {row.predicted_s / row.measured_s - 1:+.1%} "
-            f"| {ratios[0]:.2f}, {ratios[1]:.2f} | {ratios[0] / ratios[1] - 1:+.1%} | {row.worst_share:+.0f} points | "
-            f"{row.staleness[0]:.2f}, {row.staleness[1]:.2f} |"
+    names = ("run", "step s: predicted, measured", "error", "ratio to sync: predicted, measured", "error")
+    print(f"\n{header(*names, 'largest difference of a share', 'mean staleness')}")
+    for run in rows:
+        ratios = sync.predicted_s / run.predicted_s, sync.measured_s / run.measured_s
+        cells = (
+            run.name,
+            f"{run.predicted_s:.3f}, {run.measured_s:.3f}",
+            f"{run.predicted_s / run.measured_s - 1:+.1%}",
+            f"{ratios[0]:.2f}, {ratios[1]:.2f}",
+            f"{ratios[0] / ratios[1] - 1:+.1%}",
+            f"{run.worst_share:+.0f} points",
+            f"{run.staleness[0]:.2f}, {run.staleness[1]:.2f}",
         )
+        print(row(*cells))
     print(f"\nengine {calibration['engine']}\ntrainer {calibration['trainer']}\n{seconds:.0f} s in all")
 
 

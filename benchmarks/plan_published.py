@@ -1,11 +1,11 @@
-"""`asyncrl plan`'s model against NeMo-RL's published step times: fitted on colocated rows, predicting separated ones.
+"""`asyncrl plan`'s model compared with NeMo-RL's published step times: fitted to colocated rows, it predicts others.
 
     python benchmarks/plan_published.py
 
 Rows: docs/about/performance-summary.md of NVIDIA-NeMo/RL, v0.4, DGX-H100, bf16, GRPO. Half of the GPUs of a separated
-row generate (its recipes). Prompts of 100 tokens and the spread of lengths are assumed. Fitted on colocated rows alone:
-by how much decoding is slower than the data sheet's guess and the MFU of dense models, both from the two dense rows;
-and an MFU for each mixture of experts, from its own row.
+row generate (its recipes). Prompts of 100 tokens and the spread of lengths are assumed. Fitted to colocated rows only:
+the factor by which decoding is slower than estimated from the data sheet, and the MFU of dense models, both from the
+two dense rows; and an MFU for each mixture of experts, from its own row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPREAD = 0.4
 PROMPT = 100
 GROUP = 32
 PASSES = 5.0
-"""Forward and backward, and one for each of the policy's and the reference's log-probs."""
+"""Passes: forward, backward, and one each for the log-probs of the policy and of the reference."""
 
 DENSE_CACHE = 2 * 2 * 8 * 128  # bytes of a token in a layer: keys and values of 8 heads of 128, bf16
 SHAPES = {
@@ -40,7 +40,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Published:
-    """A row: the longest sequence, the mean, GPUs, rollouts and sequences of an update, GPUs of an engine, seconds."""
+    """A row: longest and mean sequence, GPUs, rollouts, sequences of an update, GPUs of an engine, seconds."""
 
     model: str
     longest: int
@@ -69,7 +69,7 @@ SEPARATED = (
 
 
 def step_s(row: Published, separated: bool, mfu: float, slower: float) -> float:
-    """Simulated seconds of a step; decoding takes ``slower`` times what data sheets say."""
+    """Simulated seconds of a step; decoding takes ``slower`` times the estimate from data sheets."""
     shape = SHAPES[row.model]
     groups = LengthModel(row.mean - PROMPT, SPREAD, row.longest - PROMPT, PROMPT).groups(256, GROUP)
     gpus = row.gpus // 2 if separated else row.gpus
@@ -92,7 +92,7 @@ def step_s(row: Published, separated: bool, mfu: float, slower: float) -> float:
 
 
 def fitted_mfu(row: Published, slower: float) -> float:
-    """The MFU with which a colocated row takes what was published."""
+    """The MFU with which a colocated row has the published time."""
     low, high = 0.001, 2.0
     for _ in range(10):
         middle = (low * high) ** 0.5
@@ -101,7 +101,7 @@ def fitted_mfu(row: Published, slower: float) -> float:
 
 
 def dense_fit() -> tuple[float, float]:
-    """How much slower decoding is, and the MFU, with which both dense rows are closest (halving steps on a grid)."""
+    """The slowdown of decoding and the MFU that fit both dense rows best (grid search with halved steps)."""
 
     def error(mfu: float, slower: float) -> float:
         return sum(log(step_s(row, False, mfu, slower) / row.step_s) ** 2 for row in COLOCATED[:2])

@@ -1,9 +1,9 @@
-"""What one step of drawing tokens costs a CPU engine: vLLM's generator per request against draws by seed and position.
+"""The cost of one sampling step on a CPU engine: vLLM's generator per request, or sampling by seed and position.
 
     python benchmarks/sampling.py [--requests N]
 
-Both are the last step of vLLM's sampler over the same random logits, taking turns, on one thread. An engine of asyncrl
-has it compute the log-probs of the distribution, too, which is the same work in both.
+Both are the last step of vLLM's sampler with the same random logits; they alternate on one thread. In an engine of
+asyncrl the sampler also computes the log-probs of the distribution, which is the same work in both cases.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def steps_of(requests: int, mode: str) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """vLLM's last step of sampling as it is, and as asyncrl sets it up; called with logits."""
+    """vLLM's own last step of sampling, and the one that asyncrl configures; called with logits."""
     import torch
     from vllm.v1.sample.sampler import Sampler
 
@@ -63,7 +63,7 @@ def steps_of(requests: int, mode: str) -> tuple[Callable[[Any], object], Callabl
 
 
 def time_of(step: Callable[[Any], object], logits: Any) -> float:
-    """Seconds of CPU time of one step, a mean over a few."""
+    """Seconds of CPU time of one step, the mean over a few steps."""
     repeats: int = max(3, 2_000_000 // logits.numel())
     started = time.process_time()
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""What sandboxes for commands cost: to start, to keep, to run a command in, and to close.
+"""The cost of sandboxes for commands: to start, to keep, to run a command in, and to close them.
 
     python benchmarks/sandboxes.py --sandboxes 64 --kind bubblewrap
 
@@ -16,19 +16,19 @@ import resource
 import subprocess
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import psutil
 
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind, SandboxSettings, ShellSandbox
+from asyncrl_cli.tasks.shell_sandbox.settings import Kind, ShellSandbox
 
 GATEWAY = "http://127.0.0.1:9/v1"
 
 
 async def opened(stack: AsyncExitStack, count: int, kind: Kind) -> list[ShellSandbox]:
     """That many sandboxes, started at the same time."""
-    settings = SandboxSettings(kind=kind)
+    settings = SandboxSpec(kind=kind)
     return await asyncio.gather(
         *(stack.enter_async_context(open_sandbox(settings, gateway=GATEWAY)) for _ in range(count))
     )
@@ -36,20 +36,13 @@ async def opened(stack: AsyncExitStack, count: int, kind: Kind) -> list[ShellSan
 
 def pss_mb(pids: list[int]) -> float:
     """MiB that processes use, shared pages by their share."""
-    total = 0
-    for pid in pids:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+    return float(sum(psutil.Process(pid).memory_full_info().pss for pid in pids)) / 2**20
 
 
 def processor_s(pids: list[int]) -> float:
     """Seconds of processor time of this process and of others, and of what they have waited for."""
-    total = 0.0
-    for pid in [os.getpid(), *pids]:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        total += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    return total
+    times = [psutil.Process(pid).cpu_times() for pid in [os.getpid(), *pids]]
+    return float(sum(one.user + one.system + one.children_user + one.children_system for one in times))
 
 
 async def measure(count: int, commands: int, kind: Kind) -> None:

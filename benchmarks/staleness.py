@@ -1,19 +1,17 @@
-"""What staleness costs in learning: the quickstart at bounds S = 0 to 16, with and without importance weights.
+"""The effect of staleness on learning: the quickstart at bounds S = 0 to 16, with and without importance weights.
 
     python benchmarks/staleness.py [--quick] [--bounds S ...] [--corrections PRESET ...] [--seeds N] [--steps N]
         [--plot docs/staleness.svg]
 
 Every run trains the quickstart's task for the same number of steps from the same warm-started model of its seed, and
 is evaluated on all held-out prompts. At S = 0 all weights are 1, so it is run once. `--quick` runs S = 0 and S = 4
-for 40 steps. One run takes two to four minutes on two cores, S = 0 longest, as nothing overlaps there; the table is
+for 40 steps. One run takes two to four minutes on two cores, S = 0 the longest, because nothing overlaps; the table is
 printed again after every run.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
@@ -23,14 +21,15 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from common import QUICKSTART, header, metrics, overrides, row, run_spec
+
 from asyncrl_cli.runs.directory import RunDirectory
 
-QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 BOUNDS = (0, 1, 2, 4, 8, 16)
 CORRECTIONS = ("truncated", "decoupled")
 """Presets of `algorithm.correction`: weights truncated at 2, and none."""
 SMOOTHED = 10
-"""Steps that a point of the plot is the mean of."""
+"""The number of steps over which a point of the plot is averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,51 +42,48 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """From the first step's end to the last's: start-up does not count."""
+        """The time from the end of the first step to the end of the last, without start-up."""
         return self.steps[-1]["time"] - self.steps[0]["time"]
 
 
 def train(runs_dir: Path, bound: int, correction: str, seed: int, steps: int) -> Result:
     """One run."""
     name = f"s{bound}-{correction}-{seed}"
-    settings = {
-        "name": name,
-        "runs_dir": runs_dir,
-        "seed": seed,
-        "stop.steps": steps,
-        "pipeline.max_staleness": bound,
-        "algorithm.correction.preset": correction,
-        "evaluation.every": 0,
-        "tracking.mlflow": "false",
-    }
-    overrides = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
+    changes = (
+        f"name={name}",
+        f"runs_dir={runs_dir}",
+        f"seed={seed}",
+        f"stop.steps={steps}",
+        f"pipeline.max_staleness={bound}",
+        f"algorithm.correction.preset={correction}",
+        "evaluation.every=0",
+        "tracking.mlflow=false",
+    )
     print(f"running {name}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "asyncrl_cli.cli.app", "train", str(QUICKSTART), *overrides]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run_spec(QUICKSTART, *overrides(changes))
     (folder,) = runs_dir.glob(f"{name}-*")
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
     accuracy = RunDirectory(folder).state.accuracy
-    return Result([json.loads(line) for line in lines], accuracy["greedy"], accuracy["sampled"])
+    return Result(metrics(folder), accuracy["greedy"], accuracy["sampled"])
 
 
 def table(results: dict[tuple[int, str], list[Result]]) -> str:
-    """A row for each bound and correction; means over seeds, and the least and largest of the accuracies."""
-    header = ("S", "correction", "greedy", "sampled", "staleness, mean and most", "trained tokens", "s", "runs")
-    lines = ["| " + " | ".join(header) + " |", "|" + "-|" * len(header)]
+    """A row for each bound and correction: means over seeds, and the smallest and largest accuracy."""
+    names = ("S", "correction", "greedy", "sampled", "staleness, mean and most", "trained tokens", "s", "runs")
+    lines = [header(*names)]
     for (bound, correction), runs in results.items():
-        rows = [row for run in runs for row in run.steps]
+        steps = [step for run in runs for step in run.steps]
         cells = (
             str(bound),
             correction,
             spread([run.greedy for run in runs]),
             spread([run.sampled for run in runs]),
-            f"{mean(row['staleness/groups_mean'] for row in rows):.1f}, "
-            f"{max(row['staleness/groups_max'] for row in rows):.0f}",
-            f"{mean(sum(row['tokens/trained'] for row in run.steps) for run in runs):,.0f}",
+            f"{mean(step['staleness/groups_mean'] for step in steps):.1f}, "
+            f"{max(step['staleness/groups_max'] for step in steps):.0f}",
+            f"{mean(sum(step['tokens/trained'] for step in run.steps) for run in runs):,.0f}",
             f"{mean(run.seconds for run in runs):.0f}",
             str(len(runs)),
         )
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(row(*cells))
     return "\n".join(lines)
 
 

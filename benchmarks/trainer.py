@@ -1,14 +1,14 @@
-"""What DeepSpeed and the output head cost: the trainer against a bare PyTorch loop, its memory against its contents.
+"""The cost of DeepSpeed and the output head: the trainer compared with a plain PyTorch loop, and its memory.
 
     python benchmarks/trainer.py [--quick] [--zero-stage N] [--set KEY=VALUE ...]
 
-Speed: forward, backward and optimizer step over the same micro-batches of the quickstart's model, taking turns, on one
-rank and one thread. The bare loop has logits for response tokens only, as the trainer has, but all of them at once.
+Speed: forward, backward and optimizer step over the same micro-batches of the quickstart's model, in turn, on one rank
+and one thread. The plain loop computes logits for response tokens only, like the trainer, but all of them at once.
 
-Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a process of its own, of a model that is one
-table of embeddings and little else, and of one with two tables and eight layers. It is compared with what must be
-there: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the weights, and
-one chunk of the head's logits.
+Memory: one update of 8,192 tokens with a vocabulary of 150,000, in a separate process, with a model that has one table
+of embeddings and few other weights, and with one that has two tables and eight layers. It is compared with the
+necessary memory: weights, gradients and Adam's two moments in float32, with ZeRO the optimizer's own copy of the
+weights, and one chunk of the head's logits.
 """
 
 from __future__ import annotations
@@ -20,25 +20,23 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import QUICKSTART, seconds_of
+from memory import memory
 
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
-
 ROWS, PROMPT, LONGEST = 256, 24, 192
-"""Rollouts of an update, and tokens of a prompt and of a longest response."""
+"""Rollouts of an update, and tokens of a prompt and of the longest response."""
 
 MEMORY_TOKENS, MEMORY_VOCABULARY = 8192, 150_000
 MEMORY_MODELS = ((256, 2, True), (512, 8, False))
-"""Width, layers, and whether input and output embeddings are one."""
+"""Width, layers, and whether input and output embeddings are tied."""
 
 
 def main() -> None:
@@ -137,8 +135,8 @@ def measure_speed(spec: ExperimentSpec, folder: Path, rounds: int) -> None:
     rates: dict[str, list[float]] = {"trainer": [], "bare": []}
     for round_ in range(rounds + 1):
         for name, update in (("trainer", trainer), ("bare", bare)):
-            seconds = timed(update)
-            if round_:  # the first one warms up
+            seconds = seconds_of(update)
+            if round_:  # the first round is a warm-up
                 rates[name].append(tokens / seconds)
     print(f"{len(batches)} micro-batches of {tokens} response tokens, {rounds} rounds, ZeRO {spec.trainer.zero_stage}")
     for name, found in rates.items():
@@ -148,14 +146,8 @@ def measure_speed(spec: ExperimentSpec, folder: Path, rounds: int) -> None:
     print(f"the bare loop is {ratio:.3f} times as fast (1.25 at most is wanted)")
 
 
-def timed(update: Callable[[], None]) -> float:
-    started = time.perf_counter()
-    update()
-    return time.perf_counter() - started
-
-
 def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) -> None:
-    """Print the peak of an update's memory, and what must be there."""
+    """Print the peak of an update's memory, and the necessary memory."""
     import torch
 
     from asyncrl_cli.train.model.chunked_logprobs import CHUNK_NUMBERS
@@ -192,7 +184,7 @@ def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) ->
     torch.set_num_threads(os.cpu_count() or 1)
     length = 1000
     (batch,) = microbatches(spec, [length] * (MEMORY_TOKENS // (length + PROMPT)), MEMORY_VOCABULARY)
-    for _ in range(2):  # moments are made by the first
+    for _ in range(2):  # the first update creates the moments
         backward(engine, -engine(*batch).sum())
         step(engine)
     peak = memory("VmHWM") - before
@@ -204,12 +196,6 @@ def measure_memory(spec: ExperimentSpec, width: int, layers: int, tied: bool) ->
     )
     print(f" needed: {needed / 2**20:,.0f} MiB; the peak is {peak / needed:.2f} times that (1.3 at most is wanted)")
     torch.distributed.destroy_process_group()
-
-
-def memory(kind: str) -> int:
-    """Bytes of this process: ``VmRSS`` now, ``VmHWM`` at most."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{kind}:")))
 
 
 def write_large_vocabulary(folder: Path) -> None:

@@ -1,10 +1,10 @@
-"""What rewards cost the driver's event loop: with the owner of the worker processes in the driver, and in an actor.
+"""The effect of rewards on the driver's event loop, if the driver owns the worker processes, or an actor does.
 
     python benchmarks/user_code.py
 
-64 responses of 4,000 characters are under way at any time. Beside them a task sleeps for 5 ms again and again; how much
-later than that it wakes up is the loop's delay. In later rows one reward in ten hangs and is killed after a second, at
-last one that holds 1 GiB of memory.
+64 responses of 4,000 characters are being scored at any time. Meanwhile a task repeatedly sleeps for 5 ms; the delay of
+its wake-up is the loop's delay. In later rows one reward in ten hangs and is killed after a second; in the last row it
+holds 1 GiB of memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How fast one process fetches a version of the weights from another on this host, against a copy of the same bytes.
+"""The speed at which a process fetches a version of the weights from another one on this host, and of a memory copy.
 
     python benchmarks/weight_movers.py [--mb 1 340] [--repeats N]
 
-Both processes keep their memory from version to version, as in a run. Over the network the slower of this and the
-network counts.
+Both processes reuse their memory from version to version, as in a run. Between hosts the slower of this and the network
+determines the speed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from statistics import median
 from typing import NamedTuple
+
+from common import header, row, seconds_of
 
 from asyncrl_cli.weights.http_mover import HttpMover
 from asyncrl_cli.weights.layout import ByteRange, TensorSlot
@@ -50,11 +51,11 @@ def measure_pull(nbytes: int, repeats: int = 5) -> PullTimes:
     mover = HttpMover(TOKEN)
     source, target = (Buffer(TENSORS * each).views([ByteRange(0, TENSORS * each)])[0] for _ in range(2))
     pulls, copies, digests = [], [], []
-    for version in range(repeats + 2):  # the first two have new memory
+    for version in range(repeats + 2):  # the first two versions use new memory
         here.send(version)
         url, manifest, digest_s = here.recv()
         pulls.append(Pull(replica, manifest, mover, [Endpoint("", url)], 600).run().seconds)
-        copies.append(_seconds(lambda: target.__setitem__(slice(None), source)))
+        copies.append(seconds_of(lambda: target.__setitem__(slice(None), source)))
         digests.append(digest_s)
     here.close()
     server.join(10)
@@ -63,7 +64,7 @@ def measure_pull(nbytes: int, repeats: int = 5) -> PullTimes:
 
 
 def _serve(connection: Connection, slots: tuple[TensorSlot, ...]) -> None:
-    """A trainer's host: for each number received it has another version, with other bytes."""
+    """A trainer's host: for each number that it receives it creates another version with other bytes."""
     replica = Replica(slots, RANKS)
     mover = HttpMover(TOKEN)
     url = mover.serve(replica, "127.0.0.1")
@@ -85,25 +86,17 @@ def _serve(connection: Connection, slots: tuple[TensorSlot, ...]) -> None:
             connection.send((url, current, seconds))
 
 
-def _seconds(action: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 340], help="sizes in MB")
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    print("|     MB | pull ms | MB/s | digest ms | memcpy ms | pull / memcpy |")
-    print("|-------:|--------:|-----:|----------:|----------:|--------------:|")
+    print(header("MB", "pull ms", "MB/s", "digest ms", "memcpy ms", "pull / memcpy"))
     for megabytes in arguments.mb:
         nbytes, pull_s, memcpy_s, digest_s = measure_pull(megabytes * 10**6, arguments.repeats)
-        print(
-            f"| {nbytes / 1e6:6.0f} | {pull_s * 1e3:7.1f} | {nbytes / pull_s / 1e6:4.0f} | {digest_s * 1e3:9.1f} "
-            f"| {memcpy_s * 1e3:9.1f} | {pull_s / memcpy_s:13.1f} |"
-        )
+        milliseconds = (f"{seconds * 1e3:.1f}" for seconds in (digest_s, memcpy_s))
+        rate, ratio = f"{nbytes / pull_s / 1e6:.0f}", f"{pull_s / memcpy_s:.1f}"
+        print(row(f"{nbytes / 1e6:.0f}", f"{pull_s * 1e3:.1f}", rate, *milliseconds, ratio))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What a weight version of a large model is: bytes, tensors, chunks, and what planning, naming and checking them takes.
+"""A weight version of a large model: bytes, tensors, chunks, and the times to plan, to name and to check them.
 
     python benchmarks/weight_plan.py [--only NAME]
 
-The models are built without memory (torch's meta device), and versions are laid out as a run lays them out: bfloat16,
-a shard for each trainer rank. Below them the rates of this machine, with one thread each: a copy in memory, BLAKE3, and
-the allocation of a host's replica. ``weight_movers.py`` measures what goes from host to host.
+The models are built without memory (torch's meta device), and versions have the layout of a run: bfloat16, a shard for
+each trainer rank. Below the table are rates of this machine, with one thread each: a copy in memory, BLAKE3, and the
+allocation of a host's replica. ``weight_movers.py`` measures transfers between processes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from common import header, row
+
 from asyncrl_cli.weights.layout import TensorSlot, chunks_of, plan_slots, size_of
 from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.replica import Replica, digest_of
@@ -23,12 +25,12 @@ from asyncrl_cli.weights.replica import Replica, digest_of
 GB = 1e9
 COPIED_BYTES = 2**28
 SLOTS = (TensorSlot("weights", "bfloat16", (COPIED_BYTES // 2,), 0, 2),)
-"""Of a version that is copied."""
+"""The layout of a version that is copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model, by the settings that its size follows from, and the number of trainer ranks."""
+    """A model, given by the settings that determine its size, and the number of trainer ranks."""
 
     ranks: int
     architecture: str
@@ -92,13 +94,13 @@ def slots_of(case: Case) -> tuple[TensorSlot, ...]:
 
 
 def seconds(function: Any, *arguments: Any) -> tuple[float, Any]:
-    """How long a call takes, and its result."""
+    """The duration of a call, and its result."""
     began = time.perf_counter()
     result = function(*arguments)
     return time.perf_counter() - began, result
 
 
-def row(name: str, case: Case) -> str:
+def case_row(name: str, case: Case) -> str:
     """A row of the table."""
     slots = slots_of(case)
     chunks_of.cache_clear()
@@ -107,7 +109,7 @@ def row(name: str, case: Case) -> str:
     manifest = Manifest(0, slots, case.ranks, tuple(f"{chunk.index:064x}" for chunk in chunks))
     name_s, _ = seconds(lambda: manifest.checksum)
     weights = sum(slot.numel for slot in slots)
-    cells = (
+    return row(
         f"{name}, {case.ranks} ranks",
         f"{weights / GB:.2f}",
         f"{size_of(slots) / GB:.1f}",
@@ -119,7 +121,6 @@ def row(name: str, case: Case) -> str:
         f"{len(pickle.dumps(manifest)) / 1e6:.1f}",
         f"{name_s * 1e3:.0f}",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def rates() -> Iterator[str]:
@@ -140,11 +141,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", choices=list(CASES), help="one model")
     only = parser.parse_args().only
-    print("| model | weights, 10⁹ | GB | tensors | chunks | ranges | plan s | plan again ms | manifest MB | name ms |")
-    print("|-|-|-|-|-|-|-|-|-|-|")
+    counts = ("weights, 10⁹", "GB", "tensors", "chunks", "ranges")
+    print(header("model", *counts, "plan s", "plan again ms", "manifest MB", "name ms"))
     for name, case in CASES.items():
         if only in (None, name):
-            print(row(name, case), flush=True)
+            print(case_row(name, case), flush=True)
     print()
     for sentence in rates():
         print(sentence)

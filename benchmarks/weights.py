@@ -1,4 +1,4 @@
-"""What publishing costs: the trainer's wait, the digests, the engine's pause and update, and the way to another host.
+"""The cost of a publish: the trainer's wait, digests, the engine's pause and update, and a transfer to another host.
 
     python benchmarks/weights.py [--sizes 1 340 2000] [--rounds N] [--hosts] [--lora merged|adapter]
 
@@ -6,8 +6,8 @@ A rank writes its shard (all weights: one rank, ZeRO-0, float32) into the replic
 vLLM engine loads the version and proves it: `stall` is its pause, `update` is from the request to the proof. `--hosts`
 adds a transfer between two hosts made of namespaces (root only), without a limit to its rate. Every time is the median
 of the rounds, in seconds, and its ratio to that of a copy of the same bytes by one thread in the same rounds. Sizes are
-in MB. The memory needed is about six times the largest. `--lora`: the rank trains adapters of rank 16, and publishes
-them merged into the weights, or alone.
+in MB. The necessary memory is about six times the largest size. `--lora`: the rank trains adapters of rank 16, and
+publishes them merged into the weights, or only the adapters.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from common import QUICKSTART, header, row
 
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-SPEC = Path(__file__).parents[1] / "specs/quickstart.yaml"
 BYTES = 4
-"""Of a weight in float32."""
+"""Bytes of a weight in float32."""
 LAYER_NUMBERS = 16
-"""Weights of a layer, in squares of the hidden size."""
+"""The number of weights of a layer, in units of the squared hidden size."""
 COPY_BYTES = 256_000_000
-"""A copy of more is made in parts, to need less memory; no cache holds as much."""
+"""Larger copies are made in parts, to need less memory; this is larger than any cache."""
 LIMIT_S = 600
 
 
@@ -54,11 +54,11 @@ def spec_of(megabytes: float, folder: Path, lora: str | None = None) -> Experime
     changes = [f"model.init.config.{name}={value}" for name, value in config.items()]
     if lora is not None:
         changes.append(f"model.lora={{rank: 16, serve: {lora}}}")
-    return load_spec(SPEC, ["model.warm_start=null", f"runs_dir={folder}", *changes]).spec
+    return load_spec(QUICKSTART, ["model.warm_start=null", f"runs_dir={folder}", *changes]).spec
 
 
 def memcpy(nbytes: int) -> float:
-    """Seconds that one thread takes to copy so many bytes into pages that are there."""
+    """Seconds that one thread takes to copy this many bytes into allocated pages."""
     source, target = (np.ones(min(nbytes, COPY_BYTES), np.uint8) for _ in range(2))
     parts = [slice(0, min(COPY_BYTES, nbytes - start)) for start in range(0, nbytes, COPY_BYTES)]
     started = time.perf_counter()
@@ -115,16 +115,16 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
             found["update"].append(time.perf_counter() - started)
     finally:
         engine.shutdown()
-    # The first two rounds map and touch each of the two buffers for the first time.
+    # The first two rounds map and use each of the two buffers for the first time.
     return {name: median(times[2:]) for name, times in found.items()} | {"bytes": float(size_of(slots))}
 
 
 def two_hosts(megabytes: int, rounds: int) -> float:
-    """Seconds that a host takes to fetch a version from another one, checked."""
+    """Seconds that a host takes to fetch and check a version from another one."""
     from tests.cluster.hosts import Network, until
     from tests.cluster.test_weights_between_hosts import _lines
 
-    def said(command: Any, key: str) -> Any:
+    def printed(command: Any, key: str) -> Any:
         until(lambda: any(key in line for line in _lines(command)), f"{key} of {command.argv}", LIMIT_S)
         return next(line[key] for line in _lines(command) if key in line)
 
@@ -132,11 +132,11 @@ def two_hosts(megabytes: int, rounds: int) -> float:
     with tempfile.TemporaryDirectory() as folder, Network(Path(folder)) as network:
         words = (sys.executable, "-m", "tests.cluster.weights_host")
         holder = network.host("holder")
-        url = said(holder.start(*words, "serve", holder.address, mebibytes, f"{folder}/manifest"), "url")
+        url = printed(holder.start(*words, "serve", holder.address, mebibytes, f"{folder}/manifest"), "url")
         for number in range(rounds):
             host = network.host(f"puller{number}")
             arguments = ("pull", host.address, mebibytes, f"{folder}/manifest", str(LIMIT_S), "1", url)
-            times.append(said(host.start(*words, *arguments), "seconds"))
+            times.append(printed(host.start(*words, *arguments), "seconds"))
             host.kill()
     return median(times)
 
@@ -149,8 +149,7 @@ def main() -> None:
     parser.add_argument("--lora", choices=("merged", "adapter"), help="publish adapters, merged or alone")
     options = parser.parse_args()
     names = ("write", "digest", "stall", "update", *(("transfer",) if options.hosts else ()))
-    print("| MB | copy s | " + " | ".join(f"{name} s (copies)" for name in names) + " |")
-    print("|-|-|" + "-|" * len(names), flush=True)
+    print(header("MB", "copy s", *(f"{name} s (copies)" for name in names)), flush=True)
     for megabytes in options.sizes:
         with tempfile.TemporaryDirectory() as temporary:
             spec = spec_of(megabytes, Path(temporary), options.lora)
@@ -161,7 +160,7 @@ def main() -> None:
         if options.hosts:
             found["transfer"] = two_hosts(megabytes, min(3, options.rounds))
         cells = [f"{found[name]:.4f} ({found[name] / found['copy']:.1f})" for name in names]
-        print(f"| {found['bytes'] / 1e6:.0f} | {found['copy']:.4f} | " + " | ".join(cells) + " |", flush=True)
+        print(row(f"{found['bytes'] / 1e6:.0f}", f"{found['copy']:.4f}", *cells), flush=True)
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB", file=sys.stderr)
 
 

@@ -28,12 +28,11 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
     """
     from asyncrl_cli.inspect.checkpoint_pages import list_page
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
     found = find_run(runs_dir, run)
     accuracies = _accuracies(found)
-    checkpoints = complete_checkpoints(found.path / "checkpoints")
-    show(list_page(found, checkpoints, _reasons(checkpoints, accuracies, _retention(found)), accuracies), as_json)
+    checkpoints, reasons = _kept(found, accuracies, _retention(found))
+    show(list_page(found, checkpoints, reasons, accuracies), as_json)
 
 
 def show_checkpoint(
@@ -42,12 +41,10 @@ def show_checkpoint(
     """Show the newest checkpoint, or that of --step, with its files."""
     from asyncrl_cli.inspect.checkpoint_pages import show_page
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
     found = find_run(runs_dir, run)
     accuracies = _accuracies(found)
-    checkpoints = complete_checkpoints(found.path / "checkpoints")
-    reasons = _reasons(checkpoints, accuracies, _retention(found))
+    _, reasons = _kept(found, accuracies, _retention(found))
     show(show_page(found, _chosen(found, step)[-1], reasons, accuracies), as_json)
 
 
@@ -121,7 +118,7 @@ def prune(
     from asyncrl_cli.buffer.offline import checkpoints_removed
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.checkpoints import complete_checkpoints, remove
+    from asyncrl_cli.runs.checkpoints import remove
 
     found = find_run(runs_dir, run)
     given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
@@ -135,13 +132,14 @@ def prune(
         )
     if not dry_run:
         found.lock()
-    checkpoints = complete_checkpoints(found.path / "checkpoints")
-    reasons = _reasons(checkpoints, accuracies, retention)
+    checkpoints, reasons = _kept(found, accuracies, retention)
     removed = [checkpoint for checkpoint in checkpoints if not reasons[checkpoint.step]]
     freed = sum(checkpoint.size for checkpoint in removed)
     if not dry_run:
         for checkpoint in removed:
             remove(checkpoint)
+        # After the files: `journal.keep` deletes tokens that only removed checkpoints need, so a checkpoint that still
+        # exists must not be recorded as removed.
         checkpoints_removed(found.path, [checkpoint.step for checkpoint in removed])
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
@@ -183,13 +181,14 @@ def _retention(run: RunDirectory) -> CheckpointSpec:
         ) from None
 
 
-def _reasons(
-    checkpoints: list[Checkpoint], accuracies: dict[int, float], retention: CheckpointSpec
-) -> dict[int, tuple[str, ...]]:
-    from asyncrl_cli.runs.checkpoints import keep_reasons
+def _kept(
+    run: RunDirectory, accuracies: dict[int, float], retention: CheckpointSpec
+) -> tuple[list[Checkpoint], dict[int, tuple[str, ...]]]:
+    """The run's checkpoints, and why the one of each step is kept; no reason for those that ``prune`` removes."""
+    from asyncrl_cli.runs.checkpoints import complete_checkpoints, keep_reasons
 
-    steps = [checkpoint.step for checkpoint in checkpoints]
-    return keep_reasons(steps, accuracies, retention)
+    checkpoints = complete_checkpoints(run.path / "checkpoints")
+    return checkpoints, keep_reasons([checkpoint.step for checkpoint in checkpoints], accuracies, retention)
 
 
 def _accuracies(run: RunDirectory) -> dict[int, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -37,22 +37,29 @@ def parse_memory(text: str | None) -> int | None:
         raise typer.BadParameter(str(error), param_hint="--gpu-memory") from None
 
 
-def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
-    """Estimate a spec's memory; ``config_folder`` has the model's config.json; None: find it by the model's name."""
+def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
+    """The config of a spec's model: that in ``folder``, or None to find it by the model's name."""
     from asyncrl_cli.core.imports import large_imports
 
     with large_imports():
         import transformers.models.auto.modeling_auto  # noqa: F401
 
-    from asyncrl_cli.orchestrator.checks.memory import estimate_memory, refuse, warnings
     from asyncrl_cli.sizing.config import find_config, read_config
+
+    if folder is not None:
+        return read_config(folder, "--model-config")
+    with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as empty:
+        return find_config(spec, Path(empty))
+
+
+def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
+    """Estimate a spec's memory; ``config_folder`` is that of ``model_config``."""
+    from asyncrl_cli.orchestrator.checks.memory import estimate_memory, refuse, warnings
     from asyncrl_cli.sizing.estimate import excesses
     from asyncrl_cli.sizing.model import size_model
 
     try:
-        with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as folder:
-            found = read_config(config_folder, "--model-config") if config_folder else find_config(spec, Path(folder))
-        model = size_model(spec, found)
+        model = size_model(spec, model_config(spec, config_folder))
         estimate = estimate_memory(spec, model, gpu_bytes)
         problems = excesses(spec, estimate)
         document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": []}

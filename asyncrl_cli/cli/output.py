@@ -25,7 +25,7 @@ def echo(text: str, err: bool = False) -> None:
     typer.echo(printable(text), err=err)
 
 
-def echo_json(value: Any, indent: int | None = 2) -> None:
+def echo_json(value: Any) -> None:
     """Print a JSON document."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    text = json.dumps(value, indent=2, ensure_ascii=False)
     typer.echo(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))

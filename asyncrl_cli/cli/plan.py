@@ -13,6 +13,7 @@ from asyncrl_cli.cli.output import echo, echo_json
 if TYPE_CHECKING:
     from asyncrl_cli.cli.plan_sources import Source
     from asyncrl_cli.inspect.pages import Page
+    from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 SPREAD = 0.6
@@ -100,6 +101,8 @@ def plan(
     if search is (gpus is None):
         raise typer.BadParameter("--search and --gpus belong together", param_hint="--search")
     loaded = load_spec(spec, overrides or ()).spec
+    # Before anything is measured: a run that does not exist is reported at once.
+    compared = find_run(runs_dir, compare) if compare is not None else None
     run = find_run(runs_dir, calibrate_from) if calibrate_from is not None else None
     if calibrate:
         run = calibration_run(spec, overrides or ())
@@ -109,38 +112,36 @@ def plan(
     if gpus is not None:
         pages["search"] = _searched(loaded, source, gpus)
     else:
-        pages |= _predicted(loaded, source, compare, runs_dir)
+        pages |= _predicted(loaded, source, compared)
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
     else:
         echo("\n\n".join("\n".join(page.lines) for page in pages.values()))
 
 
-def _predicted(spec: ExperimentSpec, source: Source, compare: str | None, runs_dir: Path) -> dict[str, Page]:
+def _predicted(spec: ExperimentSpec, source: Source, run: RunDirectory | None) -> dict[str, Page]:
+    """The prediction, and its comparison with what ``run`` measured."""
     from asyncrl_cli.cli.plan_sources import measure
     from asyncrl_cli.inspect.plan_page import comparison_page, plan_page
-    from asyncrl_cli.plan.comparison import compare as compared
-    from asyncrl_cli.plan.comparison import error_parts
+    from asyncrl_cli.plan.comparison import compare, error_parts
     from asyncrl_cli.plan.prediction import predict
     from asyncrl_cli.plan.scenario import shares_host
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.load import load_recorded
 
     planned = source.planned(spec, source.cache(spec))
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, not shares_host(spec))
     pages = {"plan": plan_page(spec.name, predicted, planned, source.memory(spec))}
-    if compare is not None:
-        run = find_run(runs_dir, compare)
+    if run is not None:
         happened = measure(run, load_recorded(run.path).spec)
         parts = error_parts(planned.scenario, happened)
-        lines = compared(predicted.outcome, happened.observed)
+        lines = compare(predicted.outcome, happened.observed)
         pages["comparison"] = comparison_page(run.run_id, lines, parts, predicted.outcome.step_s + parts["together"])
     return pages
 
 
 def _searched(spec: ExperimentSpec, source: Source, gpus: int) -> Page:
     from asyncrl_cli.core.errors import ConfigError
-    from asyncrl_cli.inspect.search_page import search_page
+    from asyncrl_cli.inspect.plan_page import search_page
     from asyncrl_cli.plan.search import allocations, search
 
     if not spec.rollout.gpus_per_engine or not spec.trainer.gpus_per_rank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,17 +215,10 @@ def _memory(spec: ExperimentSpec, gpu: Gpu) -> int:
 
 def _sized(spec: ExperimentSpec, assumed: Assumed) -> tuple[SizedModel, Any]:
     """The sizes of a spec's model, and its config."""
-    from asyncrl_cli.core.imports import large_imports
-
-    with large_imports():
-        import transformers.models.auto.modeling_auto  # noqa: F401
-
-    from asyncrl_cli.sizing.config import find_config, read_config
+    from asyncrl_cli.cli.memory import model_config
     from asyncrl_cli.sizing.model import size_model
 
-    folder = assumed.config_folder
-    with tempfile.TemporaryDirectory(prefix="asyncrl-config-") as empty:
-        config = read_config(folder, "--model-config") if folder else find_config(spec, Path(empty))
+    config = model_config(spec, assumed.config_folder)
     try:
         return size_model(spec, config), config
     except UserError:

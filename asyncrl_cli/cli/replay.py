@@ -29,6 +29,7 @@ def replay(
     Starts from the newest checkpoint before --from, or from the initial model. Exit code: 0 when all published versions
     are equal, or when --set changed something; 1 when one differs.
     """
+    from asyncrl_cli.cli.running import search_path
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, verified_checkpoint
@@ -39,7 +40,7 @@ def replay(
         raise typer.BadParameter(f"is before --from {first}", param_hint="--to")
     run = find_run(runs_dir, run_id)
     before = load_recorded(run.path).spec
-    spec = load_recorded(run.path, overrides or ()).spec.model_copy(update={"runs_dir": run.path.parent})
+    spec = load_recorded(run.path, overrides or ()).spec
     changed = check_changes(before, spec)
 
     from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, recorded_steps
@@ -72,8 +73,7 @@ def replay(
 
     if not as_json:
         echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
-    search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
-    train_again(ReplayPlan(run, spec, search_path, checkpoint, first - 1, end), progress, show)
+    train_again(ReplayPlan(run, spec, search_path(run), checkpoint, first - 1, end), progress, show)
     if changed:
         echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:

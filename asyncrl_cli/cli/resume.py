@@ -37,7 +37,7 @@ def resume(
     The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
     again; unfinished rollouts continue from their recorded tokens. Exit codes are those of `asyncrl train`.
     """
-    from asyncrl_cli.cli.running import drive, refusing, start_checks
+    from asyncrl_cli.cli.running import drive, refusing, search_path, start_checks
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.changes import check_changes
     from asyncrl_cli.spec.load import dump_spec, load_recorded
@@ -48,19 +48,17 @@ def resume(
         changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
         before = load_recorded(run.path).spec
         loaded = load_recorded(run.path, changes)
-        spec = loaded.spec.model_copy(update={"runs_dir": run.path.parent})
-        references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
-        changed = check_changes(before, spec, references)
+        spec = loaded.spec
+        changed = check_changes(before, spec, loaded.references)
 
         from asyncrl_cli.orchestrator.resume import check_data, prepare
 
         plan = prepare(run, spec, step, ", ".join(changed), without_journal)
-        search_path = Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
-        with start_checks(spec, search_path) as checks:
+        with start_checks(spec, search_path(run)) as checks:
             experiment = checks.experiment()
         check_data(run, experiment, plan, accept_changed_data)
     start = plan.carry_out(run, accept_changed_data)  # until here, nothing has changed on disk
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
-    run.begin(dump_spec(spec, references), spec.stop.steps)
+    run.begin(dump_spec(spec, loaded.references), spec.stop.steps)
     drive(experiment, run, start, quiet)

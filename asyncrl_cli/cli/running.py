@@ -37,6 +37,12 @@ def start_checks(
     return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
 
 
+def search_path(run: RunDirectory) -> Path:
+    """The folder in which the modules that a run's spec names are looked for: that of the spec file it was started
+    from."""
+    return Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
+
+
 @contextmanager
 def refusing() -> Iterator[None]:
     """A block that only checks. A ``UserError`` in it gets exit code 2: nothing was changed or started."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -50,7 +53,8 @@ def serve(
             terminal.err.write(f"{printable(text)}\n")
 
         def ready(address: Address) -> None:
-            terminal.out.write(f"{printable(_as_json(address) if as_json else _shown(served, address))}\n")
+            text = json.dumps(asdict(address)) if as_json else _shown(served, address)
+            terminal.out.write(f"{printable(text)}\n")
 
         try:
             run_server(served, ready, say, say)
@@ -68,7 +72,7 @@ def _of_run(runs_dir: Path, name: str, changes: list[str], step: int | None) -> 
     from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, name)
-    spec = load_recorded(run.path, changes).spec.model_copy(update={"runs_dir": run.path.parent})
+    spec = load_recorded(run.path, changes).spec
 
     from asyncrl_cli.orchestrator.serving import served_run
 
@@ -81,9 +85,6 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
     if step is not None:
         raise typer.BadParameter("a spec has no steps; name a run", param_hint="--step")
     spec = load_spec(path, changes).spec
-
-    import os
-
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print on stdout that it found no other
 
     from asyncrl_cli.orchestrator.serving import served_spec
@@ -95,13 +96,6 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
             echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
 
     return served_spec(spec, prepare_model(spec, lambda: load_task(spec.task, path.absolute().parent), progress))
-
-
-def _as_json(address: Address) -> str:
-    import json
-    from dataclasses import asdict
-
-    return json.dumps(asdict(address))
 
 
 def _shown(served: Served, address: Address) -> str:

@@ -35,19 +35,18 @@ def track(
     spec = load_recorded(run.path).spec
     changes = {"uri": uri, "register_model": register}
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
-    spec = spec.model_copy(update={"runs_dir": run.path.parent, "tracking": tracking})
 
     from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
 
-    target = target_of(spec)
+    target = target_of(spec.model_copy(update={"tracking": tracking}))
     sender = send_rest(run, target)
     report = ", the report" if sender.reported else ""
     echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
     if sender.unreported:
         echo(f"report   cannot be made: {sender.unreported}")
     echo(f"to       {hide(target.uri)}")
-    echo(f"MLflow   run {sender.mlflow_run_id} in experiment {spec.tracking.experiment}")
+    echo(f"MLflow   run {sender.mlflow_run_id} in experiment {tracking.experiment}")
     if sender.version:
-        echo(f"model    {spec.tracking.register_model}, version {sender.version}")
+        echo(f"model    {tracking.register_model}, version {sender.version}")
     elif register:
         echo("model    none: the run has not finished")

@@ -52,6 +52,7 @@ def train(
 
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
+    # After the checks: a spec that is refused leaves no folder behind (decision 0028).
     run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
     run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec))
     drive(experiment, run, Start(), quiet)

@@ -50,7 +50,7 @@ def run_name(text: object) -> str | None:
 
 
 def data_path(path: object, source: Source) -> str | None:
-    """The first of the files, as a spec has one for a split."""
+    """The first of the files: a split of a spec is one file."""
     if isinstance(path, list | tuple):
         if len(path) > 1:
             rest = ", ".join(map(str, path[1:]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.flatten import flatten
 
 MAX_BYTES = 1 << 20
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(\.?[\w.@]+)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
@@ -96,7 +97,7 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(f"the configuration has more than {MAX_BYTES:,} bytes", location=path)
     try:
         document = yaml.load(data, _Loader)  # a subclass of SafeLoader
-        flat = dict(flatten(document)) if isinstance(document, dict) else None
+        flat = flatten(document) if document else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         location = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
@@ -105,18 +106,9 @@ def read_file(path: str) -> dict[str, Any]:
             location=location,
             hint="a shell script is converted by way of its configuration: see docs/from-verl.md",
         ) from error
-    if flat is None:
+    if not isinstance(document, dict):
         raise ConfigError("the configuration is not a mapping of keys", location=path)
     return flat
-
-
-def flatten(mapping: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves by their dotted paths. Lists and empty mappings are leaves."""
-    for name, value in mapping.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def parse_value(text: str) -> Any:
@@ -142,8 +134,7 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
         for known in [known for known in result if known == name or known.startswith(f"{name}.")]:
             del result[known]
         if not removed:
-            value = parse_value(text)
-            result |= dict(flatten(value, f"{name}.")) if isinstance(value, dict) and value else {name: value}
+            result |= flatten(parse_value(text), name)
     return result
 
 

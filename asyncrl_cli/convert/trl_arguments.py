@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asyncrl_cli.convert.source import flatten, parse_value, read_file
+from asyncrl_cli.convert.source import parse_value, read_file
 from asyncrl_cli.convert.trl import DEFAULTS
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.flatten import flatten
 
 _WORDS = ("trl", *DEFAULTS)
 
@@ -50,7 +51,7 @@ def parse(words: Sequence[str]) -> Arguments:
     for name, texts in options.items():
         parsed = [parse_value(text) for text in texts]
         value: Any = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-        values |= dict(flatten(value, f"{name}.")) if isinstance(value, dict) and value else {name: value}
+        values |= flatten(value, name)
     return Arguments(method, files, values)
 
 

@@ -34,7 +34,7 @@ def spec_text(conversion: Conversion, trainer: str, origin: str, folder: Path) -
         f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks what you should check.",
     ]
     tree: dict[str, Any] = {}
-    for setting in sorted(conversion.settings, key=_place):
+    for setting in sorted(conversion.settings, key=_position):
         *sections, name = setting.key.split(".")
         inner = tree
         for section in sections:
@@ -45,8 +45,8 @@ def spec_text(conversion: Conversion, trainer: str, origin: str, folder: Path) -
     return printable(hide("\n".join(lines))) + "\n"
 
 
-def _place(setting: Setting) -> int:
-    """Where the spec's reference has the key, or its section."""
+def _position(setting: Setting) -> int:
+    """The position of the setting's key, or of its section, in the order of the spec's reference."""
     parts = setting.key.split(".")
     known = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((_order()[name] for name in known if name in _order()), len(_order()))
@@ -54,7 +54,7 @@ def _place(setting: Setting) -> int:
 
 @cache
 def _order() -> dict[str, int]:
-    return {name: place for place, name in enumerate(keys())}
+    return {name: position for position, name in enumerate(keys())}
 
 
 def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> Iterator[str]:
@@ -77,7 +77,7 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
 def _value(value: Any) -> str:
     """A value in YAML, on one line."""
     unicode = printable(str(value)) == str(value)  # What is not printable is written as an escape.
-    style = '"' if isinstance(value, str) and not (unicode and "\n" not in value) else None
+    style = '"' if isinstance(value, str) and (not unicode or "\n" in value) else None
     text = yaml.safe_dump(value, default_flow_style=True, default_style=style, width=10**6, allow_unicode=unicode)
     return text.removesuffix("...\n").strip()
 

@@ -175,7 +175,7 @@ def judge_processors(there: int, usable: int) -> Finding:
 
 
 def judge_memory(available: int) -> Finding:
-    """Enough for the smallest run."""
+    """Whether there is enough memory for the smallest run."""
     found = f"{available / GIB:.1f} GiB available"
     if available < MIN_BYTES:
         needed = f"{MIN_BYTES / GIB:.1f} GiB"
@@ -186,7 +186,7 @@ def judge_memory(available: int) -> Finding:
 
 
 def judge_shared_memory(free: int | None, anonymous: bool) -> Finding:
-    """Ray's object store is in /dev/shm, weights are in anonymous memory."""
+    """Whether there is room for Ray's object store, which is in /dev/shm, and anonymous memory for the weights."""
     found = "no /dev/shm" if free is None else f"{free / GIB:.1f} GiB free in /dev/shm"
     if not anonymous:
         return Finding(
@@ -226,7 +226,7 @@ def judge_journal(folder: Path, commit_s: float, skew_s: float) -> Finding:
 
 
 def judge_files(soft: int, hard: int) -> Finding:
-    """The limit of open files; Ray raises it to the hard limit."""
+    """Whether a process may open enough files; Ray raises its limit to the hard one."""
     unlimited = resource.RLIM_INFINITY
     most = soft if hard == soft else hard
     found = "no limit of open files" if most == unlimited else f"{soft} open files, {hard} at most"
@@ -262,7 +262,7 @@ def _measure_shared_memory() -> tuple[int | None, bool]:
 
 
 def _check_journal(folder: Path) -> Finding:
-    """Do in the runs folder what a journal does: a lock, a WAL database, a commit that waits for the disk."""
+    """Do in the runs folder what a run's journal does: lock a file, open a WAL database, wait for a commit."""
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as own:
             with (Path(own) / "lock").open("w") as lock:
@@ -284,7 +284,7 @@ def _check_journal(folder: Path) -> Finding:
 
 
 def _check_ports() -> Finding:
-    """Ray's processes and the gateway use TCP, on this host's own name and address."""
+    """Whether this host reaches itself over TCP by its name and address, as Ray's processes and the gateway do."""
     name = socket.gethostname()
     try:
         for address in ("127.0.0.1", socket.gethostbyname(name)):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TREND_STEPS = 32
-"""Values that a sparkline shows; so many fit beside the numbers on a terminal of 80 columns."""
+"""Values that a sparkline shows: as many as fit beside the numbers on a terminal of 80 columns."""
 TRENDS = (
     "reward/mean",
     "response/tokens_mean",
@@ -80,7 +80,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def picture(due: Due, groups_per_cell: int) -> str:
-    """The groups of one deadline: finished ones, then running ones; any group at all is seen."""
+    """The groups of one deadline: finished ones, then running ones. Counts are rounded up: no group is hidden."""
     cells = [-(-count // groups_per_cell) for count in (due.finished, due.running)]
     return FINISHED * cells[0] + RUNNING * cells[1]
 

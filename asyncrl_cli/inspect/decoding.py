@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.inspect.resolved import resolved_spec, value_at
 from asyncrl_cli.journal.queries import RolloutRecord
 from asyncrl_cli.records.generation import CONTEXT, sequence_of
-from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
 
 PRECEDING = 8
@@ -74,13 +74,8 @@ def open_decoder(run: RunDirectory) -> Decoder | None:
 
 def _candidates(run: RunDirectory) -> Iterator[Path]:
     yield run.model_stub / "tokenizer.json"
-    import yaml
-
-    try:  # a saved model is used from its own folder, and has no model stub
-        saved = yaml.safe_load((run.path / "spec.yaml").read_text())["model"]["path"]
-    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError):
-        return
-    if isinstance(saved, str):
+    saved = value_at(resolved_spec(run), "model.path")
+    if isinstance(saved, str):  # a saved model is used from its own folder, and has no model stub
         yield Path(saved) / "tokenizer.json"
 
 
@@ -121,13 +116,8 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
     return shown, max(0, len(ids) - limit)
 
 
-def prompt_text(prompt: Prompt) -> str:
-    """A prompt as text; a chat's messages with their roles."""
-    return content_text(prompt.content)
-
-
 def content_text(content: Any) -> str:
-    """The same, of a prompt's content, whatever a file says that it is."""
+    """A prompt's content as text; a chat's messages with their roles. It may be anything that a file has there."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "\n".join(

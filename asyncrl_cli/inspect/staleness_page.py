@@ -86,7 +86,7 @@ def _cells(counts: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterator[
     for low, high in ranges:
         share = sum(count for age, count in counts.items() if low <= age <= high) / total
         yield f"{share:.0%}" if share == 0 or share >= 0.005 else "<1%"
-    yield f"{_mean(counts):.2f}"
+    yield f"{mean_age(counts):.2f}"
     yield str(max(counts))
 
 
@@ -184,15 +184,16 @@ def _staleness_document(step: StepStaleness) -> dict[str, Any]:
         "last_step": step.last + 1,
         "groups_by_staleness": dict(sorted(step.groups.items())),
         "tokens_by_staleness": dict(sorted(step.tokens.items())),
-        "groups_mean_staleness": _mean(step.groups),
-        "tokens_mean_staleness": _mean(step.tokens),
+        "groups_mean_staleness": mean_age(step.groups),
+        "tokens_mean_staleness": mean_age(step.tokens),
         "rollouts": step.rollouts,
         "rollouts_crossed": step.crossed,
         "tokens_dropped": step.dropped,
     }
 
 
-def _mean(counts: Counter[int]) -> float | None:
+def mean_age(counts: Counter[int]) -> float | None:
+    """The mean staleness of what is counted by its staleness; None for nothing."""
     return sum(age * count for age, count in counts.items()) / counts.total() if counts.total() else None
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
-from asyncrl_cli.inspect.decoding import Decoder, TokenShown, open_decoder, prompt_text, reference_text, tokens_of
+from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, open_decoder, reference_text, tokens_of
 from asyncrl_cli.inspect.pages import duration, moment, number
 from asyncrl_cli.journal.events import metrics_of
 from asyncrl_cli.journal.history import evaluations, newest_batch, newest_failures, newest_steps
@@ -89,7 +89,7 @@ def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: floa
         counts=Counts(
             running=sum(one.running for one in due),
             finished=sum(one.finished for one in due),
-            # Counting them would go through all groups; the newest step has counted.
+            # From the newest step's metrics: counting them here would go through all groups.
             **{
                 name: int(metrics.get(f"buffer/groups_{name}", 0)) for name in ("taken", "rejected", "requeued", "late")
             },
@@ -177,7 +177,7 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     step = "" if group.row.step is None else f", step {group.row.step + 1}"
     behind = "" if group.row.staleness is None else f", {group.row.staleness} version(s) behind"
     text = Text(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{behind}\n", style="bold")
-    text.append(f"{prompt_text(group.prompt)}\n\n", style="dim")
+    text.append(f"{content_text(group.prompt.content)}\n\n", style="dim")
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     for token in shown:
         text.append(token.text, style=_style(token, colouring))

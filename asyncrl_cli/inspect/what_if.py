@@ -33,7 +33,7 @@ def shares_host(spec: Mapping[str, Any]) -> bool:
 
 
 def recorded_scenario(spec: Mapping[str, Any], measured: Calibration) -> Scenario:
-    """The run itself. What its spec does not say is as many rollouts as ran at once."""
+    """The run itself. Without a limit of rollouts in its spec, engines run as many as ran at once."""
     engines, _ = engine_counts(spec)
     update = value_at(spec, "pipeline.weight_update")
     return Scenario(

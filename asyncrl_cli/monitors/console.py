@@ -167,7 +167,7 @@ def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = F
 
 
 class _Canvas:
-    """The file that rich draws to: frames for an outlet."""
+    """The file that rich draws to. It passes each frame on to an outlet."""
 
     encoding = "utf-8"
 
@@ -181,7 +181,7 @@ class _Canvas:
 
     @contextmanager
     def keeping(self, lines: str) -> Iterator[None]:
-        """What this thread writes in the block contains ``lines``, which must not be dropped uncounted."""
+        """A block in which this thread writes ``lines``. If they are dropped, they are counted, unlike frames."""
         self._kept.lines = lines
         try:
             yield

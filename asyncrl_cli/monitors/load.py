@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,26 +14,24 @@ PROTOCOL = f"{Monitor.__module__}.{Monitor.__name__}"
 
 
 def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
-    """One of each, not started. ``search_path``: where the user's modules lie. Raises ``ConfigError`` that says which
-    key of the spec cannot be met."""
-    return list(_monitors(tracking, search_path))
-
-
-def _monitors(tracking: TrackingSpec, search_path: Path) -> Iterator[Monitor]:
+    """One of each, not started. ``search_path``: the folder of the user's modules. Raises ``ConfigError``, with the key
+    of the spec, for one that cannot be made."""
+    monitors: list[Monitor] = []
     if tracking.tensorboard:
         _require("tensorboard", "tracking.tensorboard")
         from asyncrl_cli.monitors.tensorboard import TensorBoard
 
-        yield TensorBoard()
+        monitors.append(TensorBoard())
     if tracking.wandb is not None:
         _require("wandb", "tracking.wandb")
         from asyncrl_cli.monitors.wandb import WeightsAndBiases, check_key
 
         if tracking.wandb.mode == "online":
             check_key()
-        yield WeightsAndBiases(tracking.wandb)
+        monitors.append(WeightsAndBiases(tracking.wandb))
     for index, name in enumerate(tracking.monitors):
-        yield _own(name, search_path, f"tracking.monitors.{index}")
+        monitors.append(_own(name, search_path, f"tracking.monitors.{index}"))
+    return monitors
 
 
 def _require(package: str, location: str) -> None:

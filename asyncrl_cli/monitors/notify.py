@@ -27,8 +27,8 @@ WEBHOOK_S = 10.0
 COMMAND_S = 30.0
 """Seconds that a delivery may take."""
 WAIT_S = 45.0
-"""Seconds that a run waits at its end for all deliveries: a server that answers byte by byte can exceed the limit
-above."""
+"""Seconds that a run waits at its end for all deliveries. A server that answers byte by byte can exceed ``WEBHOOK_S``,
+which limits the wait for each byte."""
 AT_ONCE = 20
 """Largest number of concurrent deliveries; further notices are not sent."""
 FROM_ENVIRONMENT = "env:"
@@ -69,10 +69,10 @@ class Notifier(Monitor):
     def finish(self, ending: Ending) -> None:
         if ending.phase == "finished":
             self.tell("finish", ending.message)
-        elif ending.phase == "failed":  # the user who interrupts a run knows of it
+        elif ending.phase == "failed":  # there is no notice of an interrupted run: its user interrupted it
             self.tell("failure", ending.message)
             if self.pending:
-                self._warn(f"the run failed: {ending.message}")  # the error itself is shown after all deliveries
+                self._warn(f"the run failed: {ending.message}")  # now: the error itself is shown after all deliveries
         self.wait()
 
     def wait(self) -> None:
@@ -141,7 +141,7 @@ def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:
     log.parent.mkdir(exist_ok=True)
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
         process = subprocess.Popen(
-            ["sh", "-c", f'eval "${COMMAND}"'],  # what a process is called with is for everybody to see
+            ["sh", "-c", f'eval "${COMMAND}"'],  # every user of the machine can read a process's arguments
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

@@ -1,8 +1,8 @@
 """The terminal of a run: its output can neither delay nor end the process that drives the run.
 
-A terminal can be stopped (Ctrl-S) or hang up, the reader of a pipe can stall or exit, the disk below a log can be full.
+A terminal can be stopped (Ctrl-S) or hang up, the reader of a pipe can stall or exit, the disk of a log can be full.
 So during a run only a thread writes to the real standard output and standard error. All other output of this process
-(Ray, warnings, C libraries) goes to ``logs/driver.log`` in the run's folder.
+(Ray, warnings, C libraries) goes to ``logs/driver.log`` in the run's folder (decision 0023).
 """
 
 from __future__ import annotations
@@ -145,14 +145,14 @@ def run_terminal(log_dir: Path) -> Iterator[Terminal]:
     real = [os.dup(number) for number in STANDARD]
     log_dir.mkdir(parents=True, exist_ok=True)
     redirect_output(str(log_dir), "driver")
-    # A panel is drawn over itself: missing frames are made good by the next one.
+    # A terminal gets no notices: the panel is drawn over itself, so the next frame replaces missing ones.
     outlets = [Outlet(descriptor, notices=not os.isatty(descriptor)) for descriptor in real]
     try:
         yield Terminal(*outlets)
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # closed before Python started
-                with suppress(OSError):  # the disk below the log is full
+            if stream is not None:  # None: it was closed before Python started
+                with suppress(OSError):  # the log's disk is full
                     stream.flush()
         for number, descriptor, outlet in zip(STANDARD, real, outlets, strict=True):
             free = outlet.close()

@@ -6,8 +6,8 @@ end in ``_total``, and everything has the tag ``run_id``. docs/watching.md lists
 Ray forgets a gauge that is not set for two of its reports (20 s), and a step may take longer: so a thread sets each of
 them again, for as long as the run is driven.
 
-Calls return at once: Ray only notes a number (two microseconds). What goes wrong is shown once, and the next number is
-tried again: an agent may come back.
+Calls return at once: Ray only notes a number (two microseconds). The first error is shown, and later numbers are still
+sent, because an agent may come back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RayMetrics(Monitor):
         """``warn`` shows what went wrong."""
         self._run = run
         self._limits = {"stop_steps": spec.stop.steps, "max_staleness": spec.pipeline.max_staleness}
-        self._own_cluster = spec.cluster.address is None  # Prometheus knows clusters that runs join
+        self._own_cluster = spec.cluster.address is None  # Prometheus is configured with the clusters that runs join
         self._warn = warn
         self._made: dict[str, Any] = {}
         self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # of gauges, by name and tags
@@ -64,12 +64,12 @@ class RayMetrics(Monitor):
 
     def finish(self, ending: Ending) -> None:
         self._ended.set()
-        if self._own_cluster:  # it goes, too
+        if self._own_cluster:  # which ends with the run
             with self._tried():
                 (self._run.path / TARGETS).unlink(missing_ok=True)
 
     def _write_targets(self) -> None:
-        """Write where this cluster's nodes are asked to the run's folder; no file where Ray has no metrics agent."""
+        """Write the addresses of this cluster's metrics agents to the run's folder; no file if Ray has none."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort", -1) > 0]
@@ -131,7 +131,7 @@ class RayMetrics(Monitor):
             counter.inc(value, tags)
 
     def _of(self, kind: Callable[..., Any], metric: str, tags: dict[str, str]) -> tuple[Any, dict[str, str]]:
-        """Ray's metric, and all tags of it."""
+        """Ray's metric, made at its first use, and all its tags."""
         name = ray_name(metric)
         if name not in self._made:
             self._made[name] = kind(name, description=f"asyncrl: {metric}", tag_keys=("run_id", *tags))

@@ -1,8 +1,9 @@
 """The only place that a run reports to: it writes state and metrics to the run's folder, and calls a list of monitors.
 
 Invariant: nothing here delays the run or ends it. Files are written by a thread. A monitor's calls either return at
-    once (asyncrl's own monitors, which have threads or processes for slow work) or are made on a separate thread for
-    the monitor. A monitor that raises, or that is too slow, is switched off with one warning and a row in ``LOG``.
+once (asyncrl's own monitors, which have threads or processes for slow work) or are made on a separate thread for the
+monitor. A monitor that raises, or that is too slow, is switched off with one warning and a row in ``LOG`` (decision
+0032).
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class _Member:
             self._switch_off(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _switch_off(self, reason: str, trace: str = "") -> None:
-        if not self._off:  # a call that has hung may fail in the end
-            self._off = True  # first: the warning goes to all monitors
+        if not self._off:  # a call that was too slow may fail later
+            self._off = True  # first, because the warning goes to all monitors, this one included
             self._switched_off(self.name, reason, trace)
 
 

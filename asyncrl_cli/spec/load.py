@@ -74,8 +74,11 @@ def load_spec(
 
 
 def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
-    """``load_spec`` of the spec in a run's folder, which an earlier version may have written. Raises
-    ``ConfigError`` when there is none."""
+    """``load_spec`` of the spec in a run's folder, which an earlier version may have written.
+
+    Its ``runs_dir`` is the folder in which the run is now, because runs can be moved. Raises ``ConfigError`` when the
+    run's folder lacks a spec.
+    """
     file = run / "spec.yaml"
     if not file.exists():
         raise ConfigError(
@@ -83,7 +86,9 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
             location=str(run),
             hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` work without it",
         )
-    return load_spec(file, overrides, recorded=True)
+    loaded = load_spec(file, overrides, recorded=True)
+    references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
+    return replace(loaded, spec=loaded.spec.model_copy(update={"runs_dir": run.parent}), references=references)
 
 
 def _without_secrets(problem: Problem) -> Problem:

@@ -17,7 +17,8 @@ from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.renamed import successor
 
-Location = tuple[int | str, ...]
+KeyPath = tuple[int | str, ...]
+"""The keys and indices that lead to a value, as pydantic has them."""
 _KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
@@ -73,14 +74,14 @@ def explain(error: ValidationError, *, partial: bool = False) -> Iterator[tuple[
             yield Problem(path, message, _hint(detail, keys().get(general(path)))), False
 
 
-def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[Location, str]]:
+def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dict[KeyPath, str]]:
     """Merge the errors of keys that take either a word or another type: pydantic reports an error for each alternative,
     with the type in its location.
 
     Returns the errors of the other type, located at the key itself, and the words that are valid, by location.
     """
     kept: list[ErrorDetails] = []
-    words: dict[Location, str] = {}
+    words: dict[KeyPath, str] = {}
     for detail in details:
         location = detail["loc"]
         leaf = next((end for end in range(1, len(location)) if _is_leaf(location[:end])), len(location))
@@ -93,12 +94,12 @@ def _without_kinds(details: list[ErrorDetails]) -> tuple[list[ErrorDetails], dic
     return kept, words
 
 
-def _is_leaf(location: Location) -> bool:
+def _is_leaf(location: KeyPath) -> bool:
     key = keys().get(general(_dotted(location)))
     return key is not None and key.opens is None
 
 
-def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Location]:
+def _foreign(location: KeyPath, value: Any, *, inside: bool = False) -> list[KeyPath]:
     """The unknown keys to report for an unknown one: if it is a section of another trainer, the keys in it that have a
     counterpart here; otherwise the key itself."""
     answered = any(elsewhere(*_parent(location)))
@@ -109,7 +110,7 @@ def _foreign(location: Location, value: Any, *, inside: bool = False) -> list[Lo
     return inner or ([] if inside else [location])
 
 
-def _known(location: Location) -> tuple[list[str], str]:
+def _known(location: KeyPath) -> tuple[list[str], str]:
     """Suggestions for an unknown key, and the hint that names them."""
     if renamed := successor(general(_dotted(location))):
         return [renamed[0]], renamed[1]
@@ -123,7 +124,7 @@ def _known(location: Location) -> tuple[list[str], str]:
     return [], f"keys here: {', '.join(name for name in siblings if '.' not in name)}"
 
 
-def _parent(location: Location) -> tuple[str, str]:
+def _parent(location: KeyPath) -> tuple[str, str]:
     return _dotted(location[:-1]), str(location[-1])
 
 
@@ -198,7 +199,7 @@ def _choice(words: list[str]) -> str:
     return " or ".join(part for part in (", ".join(quoted[:-1]), quoted[-1]) if part)
 
 
-def _dotted(location: Location) -> str:
+def _dotted(location: KeyPath) -> str:
     return ".".join(map(str, location))
 
 

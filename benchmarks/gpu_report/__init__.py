@@ -1,1 +1,1 @@
-"""What a machine with GPUs does with asyncrl: `make gpu`."""
+"""Checks and measurements of asyncrl on a machine with GPUs: `make gpu`."""

@@ -1,9 +1,9 @@
-"""Check and measure asyncrl on this machine's GPUs, in parts of which none stops the others.
+"""Check and measure asyncrl on this machine's GPUs. If one part fails, the others still run.
 
     make gpu    or    PYTHONPATH=benchmarks python -m gpu_report [--device cuda|cpu] [--out FOLDER] [--only PART ...]
 
-Writes `report.json` and one page, `report.md`, which a user can send. About fifteen minutes on a GPU. With `--device
-cpu` every part runs in a smaller size, so that only the device is untested.
+Writes `report.json` and one page, `report.md`, which a user can send. It takes about fifteen minutes on a GPU. With
+`--device cpu` every part runs in a smaller size: everything except the device is tested.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PARTS: dict[str, Part] = {
     "resume": parts.kill_and_resume,
     "memory": parts.memory,
 }
-"""In this order. Parts use each other's runs: a later one often takes no time."""
+"""In this order. Parts share runs, so a later part often takes no time."""
 
 
 Results = dict[str, dict[str, Any]]
@@ -43,8 +43,8 @@ Results = dict[str, dict[str, Any]]
 def carry_out(
     bench: Bench, chosen: Mapping[str, Part], note: Callable[[str], None], keep: Callable[[Results], None]
 ) -> Results:
-    """The figures of each part; of one that failed, the error and where it came from. ``keep`` gets all results so far
-    after each."""
+    """The figures of each part, or its error with traceback. After each part ``keep`` is called with all results so
+    far."""
     results: Results = {}
     for name, part in chosen.items():
         note(f"{name} ...")

@@ -1,4 +1,4 @@
-"""How fast weights get from a device into the memory of a replica and back, with the calls of a publish."""
+"""The speed of copies of weights from a device to the memory of a replica and back, with the calls of a publish."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from statistics import median
 from typing import Any
 
 NUMBERS = {"cuda": 2**29, "cpu": 2**24}
-"""Of bfloat16: 1 GiB on a GPU."""
+"""Numbers in bfloat16: 1 GiB on a GPU."""
 ROUNDS = 5
 
 
 def copy_speeds(device: str) -> dict[str, Any]:
-    """GB/s both ways from pinned memory and from memory as it is, and seconds to pin it. On CPU nothing is pinned.
+    """GB/s in both directions with pinned and with pageable memory, and seconds to pin it. On CPU nothing is pinned.
 
-    Raises ``RuntimeError`` when other bytes came back.
+    Raises ``RuntimeError`` if the bytes that come back differ.
     """
     import torch
 
@@ -26,13 +26,13 @@ def copy_speeds(device: str) -> dict[str, Any]:
 
     slots = plan_slots([("weights", torch.bfloat16, (NUMBERS[device],))])
     weights = torch.randn(NUMBERS[device], dtype=torch.bfloat16, device=device)
-    back = torch.zeros_like(weights)  # with its pages
+    back = torch.zeros_like(weights)  # including its pages
     found: dict[str, Any] = {}
     for kind, copies in (("pinned", copies_of(weights.device)), ("not pinned", Copies())):
         with closing(Replica(slots, 1)) as replica, closing(MappedReplica(slots, copies)) as mapped:
             path = replica.begin(0)
             started = time.perf_counter()
-            with mapped.open(path, 0):  # maps it, and pins it
+            with mapped.open(path, 0):  # maps and pins it
                 pass
             found[f"mapping s, {kind}"] = time.perf_counter() - started
             seconds: dict[str, list[float]] = {"write": [], "load": []}
@@ -46,7 +46,7 @@ def copy_speeds(device: str) -> dict[str, Any]:
                     back.copy_(tensors["weights"])
                 seconds["load"].append(time.perf_counter() - started)
             if not torch.equal(back, weights):
-                raise RuntimeError(f"other bytes came back from memory that is {kind}")
+                raise RuntimeError(f"different bytes came back from memory that is {kind}")
         for way, times in seconds.items():
             found[f"{way} GB/s, {kind}"] = 2 * NUMBERS[device] / 1e9 / median(times)
     return found

@@ -1,4 +1,4 @@
-"""What this machine is: versions, devices, and what `asyncrl doctor` says."""
+"""This machine: versions, devices, and the output of `asyncrl doctor`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GPU_FIELDS = ("name", "memory.total", "driver_version", "pci.bus_id", "power.lim
 
 
 def versions_and_devices(bench: Bench) -> dict[str, Any]:
-    """Versions of system and packages, the commit, and each GPU as nvidia-smi and torch see it."""
+    """Versions of system and packages, the commit, and each GPU as reported by nvidia-smi and torch."""
     import torch
 
     found: dict[str, Any] = {
@@ -52,7 +52,7 @@ def doctor(bench: Bench) -> dict[str, Any]:
 
 
 def output(*command: str) -> str:
-    """What a command prints; empty where it cannot be run."""
+    """The output of a command; empty if it cannot be run."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -21,7 +21,7 @@ TITLES = {
 
 
 def page(report: Mapping[str, Any]) -> str:
-    """A summary of all parts, then a section for each; errors are whole."""
+    """A summary of all parts, then a section for each, with complete error messages."""
     gpus = ", ".join(report["gpus"]) or "no GPU"
     parts: Mapping[str, Mapping[str, Any]] = report["parts"]
     passed = sum(bool(part["ok"]) for part in parts.values())

@@ -1,4 +1,4 @@
-"""The parts of the report that train. Each returns figures, or raises with what went wrong."""
+"""The parts of the report that train. Each returns figures, or raises an error."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from statistics import median
 from typing import Any
 
 import yaml
+from common import QUICKSTART, metrics
 
 from gpu_report.copies import copy_speeds
-from gpu_report.runs import Bench, checksums, rows
+from gpu_report.runs import Bench, checksums
 
-QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
 SKIPPED_STEPS = 2
 """Steps at the start that are not timed: caches warm up, and graphs are captured."""
 MODEL = {
@@ -22,20 +22,20 @@ MODEL = {
     | {"num_key_value_heads": 8, "head_dim": 64, "initializer_range": 0.02},
     "cpu": {},
 }
-"""What differs from the quickstart's model in the runs that are timed: 0.4 billion parameters on GPUs."""
+"""The differences from the quickstart's model in timed runs: 0.4 billion parameters on GPUs."""
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
 """Dense bfloat16 operations per second, from NVIDIA's data sheets (H100 and H200: SXM)."""
 
 
 def quickstart(bench: Bench) -> dict[str, Any]:
-    """The quickstart in bfloat16: how accurate it gets, and how fast."""
+    """The quickstart in bfloat16: its final accuracy, and its time."""
     spec = _quickstart("bfloat16")
     if bench.device == "cpu":
         spec["model"]["warm_start"] = {"steps": 60, "batch_size": 24}
         spec["stop"]["steps"] = 4
         spec["data"]["eval"]["size"] = 64
     run = bench.once("quickstart", lambda: bench.train("quickstart", spec, limit_s=900))
-    found = rows(run)
+    found = metrics(run)
     state = json.loads((run / "state.json").read_text())
     return {
         "steps": len(found),
@@ -49,13 +49,13 @@ def quickstart(bench: Bench) -> dict[str, Any]:
 
 
 def exactness(bench: Bench) -> dict[str, Any]:
-    """Whether `async` at staleness 0 makes the very weights of `sync`, in float32; otherwise how far apart they are."""
+    """Whether `async` at staleness 0 gives exactly the weights of `sync` in float32; otherwise their difference."""
     runs = [_exact(bench, "sync"), _exact(bench, "async")]
     one, other = (checksums(run) for run in runs)
     if len(set(one.values())) < len(one):
         raise RuntimeError("versions of a run have the same weights: nothing was trained, so nothing is shown")
     differing = [version for version in one if one[version] != other.get(version)]
-    first, second = (rows(run) for run in runs)
+    first, second = (metrics(run) for run in runs)
     return {
         "versions": len(one),
         "equal to the bit": not differing,
@@ -68,10 +68,10 @@ def exactness(bench: Bench) -> dict[str, Any]:
 
 
 def publish(bench: Bench) -> dict[str, Any]:
-    """How long a publish and its parts take and hold engines up, the bandwidth that this is, and that of the copies."""
+    """The times of a publish and its parts, the pause of engines, and the bandwidth of a publish and of its copies."""
     run = _timed(bench, "async")
-    # A publish that ends beside the next step is in that step's row (decision 0062).
-    every = [row for row in rows(run) if "publish/seconds" in row]
+    # A publish that ends during the next step is in that step's row (decision 0062).
+    every = [row for row in metrics(run) if "publish/seconds" in row]
     found = every[SKIPPED_STEPS:]
     size = _weight_bytes(run)
     seconds, write = _median(found, "publish/seconds"), _median(found, "publish/write_s")
@@ -90,10 +90,10 @@ def publish(bench: Bench) -> dict[str, Any]:
 
 
 def trainer(bench: Bench) -> dict[str, Any]:
-    """The trainer's speed, and the share of the device's that it is (6 operations a token and weight; prompts, padding,
+    """The trainer's speed, and its fraction of the device's peak (6 operations per token and weight; prompts, padding,
     attention and recomputation are not counted)."""
     run = _timed(bench, "sync")
-    found = rows(run)[SKIPPED_STEPS:]
+    found = metrics(run)[SKIPPED_STEPS:]
     ranks = yaml.safe_load((run / "spec.yaml").read_text())["trainer"]["ranks"]
     rate = sum(row["tokens/trained"] for row in found) / sum(row["time/train_s"] for row in found)
     used = 6 * _parameters(run) * rate / ranks
@@ -110,9 +110,9 @@ def trainer(bench: Bench) -> dict[str, Any]:
 
 
 def engine(bench: Bench) -> dict[str, Any]:
-    """Tokens per second of the engines while they generate and nobody trains (`sync`)."""
+    """Tokens per second of the engines while they generate without simultaneous training (`sync`)."""
     run = _timed(bench, "sync")
-    found = rows(run)[SKIPPED_STEPS:]
+    found = metrics(run)[SKIPPED_STEPS:]
     busy = sum(row["share/engines_busy"] * row["time/step_s"] for row in found)
     return {
         "tokens/s of all engines": round(sum(row["tokens/generated"] for row in found) / busy),
@@ -122,10 +122,10 @@ def engine(bench: Bench) -> dict[str, Any]:
 
 
 def ratio(bench: Bench) -> dict[str, Any]:
-    """Trained tokens per second in `async` and in `sync`, of the same work on the same devices."""
+    """Trained tokens per second in `async` and in `sync`, with the same work on the same devices."""
     rates = {}
     for mode in ("sync", "async"):
-        found = rows(_timed(bench, mode))
+        found = metrics(_timed(bench, mode))
         seconds = found[-1]["time"] - found[SKIPPED_STEPS]["time"]
         rates[mode] = sum(row["tokens/trained"] for row in found[SKIPPED_STEPS + 1 :]) / seconds
     return {f"{mode} tokens/s": round(rate) for mode, rate in rates.items()} | {
@@ -134,14 +134,14 @@ def ratio(bench: Bench) -> dict[str, Any]:
 
 
 def kill_and_resume(bench: Bench) -> dict[str, Any]:
-    """A run whose driver is killed, and resumed: it ends, and its weights are those of a run that was not."""
+    """A run whose driver is killed is resumed: it must end, with the weights of an uninterrupted run."""
     steps = _exact_spec("async")["stop"]["steps"]
     run = bench.once("killed", lambda: bench.train("killed", _exact_spec("async"), limit_s=900, kill_after=steps // 2))
-    killed_at = len(rows(run))
+    killed_at = len(metrics(run))
     bench.cli("resume", run.name, "--runs-dir", str(run.parent), limit_s=900)
     undisturbed, resumed = checksums(_exact(bench, "async")), checksums(run)
-    if len(rows(run)) != steps:
-        raise RuntimeError(f"{len(rows(run))} steps are reported after the resume, not {steps}")
+    if len(metrics(run)) != steps:
+        raise RuntimeError(f"{len(metrics(run))} steps are reported after the resume, not {steps}")
     return {
         "killed at step": killed_at,
         "steps": steps,
@@ -151,7 +151,7 @@ def kill_and_resume(bench: Bench) -> dict[str, Any]:
 
 
 def memory(bench: Bench) -> dict[str, Any]:
-    """The most memory of the timed run, and what the estimate says of its spec."""
+    """The peak memory of the timed run, and the estimate for its spec."""
     run = _timed(bench, "async")
     peaks = {name: size / 1e9 for name, size in bench.peaks["timed-async"].items()}
     if not peaks:
@@ -165,11 +165,11 @@ def memory(bench: Bench) -> dict[str, Any]:
     return {"measured peak GB": peaks, "estimated GB": estimated}
 
 
-# -- what is run
+# -- runs and specs
 
 
 def matmul_flops(device: str) -> float:
-    """Operations per second of a matrix product in the timed runs' dtype: what the device does at best here."""
+    """Operations per second of a matrix product in the dtype of timed runs: the practical peak of the device."""
     import torch
 
     size: int
@@ -193,8 +193,8 @@ def _quickstart(dtype: str) -> dict[str, Any]:
 
 
 def _untrained(dtype: str) -> dict[str, Any]:
-    """A model with random weights, which ends a response with the same chance at every token, and a task whose reward
-    differs from response to response all the same, so that there are gradients."""
+    """A model with random weights, which ends a response with the same probability at every token, and a task whose
+    rewards differ between responses, so that there are gradients."""
     spec = _quickstart(dtype)
     spec["model"]["warm_start"] = None
     spec["task"] = {"use": "long_tail:LongTail"}
@@ -203,7 +203,7 @@ def _untrained(dtype: str) -> dict[str, Any]:
 
 
 def _exact_spec(mode: str) -> dict[str, Any]:
-    """Few small steps in float32 at staleness 0, with checkpoints between them."""
+    """A few small steps in float32 at staleness 0, with checkpoints."""
     spec = _untrained("float32")
     spec["rollout"] |= {"max_response_tokens": 32, "group_size": 4}
     spec["pipeline"] = {"mode": mode, "max_staleness": 0, "groups_per_step": 8}
@@ -216,13 +216,13 @@ def _exact(bench: Bench, mode: str) -> Path:
 
 
 def _timed_spec(device: str, mode: str) -> dict[str, Any]:
-    """Responses have lengths with a long tail, which stay as they are at a learning rate of next to nothing."""
+    """Lengths of responses have a long tail, and do not change, because the learning rate is almost zero."""
     gpu = device == "cuda"
     spec = _untrained("bfloat16" if gpu else "float32")
     spec["model"]["init"]["config"] |= MODEL[device]
     spec["model"]["max_length"] = 1100 if gpu else 160
     spec["rollout"] |= {"max_response_tokens": 1024 if gpu else 96, "max_running_rollouts": 256 if gpu else 64}
-    # On a GPU of 24 GB, too.
+    # It must also fit a GPU of 24 GB.
     spec["trainer"] |= {"tokens_per_microbatch": 16384 if gpu else 2048, "gradient_checkpointing": gpu}
     spec["trainer"]["optimizer"]["learning_rate"] = 1e-7
     spec["pipeline"] = {"mode": mode, "groups_per_step": 64 if gpu else 8}

@@ -1,4 +1,4 @@
-"""The most memory that a run uses: of each GPU as its driver counts it, or of the machine for a run on CPUs."""
+"""The peak memory of a run: of each GPU as reported by its driver, or of the machine for a run on CPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Self
 import psutil
 
 EVERY_S = {"cuda": 0.5, "cpu": 2.0}
-"""Seconds between two looks. On CPUs each reads the page tables of every process."""
+"""Seconds between two samples. On CPUs each sample reads the page tables of every process."""
 
 
 class PeakMemory:
-    """Looks again and again, in a thread, until the block ends.
+    """Samples the memory in a thread until the block ends.
 
     Attributes:
         bytes: the largest sum so far, by device: `GPU 0`, ..., or `processes` (the run's processes, with shared pages
@@ -29,7 +29,7 @@ class PeakMemory:
         self._thread = threading.Thread(target=self._look, daemon=True)
 
     def watch(self, pid: int) -> None:
-        """The process of the run's driver; all others of a run on CPUs descend from it."""
+        """Set the process of the run's driver; on CPUs all other processes of the run are its descendants."""
         self._pid = pid
         self._thread.start()
 
@@ -49,7 +49,7 @@ class PeakMemory:
 
 
 def gpu_memory() -> dict[str, int]:
-    """Bytes that each GPU has in use, whoever uses them."""
+    """The used bytes of each GPU, by any process."""
     command = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -60,7 +60,7 @@ def gpu_memory() -> dict[str, int]:
 
 
 def tree_memory(pid: int | None) -> int:
-    """Bytes of a process and its descendants; a page that several share counts once."""
+    """Bytes of a process and its descendants; shared pages are counted once."""
     total = 0
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

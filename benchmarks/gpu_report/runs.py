@@ -1,13 +1,11 @@
-"""Runs of `asyncrl train` for the parts of the report: each is made once, and watched while it runs."""
+"""Runs of `asyncrl train` for the parts of the report: each is done once, and its memory is sampled."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from common import ASYNCRL, metrics
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.checks.machine import installed_gpus
@@ -22,11 +21,11 @@ from gpu_report.peak import PeakMemory
 
 Device = Literal["cuda", "cpu"]
 LOOK_S = 0.2
-"""Seconds between two looks at a run that is to be killed."""
+"""Seconds between two checks of a run that will be killed."""
 
 
 class Bench:
-    """The device, the folder, and the runs that have been made."""
+    """The device, the folder, and the finished runs."""
 
     def __init__(self, device: Device, out: Path) -> None:
         self.device = device
@@ -36,7 +35,7 @@ class Bench:
         self._made: dict[str, Path | Exception] = {}
 
     def once(self, name: str, make: Callable[[], Path]) -> Path:
-        """The run of this name, made at the first call. One that failed is not tried again: its error is raised."""
+        """The run of this name, done at the first call. A failed run is not repeated: its error is raised again."""
         if name not in self._made:
             try:
                 self._made[name] = make()
@@ -69,7 +68,7 @@ class Bench:
         return made.parent
 
     def on_device(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """The spec with the device's engines and ranks: of one GPU a share each, of several half of them each."""
+        """The spec with engines and ranks for the device: on one GPU each side has a share, on several half of them."""
         rollout, trainer = dict(spec.get("rollout", {})), dict(spec.get("trainer", {}))
         if self.device == "cuda":
             number = len(self.gpus)
@@ -82,18 +81,17 @@ class Bench:
         return spec | {"rollout": rollout, "trainer": trainer}
 
     def cli(self, *arguments: str, limit_s: float, check: bool = True) -> str:
-        """What an `asyncrl` command prints to stdout."""
+        """The standard output of an `asyncrl` command."""
         return finish(self._start(*arguments), limit_s, check)
 
     def _start(self, *arguments: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "asyncrl_cli.cli.app", *arguments]
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
+        return subprocess.Popen([*ASYNCRL, *arguments], stdout=pipe, stderr=pipe, text=True, env=environment)
 
     def _kill(self, process: subprocess.Popen[str], folder: Path, steps: int, limit_s: float) -> None:
         deadline = time.monotonic() + limit_s
-        while not any(len(rows(found.parent)) >= steps for found in folder.glob("*/metrics.jsonl")):
+        while not any(len(metrics(found.parent)) >= steps for found in folder.glob("*/metrics.jsonl")):
             if process.poll() is not None:
                 raise RuntimeError(f"the run ended before it was killed: {last_lines(*process.communicate())}")
             if time.monotonic() > deadline:
@@ -105,11 +103,11 @@ class Bench:
 
 
 def finish(process: subprocess.Popen[str], limit_s: float, check: bool = True) -> str:
-    """What a command prints to stdout. Raises ``RuntimeError`` with its last lines when it fails or takes too long."""
+    """The standard output of a command. Raises ``RuntimeError`` with its last lines if it fails or takes too long."""
     try:
         written = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # a run stops its processes
+        process.send_signal(signal.SIGINT)  # so that a run stops its processes
         try:
             written = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
@@ -122,14 +120,8 @@ def finish(process: subprocess.Popen[str], limit_s: float, check: bool = True) -
 
 
 def last_lines(output: str, errors: str) -> str:
-    """The end of what a command wrote: its error message."""
+    """The end of a command's output: its error message."""
     return "\n".join((errors.strip() or output.strip()).splitlines()[-12:])
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's steps. The last line of a run that was killed may be cut."""
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def checksums(run: Path) -> dict[int, str]:

@@ -4,7 +4,7 @@ The trainer's time is divided completely into ``PARTS``: it trains, or waits for
 run is for, so only the waits are ranked. Waits for a batch count together against other waits, as one remedy often
 shortens all of them; the largest of them is named. Training itself is named when next to nothing but training and
 publishing is left. What engines, journal and settings say, and an estimate of other staleness bounds, lead to the
-advice; advice that does not fit the run is not given.
+advice. Advice that does not apply to the run is omitted.
 
 Invariant: what ``split_wait`` returns adds up to the wait.
 """
@@ -144,7 +144,7 @@ def split_wait(
 
 
 def bottleneck(activity: Activity, run: Circumstances) -> Bottleneck:
-    """Name it."""
+    """What limited the run's speed, and what to change."""
     part = _part(activity.trainer)
     share = activity.trainer[part]
     advice = " ".join(_advice(part, activity, run))
@@ -213,7 +213,7 @@ def _advice(part: Part, activity: Activity, run: Circumstances) -> list[str]:
             own = ["If engines are saturated, a larger bound gains little: more of them (rollout.engines) or shorter "
                    "rollouts (rollout.max_response_tokens) help instead."]  # fmt: skip
         case "generation":
-            own = _more_generation(activity, run)
+            own = [*_not_trained(run), *_faster_engines(activity, run)]
         case "reward":
             own = ["Make the reward faster, or score more rollouts at once: task.reward_workers, or for async rewards "
                    "task.reward_concurrency."]  # fmt: skip
@@ -239,10 +239,6 @@ def _quoted(run: Circumstances) -> list[str]:
         f"With pipeline.max_staleness {found.max_staleness}, a step would have taken {found.relative:.0%} of its time. "
         f"This is an estimate; see `asyncrl staleness --what-if {found.max_staleness}`."
     ]
-
-
-def _more_generation(activity: Activity, run: Circumstances) -> list[str]:
-    return [*_not_trained(run), *_faster_engines(activity, run)]
 
 
 def _not_trained(run: Circumstances) -> Iterator[str]:

@@ -113,8 +113,8 @@ class CurveCharts:
 
 
 def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
-    """Held-out accuracy, the ``PANELS`` and the machine, all runs in each; without those of which no run has anything.
-    ``runs`` are by their labels."""
+    """Charts of held-out accuracy, of the ``PANELS`` and of the machine, with all runs in each. Charts for which no run
+    has data are omitted. ``runs`` are by their labels."""
     charts, constant = [], {}
     for panel in PANELS:
         lines = _lines_of(panel, runs)
@@ -147,7 +147,8 @@ class _Line:
 
 
 def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
-    """A line for each run and metric; without metrics that are another one's twin, or 0 beside others, in all runs."""
+    """A line for each run and metric. Metrics that are 0, or equal to an earlier one, in all runs are omitted, unless
+    no other is left."""
     known = [name for name in panel.series if any(name in curves.series for curves in runs.values())]
 
     def idle(name: str) -> bool:
@@ -183,7 +184,8 @@ def _chart(section: str, title: str, lines: Sequence[_Line], several: bool, smoo
             axes.append(line.axis)
         trace = _trace(name, line.values if mean is None else mean, colour, dash, 2.0)
         if several:
-            trace |= {"mode": "lines+markers", "marker": _marker(line.run_at)}
+            marker = {"symbol": SYMBOLS[line.run_at % len(SYMBOLS)], "size": 7, "maxdisplayed": MARKERS}
+            trace |= {"mode": "lines+markers", "marker": marker}
         data.append(trace)
         axes.append(line.axis)
         if line.label:
@@ -196,10 +198,6 @@ def _axis_of(title: str) -> dict[str, Any]:
     if title == LEARNING_RATE:
         return {"tickformat": "~e", "rangemode": "tozero"}
     return {"tickformat": ".0%"} if "share" in title else {}
-
-
-def _marker(run_at: int) -> dict[str, Any]:
-    return {"symbol": SYMBOLS[run_at % len(SYMBOLS)], "size": 7, "maxdisplayed": MARKERS}
 
 
 def _trace(name: str, values: Sequence[float | None], colour: str, dash: str, width: float) -> dict[str, Any]:
@@ -301,7 +299,7 @@ def _pass_at(runs: Mapping[str, Curves]) -> Chart:
 
 
 def short(values: Sequence[float | None]) -> list[Any]:
-    """Numbers with few digits; None for what JSON has no number for."""
+    """Numbers with few digits; None for NaN and infinity, which JSON does not have."""
     return [
         None if value is None or not math.isfinite(value) else value if isinstance(value, int) else _rounded(value)
         for value in values

@@ -12,6 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TypeVar
 
 from asyncrl_cli.inspect.report.findings import wilson
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, MachineSample
@@ -19,6 +20,7 @@ from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.history import evaluations, first_start
 from asyncrl_cli.journal.step_timeline import StepSpan
 
+Value = TypeVar("Value")
 POINTS = 500
 """Points of a curve. With more steps, each is the mean of several in a row."""
 SMOOTHED_FROM = 20
@@ -89,6 +91,12 @@ def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
     ]
 
 
+def in_parts(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
+    """The values in at most so many parts of equal length; the last part may be shorter."""
+    size = max(1, -(-len(values) // most))
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
 def curves(
     connection: sqlite3.Connection,
     spans: Sequence[StepSpan],
@@ -101,8 +109,7 @@ def curves(
     """The metrics of these ``names``, the accuracies of all evaluations, and what the machine did."""
     begun, evaluated = first_start(connection), evaluations(connection)
     tokens = list(accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans))
-    size = max(1, -(-len(spans) // points))
-    ranges = [range(start, min(start + size, len(spans))) for start in range(0, len(spans), size)]
+    ranges = in_parts(range(len(spans)), points)
     axis = Axis(
         steps=tuple(spans[part[-1]].step + 1.0 for part in ranges),
         tokens=tuple(tokens[part[-1]] for part in ranges),
@@ -163,8 +170,7 @@ def _pass_at(evaluated: Sequence[Evaluation], files: Sequence[EvaluationFile], c
 
 
 def _machine(samples: Sequence[MachineSample], course: _Course, points: int) -> dict[str, Points]:
-    size = max(1, -(-len(samples) // points))
-    ranges = [samples[start : start + size] for start in range(0, len(samples), size)]
+    ranges = in_parts(samples, points)
     titles = dict.fromkeys(title for sample in samples for title in sample.values)
     times = [some[-1].at for some in ranges]
     axis = course.axis([float(bisect_right(course.reported, at)) for at in times], times)

@@ -1,8 +1,8 @@
 """What the bottleneck is inferred from, read from a run's journal: how the trainer spent its time, step by step, and
 the circumstances on which advice depends.
 
-A step's window runs from the end of the step before to its own end. Time in which the run was down is in none. A reward
-that comes within 0.2 s is recorded together with its rollout, so that so much of it counts as generation.
+A step's window runs from the end of the step before to its own end. Time in which the run was down belongs to no
+window. A reward that comes within 0.2 s is recorded together with its rollout, so its time counts as generation.
 
 Steps are counted from 0 here, as in the journal.
 """
@@ -105,7 +105,7 @@ def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity
 
 
 SIMULATED_STEPS = 12
-"""Of each setting that is tried: a report is made within seconds."""
+"""Steps that are simulated with each setting: few, so that a report is made within seconds."""
 
 
 def circumstances(

@@ -40,7 +40,7 @@ class Sources:
 
 
 def facts(of: Sources) -> Facts:
-    """Everything that fits a line."""
+    """All facts, by group and name."""
     return {
         "Run": _run(of),
         "Setup": _setup(of.spec),

@@ -13,11 +13,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any, Literal
 
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, Bottleneck
 from asyncrl_cli.inspect.resolved import value_at
+from asyncrl_cli.inspect.staleness_page import mean_age
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.staleness import Report, together
 from asyncrl_cli.plan.prediction import Prediction
@@ -70,8 +72,8 @@ def stale(report: Report) -> Answer:
     if not report.steps:
         return Answer(question, "No batch is taken yet.", "plain")
     ages = together(report.steps).groups
-    mean = sum(age * count for age, count in ages.items()) / ages.total() if ages else 0.0
-    measured = f"their staleness was {number(mean)} versions on average and {max(ages, default=0)} at most"
+    mean = number(mean_age(ages) or 0.0)
+    measured = f"their staleness was {mean} versions on average and {max(ages, default=0)} at most"
     if report.violations:
         first = report.violations[0]
         return Answer(
@@ -109,7 +111,7 @@ SURE = 2.0
 """Standard errors of the difference by which two means differ when it is not noise."""
 
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
-Verdict = tuple[str, Literal["good", "bad", "plain"]]
+Verdict = tuple[str, Tone]
 """An answer, and whether it is good news."""
 
 
@@ -168,13 +170,10 @@ def learned(rewards: Sequence[float], evaluations: Sequence[Evaluation], spec: M
 
 def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """The evaluations that the answer rests on, by step: the greedy ones, or else the kind with the most."""
-    kinds = {kind: list(some) for kind, some in groupby(sorted(evaluations, key=_kind_and_step), lambda one: one.kind)}
+    ordered = sorted(evaluations, key=attrgetter("kind", "after_step"))
+    kinds = {kind: list(some) for kind, some in groupby(ordered, attrgetter("kind"))}
     several = [some for kind, some in kinds.items() if len(some) > 1]
     return kinds["greedy"] if len(kinds.get("greedy", ())) > 1 else max(several, key=len, default=[])
-
-
-def _kind_and_step(evaluation: Evaluation) -> tuple[str, int]:
-    return evaluation.kind, evaluation.after_step
 
 
 def _held_out(series: Sequence[Evaluation]) -> Verdict:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ class EvaluationFile:
     path: Path
     kind: str
     step: int
-    samples: int
     pass_at: tuple[float, ...]
 
 
@@ -50,9 +50,7 @@ def evaluation_files(run: RunDirectory) -> list[EvaluationFile]:
         for head in _rows(path, 1):
             try:
                 numbers = tuple(float(value) for value in head.get("pass_at") or ())
-                found.append(
-                    EvaluationFile(path, str(head["kind"]), int(head["step"]), int(head.get("samples", 1)), numbers)
-                )
+                found.append(EvaluationFile(path, str(head["kind"]), int(head["step"]), numbers))
             except (KeyError, TypeError, ValueError):
                 continue
     return sorted(found, key=lambda one: (one.step, one.kind))
@@ -96,9 +94,7 @@ def _rows(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
     """The JSON objects in a file's lines, of the first ``most`` lines."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            for at, line in enumerate(lines):
-                if most is not None and at >= most:
-                    return
+            for line in islice(lines, most):
                 try:
                     row = json.loads(line)
                 except ValueError:

@@ -10,6 +10,7 @@ from zlib import crc32
 
 from asyncrl_cli.inspect.report.bottleneck import NAMES, PARTS, Part
 from asyncrl_cli.inspect.report.charts import Chart, Key, short
+from asyncrl_cli.inspect.report.curves import in_parts
 from asyncrl_cli.inspect.report.evidence import StepTime
 from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
@@ -33,8 +34,7 @@ JITTER = 0.3
 
 def time_chart(times: Sequence[StepTime]) -> Chart:
     """What the trainer did, as shares of its time in ranges of steps."""
-    size = max(1, -(-len(times) // STEP_RANGES))
-    ranges = [times[start : start + size] for start in range(0, len(times), size)]
+    ranges = in_parts(times, STEP_RANGES)
     sums = [{part: math.fsum(time.seconds[part] for time in some) for part in PARTS} for some in ranges]
     shown = [part for part in PARTS if any(spent[part] for spent in sums)]
     shares = {
@@ -70,8 +70,8 @@ def histogram_chart(title: str, found: Histogram) -> Chart:
 
 
 def scatter_chart(points: Sequence[tuple[int, float, int]], rewards: Sequence[float] | None) -> Chart:
-    """Length against reward, coloured by step. ``rewards`` are all there are, where these are few: points of equal
-    reward would lie on one another, and are scattered around it."""
+    """Length against reward, coloured by step. ``rewards``: all values that occur, if these are few; else None. With
+    few values points would cover each other, so they are scattered around their value."""
     tokens, heights, steps = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [])
     title = f"Length and reward of {len(points):,} rollouts"
     axis: dict[str, Any] = {"title": {"text": "reward"}}

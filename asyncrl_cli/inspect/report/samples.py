@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, get_args
 
-from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, prompt_text, reference_text, tokens_of
+from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, reference_text, tokens_of
 from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, evaluation_samples
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.rollouts import Extreme, TrainedRollout, extreme_rollouts, trained_steps
@@ -95,7 +95,7 @@ def _sample(connection: sqlite3.Connection, decoder: Decoder | None, kind: Extre
         kind=kind,
         rollout_id=rollout.rollout_id,
         uid=group.row.uid,
-        prompt=prompt_text(group.prompt),
+        prompt=content_text(group.prompt.content),
         reference=reference_text(group.prompt.fields),
         reward=row.reward,
         tokens=rollout.tokens,
@@ -107,8 +107,8 @@ def _sample(connection: sqlite3.Connection, decoder: Decoder | None, kind: Extre
 
 
 def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
-    """Prompts of two evaluations: some that are answered wrong after it, and some that were wrong before and are
-    right."""
+    """Prompts of two evaluations: some whose answer is right only in the later one, and some whose answer is wrong
+    there."""
     earlier = {str(row.get("uid")): row for row in evaluation_samples(before)}
     wrong: list[HeldOutSample] = []
     learned: list[HeldOutSample] = []

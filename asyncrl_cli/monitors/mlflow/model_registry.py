@@ -34,7 +34,7 @@ from asyncrl_cli.runs.directory import MODEL, RunDirectory
 RUN_TAG = "asyncrl_run"
 STEP_TAG = "asyncrl_step"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""How names of files with weights end, and of those that say where which is."""
+"""Endings of the names of files with weights, and of the index that says which weight is in which file."""
 PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
 """What loading the model needs."""
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
@@ -109,7 +109,7 @@ def _describe(model: Path, folder: Path) -> None:
     pyfunc.add_to_model(described, loader_module="mlflow.transformers", python_env="python_env.yaml")
     described.model_size_bytes = sum(path.stat().st_size for path, _ in _files(model))
     described.save(str(folder / "MLmodel"))
-    # What follows a + names a build of this machine, which no index has.
+    # A version's part after `+` names a local build, which no package index has.
     packages = [f"{package}=={installed(package).partition('+')[0]}\n" for package in PACKAGES]
     (folder / "requirements.txt").write_text("".join(packages))
     environment = {"python": python_version(), "dependencies": ["-r requirements.txt"]}

@@ -34,14 +34,14 @@ FIRST = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
 
 
 def row_numbers(row: Mapping[str, Any]) -> Iterator[Number]:
-    """Of a row of metrics.jsonl or system.jsonl."""
+    """The numbers of a row of metrics.jsonl or system.jsonl."""
     for name, value in row.items():
         if name not in NO_METRICS and isinstance(value, int | float):
             yield name, float(value), row["time"], row["step"]
 
 
 def evaluation_numbers(line: str, at: float) -> Iterator[Number]:
-    """Of an evaluation: the first line of its file, which was written at that unix time (s)."""
+    """The numbers of an evaluation: of the first line of its file, which was written at that unix time (s)."""
     result = json.loads(line)
     for name, value in evaluation_metrics(result):
         yield name, value, at, result["step"]
@@ -68,7 +68,7 @@ def table(path: Path) -> str:
 
 
 def tag(tables: Iterable[str]) -> str:
-    """The value of ``TAG`` that names these artifacts; where they do not fit, the last ones."""
+    """The value of ``TAG`` that names these artifacts; if they do not fit, as many of the last ones as do."""
     entries = [json.dumps({"path": name, "type": "table"}) for name in tables]
     lengths = accumulate((len(entry) + len(", ") for entry in reversed(entries)), initial=len("[]"))
     fitting = sum(length <= TAG_LENGTH for length in lengths) - 1
@@ -81,7 +81,7 @@ def _row(result: Mapping[str, Any], sample: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _cell(value: Any) -> Any:
-    """Messages as a text; JSON has no number for what is none."""
+    """The value of a cell: messages as JSON text, and None for NaN and infinity, which JSON does not have."""
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return None if isinstance(value, float) and not math.isfinite(value) else value

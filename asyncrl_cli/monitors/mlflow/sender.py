@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.core.secrets import hide
@@ -32,6 +32,7 @@ from asyncrl_cli.monitors.mlflow.rows import (
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
+Entry = TypeVar("Entry")
 FINISHED = "FINISHED"
 STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
 """MLflow's status for each phase of a run that has ended."""
@@ -55,7 +56,7 @@ terminal. What the user has set stays."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to. ``artifacts`` is where an experiment that is made keeps its files; None leaves that to MLflow.
+    """Where a run's data is sent. ``artifacts`` is where a new experiment keeps its files; None leaves that to MLflow.
     ``model`` is the registered model of which a finished run becomes a version; None for none."""
 
     uri: str
@@ -101,10 +102,8 @@ class Sender:
         return self._outbox.version if self._target.model is not None else ""
 
     def send(self, status: str, ended: RunDirectory | None = None) -> None:
-        """Send what is missing; ``status`` is MLflow's word for the state of the run. ``ended`` is the run as a report
-        is to show it; None for no report.
-
-        Files come last: an artifact store that is out of order keeps no number back. Raises what MLflow raises.
+        """Send what is missing; ``status`` is MLflow's word for the state of the run. ``ended`` is the run as the
+        report shows it; None for no report. Raises what MLflow raises.
         """
         self._connect()
         self._send_steps()
@@ -112,6 +111,7 @@ class Sender:
         self._send_parameters()
         self._send_evaluations()
         self._send_status(status)
+        # Files come last, so that numbers arrive even if the artifact store does not work.
         self._upload()
         if ended is not None:
             self._upload_report(ended)
@@ -155,14 +155,14 @@ class Sender:
         self._outbox.note(run_id=created.info.run_id, status="RUNNING")
 
     def _send_steps(self) -> None:
-        for rows in _portions(self._outbox.steps()):
+        for rows in _requests(self._outbox.steps()):
             self._log([entry for row in rows for entry in row_numbers(row)])
             sent, last = self._outbox.sent, rows[-1]
             self._outbox.note(step=max(sent.step, last["step"]), time=max(sent.time, last["time"]))
             self.steps += len(rows)
 
     def _send_samples(self) -> None:
-        for rows in _portions(self._outbox.samples()):
+        for rows in _requests(self._outbox.samples()):
             self._log([entry for row in rows for entry in row_numbers(row)])
             self._outbox.note(sampled=rows[-1]["time"])
 
@@ -174,8 +174,7 @@ class Sender:
             spec = resolved_spec(self._run)
             known = self._client.get_run(self.mlflow_run_id).data.params
             entries = [Param(key, value) for key, value in parameters(spec).items() if key not in known]
-            for start in range(0, len(entries), PARAMETERS_AT_ONCE):
-                params = entries[start : start + PARAMETERS_AT_ONCE]
+            for params in _chunks(entries, PARAMETERS_AT_ONCE):
                 self._client.log_batch(self.mlflow_run_id, params=params, synchronous=True)
             self._note_logged(name, version)
 
@@ -199,12 +198,11 @@ class Sender:
     def _upload(self) -> None:
         for pattern in (SPEC, EVALUATIONS):
             for name, version in self._outbox.files(pattern, self._outbox.sent.uploaded).items():
-                folder = name.rpartition("/")[0] or None
                 if pattern == SPEC:
                     self._client.log_text(self.mlflow_run_id, spec_text(self._run), name)
                 else:
+                    folder = name.rpartition("/")[0]
                     self._client.log_artifact(self.mlflow_run_id, str(self._run.path / name), artifact_path=folder)
-                if pattern == EVALUATIONS:
                     self._upload_table(name)
                 self._outbox.note(uploaded={**self._outbox.sent.uploaded, name: version})
 
@@ -234,8 +232,7 @@ class Sender:
         from mlflow.entities import Metric
 
         entries = [Metric(name, value, int(at * 1000), step) for name, value, at, step in numbers]
-        for start in range(0, len(entries), METRICS_AT_ONCE):
-            metrics = entries[start : start + METRICS_AT_ONCE]
+        for metrics in _chunks(entries, METRICS_AT_ONCE):
             self._client.log_batch(self.mlflow_run_id, metrics=metrics, synchronous=True)
 
     def _note_logged(self, name: str, version: int) -> None:
@@ -271,8 +268,11 @@ def failure(error: Exception, uri: str) -> str:
     return hide(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
 
 
-def _portions(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
+def _requests(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
     """Split rows into parts that fit into one request each, if no single row is too long."""
-    at_once = max(1, METRICS_AT_ONCE // max(map(len, rows), default=1))
-    for start in range(0, len(rows), at_once):
-        yield rows[start : start + at_once]
+    return _chunks(rows, max(1, METRICS_AT_ONCE // max(map(len, rows), default=1)))
+
+
+def _chunks(entries: Sequence[Entry], size: int) -> Iterator[Sequence[Entry]]:
+    for start in range(0, len(entries), size):
+        yield entries[start : start + size]

@@ -36,7 +36,7 @@ class MachineSampler:
         self._stopped.set()
 
     def _sample_until_stopped(self) -> None:
-        self._measure()  # shares of time are those since this thread looked last
+        self._measure()  # the first sample is dropped: shares of time are those since the sample before
         while not self._stopped.wait(self._every_s):
             row = {"step": self._run.state.step, "time": time.time(), **self._measure()}
             self._run.append(SAMPLES, row)
@@ -60,6 +60,6 @@ def _monitors() -> list[Any]:
 
     monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
     for gpus in (GPUMonitor, ROCMMonitor):
-        with suppress(Exception):  # no such GPU, or not the library that asks it; which error, each library says itself
+        with suppress(Exception):  # no such GPU, or no library for it; each library has its own type of error
             monitors.append(gpus())
     return monitors

@@ -29,7 +29,7 @@ RUNNING = "RUNNING"
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Seconds between two attempts: the first value, and the largest."""
 REPORTED: Mapping[str, Phase] = {"FINISHED": "finished", "FAILED": "failed"}
-"""Ends of which a report is sent, and what it calls them. A run that was interrupted has no time for one, and
+"""Ends after which a report is sent, and the phase that it shows. A run that was interrupted has no time for one, and
 is usually resumed."""
 RESTARTS = 10
 TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
@@ -61,8 +61,8 @@ class Tracker:
             self._changed.notify_all()
 
     def finish(self, status: str, patience_s: float, reason: str = "") -> str:
-        """The run has ended: FINISHED, FAILED (for this ``reason``) or KILLED. Returns when everything is sent, with
-        nothing to say, or after ``patience_s`` with what is in the way."""
+        """The run has ended: FINISHED, FAILED (for this ``reason``) or KILLED. Returns an empty text once everything is
+        sent, or after ``patience_s`` the problem that prevents it."""
         if self._machine is not None:
             self._machine.stop()
         with self._changed:
@@ -150,7 +150,7 @@ class Mlflow(Monitor):
         self._actor.more.remote()
 
     def _ended(self, status: str, timeout_s: float, reason: str) -> str:
-        """Wait until everything is sent; returns what is in the way, empty if nothing is."""
+        """Wait until everything is sent. Returns the problem that prevents it; empty if there is none."""
         import ray
         from ray.exceptions import GetTimeoutError
 

@@ -22,6 +22,11 @@ def warning(path: str, message: str, hint: str = "") -> Problem:
     return Problem(path, message, hint, "warning")
 
 
+def argument_name(written: str) -> str:
+    """The name of a vLLM argument that may be written as on vLLM's command line (`--max-model-len`)."""
+    return written.strip("-").replace("-", "_").lower()
+
+
 def divisors(number: int) -> str:
     """The divisors of a number as text; at most the twelve largest."""
     found = [part for part in range(1, min(number, 100_000) + 1) if number % part == 0]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import entry_points
 
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import rule, warning
+from asyncrl_cli.spec.rules.base import argument_name, rule, warning
 from asyncrl_cli.spec.sections import ClusterSpec, EngineRange, ExperimentSpec
 from asyncrl_cli.spec.sharing import memory_share, shares_gpus
 
@@ -139,7 +139,7 @@ def joined_cluster(spec: ExperimentSpec) -> Iterator[Problem]:
 def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
     """`rollout.engine_args` has no arguments that asyncrl sets itself, and no values that cannot work."""
     for argument, value in spec.rollout.engine_args.items():
-        name = argument.strip("-").replace("-", "_").lower()
+        name = argument_name(argument)
         path = f"rollout.engine_args.{argument}"
         if name in OWN_ENGINE_ARGS or name.startswith("schedul"):
             key = OWN_ENGINE_ARGS.get(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.rules.base import rule
+from asyncrl_cli.spec.rules.base import argument_name, rule
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 FP8_ENGINES = {
@@ -20,7 +20,7 @@ EXACT = {"quantization": (), "kv_cache_dtype": ("auto", "bfloat16")}
 
 def fp8_arguments(spec: ExperimentSpec) -> dict[str, object]:
     """The entries of `rollout.engine_args` with which engines compute in FP8 or another quantized format, by name."""
-    own = {name.strip("-").replace("-", "_").lower(): value for name, value in spec.rollout.engine_args.items()}
+    own = {argument_name(written): value for written, value in spec.rollout.engine_args.items()}
     return {name: own[name] for name in FP8_ENGINES if own.get(name) is not None and own.get(name) not in EXACT[name]}
 
 

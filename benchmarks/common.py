@@ -1,0 +1,56 @@
+"""What several benchmarks use: the quickstart's spec, the command `asyncrl`, the metrics of a run, and tables."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
+ASYNCRL = (sys.executable, "-m", "asyncrl_cli.cli.app")
+"""The command `asyncrl` of this environment."""
+
+
+def run_spec(spec: Path, *options: str) -> None:
+    """Run a spec to its end, without its output."""
+    subprocess.run([*ASYNCRL, "train", str(spec), *options], check=True, stdout=subprocess.DEVNULL)
+
+
+def overrides(changes: Iterable[str]) -> list[str]:
+    """The options of `asyncrl` for these changes of a spec, each ``key=value``."""
+    return [part for change in changes for part in ("--set", change)]
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The metrics of a run's steps. The last line of a run that was killed may be incomplete."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """The duration of a call."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """The processor time that a process has used."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def row(*cells: str) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def header(*names: str) -> str:
+    """The two lines above the rows of a Markdown table."""
+    return f"{row(*names)}\n|{'-|' * len(names)}"
