@@ -1,4 +1,4 @@
-"""What holds for every test: signals are as in a shell, no time is measured, and no process is left behind."""
+"""Settings of all tests: signals have their default handlers, Hypothesis has no deadline, and no process remains."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import secrets
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# A suite that a shell started in the background has SIGINT ignored, one under nohup SIGHUP, and so would everything
-# that tests interrupt.
+# If a shell started the tests in the background, SIGINT is ignored; under nohup, SIGHUP. Processes that tests
+# start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -25,7 +26,7 @@ settings.load_profile("asyncrl")
 SESSION = "ASYNCRL_TEST_SESSION"
 """Environment variable that processes inherit from the tests of one pytest process; each of xdist's has its own."""
 GRACE_S = 30.0
-"""Seconds for processes that are ending."""
+"""Seconds that processes have to end."""
 LIBRARIES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"torch/_inductor/compile_worker")
 """Processes of libraries that end with the pytest process."""
 LONG = (
@@ -37,7 +38,6 @@ LONG = (
     "e2e/faults/test_elastic_engines.py",
     "e2e/saved_model/test_saved_model.py",
     "e2e/faults/test_killed_parts.py",
-    "e2e/gateway/test_mini_bugfix.py",
     "e2e/gateway/test_bugfix.py",
     "e2e/test_outside_faults.py",
     "e2e/test_data.py",
@@ -56,27 +56,30 @@ LONG = (
     "train/test_shards.py",
     "train/test_engine.py",
 )
-"""Files that take from half a minute to three, the longest first."""
+"""Files that take between half a minute and three minutes, the longest first."""
 
 
-# Collecting imports torch and transformers; a third of that would be the garbage collector's (decision 0044).
+# Collecting the tests imports torch and transformers; the garbage collector would take a third of it (decision 0044).
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """From here on memory is collected."""
+    """Enable the garbage collector, and have torch use one thread in the processes of pytest."""
     gc.enable()
+    if torch := sys.modules.get("torch"):
+        # More processes than cores: threads that wait for each other would take twice the time that one needs.
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first: processes take the tests by file, and none is to begin a long one when others are done."""
+    """Long files come first: processes take the tests by file, and no process should begin a long file at the end."""
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_is_left() -> Iterator[None]:
-    """Fail when a process outlives the tests. The first session fixture to start is the last one to end."""
+    """Fail if a process outlives the tests. The first session fixture to start is the last one to end."""
     os.environ[SESSION] = token = secrets.token_hex(8)
     yield
     entry, deadline = f"{SESSION}={token}".encode(), time.monotonic() + GRACE_S
@@ -94,7 +97,7 @@ def _processes_with(entry: bytes) -> list[str]:
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
             command = (process / "cmdline").read_bytes()
-        except OSError:  # of another user, or it has ended
+        except OSError:  # it belongs to another user, or has ended
             continue
         if entry in environment and not any(library in command for library in LIBRARIES):
             tests = [value for value in environment if value.startswith(b"PYTEST_CURRENT_TEST=")]

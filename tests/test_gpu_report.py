@@ -1,4 +1,4 @@
-"""The report of `make gpu`: no part stops another, and what it trains are valid specs on every number of GPUs."""
+"""The report of `make gpu`: no part stops another, and its specs are valid for every number of GPUs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "gpu_report"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("common", "gpu_report")]:
         del sys.modules[name]
 
 
@@ -48,11 +48,11 @@ def test_a_part_that_fails_is_reported_and_stops_no_other(tmp_path: Path) -> Non
         notes.append,
         lambda so_far: kept.append(list(so_far)),
     )
-    assert kept == [["trainer"], ["trainer", "engine"]], "a report that is cut off has what there is"
+    assert kept == [["trainer"], ["trainer", "engine"]], "an interrupted report has all finished parts"
     assert notes == ["trainer ...", "trainer FAILED: RuntimeError: out of memory", "engine ...", "engine done"]
     report = json.loads(json.dumps({"device": "cpu", "gpus": [], "parts": results}))
     text = page(report)
-    assert results["engine"]["figures"]["seconds"] == 0.012345, "a figure is not the time that the part took"
+    assert results["engine"]["figures"]["seconds"] == 0.012345, "a figure is not the duration of the part"
     assert "# asyncrl on no GPU" in text and "1 of 2 parts passed" in text
     assert "| The trainer's speed | FAILED |" in text and "RuntimeError: out of memory" in text
     for line in (
@@ -105,10 +105,10 @@ def test_all_specs_are_valid_and_use_the_gpus(gpus: int, tmp_path: Path) -> None
 
 
 def test_rows_of_a_killed_run_may_end_in_half_a_line(tmp_path: Path) -> None:
-    from gpu_report.runs import rows
+    from common import metrics
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+    assert [row["step"] for row in metrics(tmp_path)] == [1, 2]
 
 
 def test_the_peak_of_a_tree_of_processes_is_seen(tmp_path: Path) -> None:

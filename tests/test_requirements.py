@@ -1,4 +1,4 @@
-"""The locks have what pyproject.toml asks for, and the installer says in three lines what it lacks."""
+"""The locks have the requirements of pyproject.toml, and the installer reports in three lines what is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
 UNLOCKED = {"prometheus"}
-"""Extras whose packages no lock has."""
+"""Extras whose packages are in no lock."""
 
 
 def locked(device: str, python: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def test_the_locks_are_for_the_pythons_that_the_project_names() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_both_environments_have_the_same_versions(python: str) -> None:
-    """But for what vLLM's GPU build pins itself: its PyTorch, and the compilers below it."""
+    """Except what vLLM's GPU build pins itself: its PyTorch and that one's compilers."""
     cpu, gpu = locked("cpu", python), locked("gpu", python)
     differ = {name for name in cpu.keys() & gpu.keys() if cpu[name].partition("+")[0] != gpu[name]}
     assert differ <= {"triton", "apache-tvm-ffi"}
@@ -94,7 +94,7 @@ def test_the_installer_says_that_pytorch_cannot_be_had(tmp_path: Path) -> None:
 
 
 def _python(folder: Path, body: str) -> str:
-    """Stands for a Python that answers some questions by failing."""
+    """A stand-in for a Python whose answers to some checks are failures."""
     script = folder / "python"
     script.write_text(f"#!/bin/sh\n{body}\n")
     script.chmod(0o755)
@@ -102,7 +102,7 @@ def _python(folder: Path, body: str) -> str:
 
 
 def _install(folder: Path, device: str = "cpu", **environment: str) -> list[str]:
-    """The lines of an error; nothing was made."""
+    """The lines of the error message; checks that nothing was created."""
     done = _run_installer(folder, device, **environment)
     assert done.returncode == 2 and not (folder / "environment").exists()
     lines = done.stderr.splitlines()

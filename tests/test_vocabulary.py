@@ -1,7 +1,7 @@
 """The words of the project: what users read is plain standard English with the field's terms, in one style.
 
-Words are looked for in asyncrl_cli (messages, help texts, docstrings and comments), templates/, specs/, README.md,
-CONTRIBUTING.md, docs/, and names of tests; some more in the keys of JSON and in names of the code.
+Words are looked for in asyncrl_cli (messages, help texts, docstrings and comments), tests/, benchmarks/, templates/,
+specs/, README.md, CONTRIBUTING.md and docs/; some more in the keys of JSON and in names of the code.
 Messages and hints of errors, problems and findings begin in lower case and have no full stop at the end.
 """
 
@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "asyncrl_cli"
+CODE = ("asyncrl_cli", "tests", "benchmarks")
 
 INSTEAD = {
     r"mend(s|ed|ing)?": "fix; hint",
@@ -47,12 +48,15 @@ INSTEAD = {
     r"cut short": "truncated",
     r"left out": "omitted, skipped; default",
     r"(held|holds?) (it|them|the run|a run) back": "limit, delay",
-    r"runners?": "episode worker",
+    r"(?<!asyncio\.)runners?": "episode worker",
 }
 """What not to write, as regular expressions, and what to write instead."""
 KEYS = {r"place": "index, location", r"cut": "truncated", r"stay": "request", r"lag": "staleness", r"mend": "hint"}
 """What a key of JSON, a metric or a column is not called, in part or whole."""
-NAMES = r"mend|befall|condemn|breach|conductor|follower|guardian|anew|see_off|take_back|give_up|giv(en|ing)_up|going_on"
+NAMES = re.compile(
+    r"(?<!a)(?<!com)mend|befall|condemn|breach|conductor|follower|guardian|anew|see_off|take_back|"
+    r"give_up|giv(en|ing)_up|go_on|going_on"
+)
 """What no function, class, argument or attribute is called, in part or whole."""
 ALLOWED = {
     ("asyncrl_cli/journal/events.py", "cut"): "the name of a metric before schema 5, which older runs have",
@@ -68,6 +72,15 @@ ALLOWED = {
     ("asyncrl_cli/journal/schema.py", "spells"): "the name of a table before schema 5, which is migrated",
     ("asyncrl_cli/journal/schema.py", "place"): "the name of a column before schema 5, which is migrated",
     ("asyncrl_cli/journal/schema.py", "stay"): "the name of a column before schema 5, which is migrated",
+    ("tests/contracts/vllm_contract.py", "runner"): "vLLM's name of what runs the model in a worker",
+    ("tests/rollout/test_vllm_sampler.py", "runner"): "vLLM's name of what runs the model in a worker",
+    ("tests/gateway/test_responses_clients.py", "runner"): "a class of openai-agents",
+    ("tests/e2e/gateway/library_agents.py", "runner"): "a class of openai-agents",
+    ("tests/e2e/gateway/test_output_formats.py", "spell"): "the text of a prompt",
+    ("tests/e2e/gateway/test_serve.py", "spell"): "the text of a prompt",
+    ("tests/runs/test_checkpoint_files.py", "aside"): "the name of a folder of earlier versions",
+    ("tests/spec/mutations.py", "nobody"): "the name of a user of Linux",
+    ("tests/tasks/test_math_forms.py", "is no"): "the text of an answer",
 }
 """File, and what stands there for a reason."""
 PROPER = {
@@ -103,24 +116,26 @@ def sources() -> list[tuple[str, list[ast.AST]]]:
     return [(path.relative_to(ROOT).as_posix(), list(ast.walk(tree))) for path, tree in zip(paths, trees, strict=True)]
 
 
-def lines() -> Iterator[Text]:
-    """All lines of the package, the documentation, the specs and the templates."""
+@cache
+def lines() -> tuple[Text, ...]:
+    """All lines of the package, the tests, the benchmarks, the documentation, the specs and the templates."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "specs").glob("*")]
     paths += (path for path in (ROOT / "templates").rglob("*") if path.suffix in (".md", ".yaml", ".py"))
-    paths += PACKAGE.rglob("*.py")
-    for path in sorted(path for path in paths if path.is_file()):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            yield Text(path.relative_to(ROOT).as_posix(), number, line)
+    paths += (path for folder in CODE for path in (ROOT / folder).rglob("*.py"))
+    return tuple(
+        Text(path.relative_to(ROOT).as_posix(), number, line)
+        for path in sorted(path for path in paths if path.is_file() and path != Path(__file__))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+    )
 
 
 def misused(texts: Iterable[Text], instead: dict[str, str]) -> Iterator[str]:
     """Where a word is written that should not be, with the line and what to write."""
-    numbered = list(instead.items())
-    pattern = re.compile("|".join(rf"(?P<w{i}>\b(?:{word})\b)" for i, (word, _) in enumerate(numbered)))
+    pattern = re.compile("|".join(rf"\b(?:{word})\b" for word in instead))  # named groups would be 15 times as slow
     for file, line, text in texts:
         for match in pattern.finditer(text.lower()):  # twice as fast as a pattern that ignores case
-            better = numbered[int(str(match.lastgroup)[1:])][1]
             if (file, match[0]) not in ALLOWED:
+                better = next(better for word, better in instead.items() if re.fullmatch(word, match[0]))
                 yield f"{file}:{line}: {match[0]!r} -> {better}: {text.strip()[:110]}"
 
 
@@ -131,15 +146,6 @@ def keys() -> Iterator[Text]:
             text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
             if re.fullmatch(r"[a-z]+([_/][a-z]+)*", text):
                 yield Text(file, getattr(node, "lineno", 0), re.sub(r"[_/]", " ", text))
-
-
-def names() -> Iterator[Text]:
-    """What the code calls its functions, classes, arguments and attributes."""
-    for file, nodes in sources():
-        for node in nodes:
-            for field in ("name", "id", "attr", "arg"):
-                if isinstance(name := getattr(node, field, None), str):
-                    yield Text(file, getattr(node, "lineno", 0), name)
 
 
 def titles() -> Iterator[Text]:
@@ -166,7 +172,8 @@ def test_keys_use_standard_words() -> None:
 
 
 def test_names_use_standard_words() -> None:
-    found = [f"{file}:{line}: {name}" for file, line, name in names() if re.search(NAMES, name, re.IGNORECASE)]
+    code = [text for text in lines() if text.file.endswith(".py")]
+    found = [f"{file}:{line}: {text.strip()}" for file, line, text in code if NAMES.search(text.lower())]
     assert not found, "\n" + "\n".join(found)
 
 

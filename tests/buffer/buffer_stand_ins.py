@@ -38,7 +38,7 @@ def made_ledger(
     total_steps: int | None = None,
     ahead: int | None = None,
 ) -> Ledger:
-    """A ledger by these settings; without ``total_steps`` its run has no end that matters."""
+    """A ledger with these settings; without ``total_steps`` its run is long enough for every test."""
     steps = 10**9 if total_steps is None else total_steps
     return Ledger(BufferSettings(groups_per_step, publish_every, max_staleness, on_stale, steps, 1, False, ahead=ahead))
 
@@ -52,7 +52,7 @@ def candidates(first: int, count: int) -> list[Candidate]:
 
 
 def rollout(rollout_id: str, versions: Sequence[int] = (0, 0), seed: int = 0) -> Rollout:
-    """A finished rollout with a token per version. Its numbers have any bits at all, so that a NaN is among them."""
+    """A finished rollout with one token per version. Its log-probs have random bits, so some of them are NaN."""
     bits = np.random.default_rng([seed, zlib.crc32(rollout_id.encode())])
     return Rollout(
         rollout_id=rollout_id,
@@ -77,7 +77,7 @@ def pieces(of: Rollout, start: int = 0, end: int | None = None) -> list[Segment]
 
 
 def extended(of: Rollout, more: Rollout) -> Rollout:
-    """A rollout with the tokens of another one behind its own."""
+    """A rollout with the tokens of another one appended."""
     return replace(
         of,
         ids=np.concatenate([of.ids, more.ids]),
@@ -87,13 +87,13 @@ def extended(of: Rollout, more: Rollout) -> Rollout:
 
 
 def episode(sequences: Iterable[Rollout]) -> Rollout:
-    """A rollout of these sequences. How a branch ended is not recorded, so that it ends like the first one here."""
+    """A rollout of these sequences. The end of a branch is not recorded, so here it is that of the first sequence."""
     root, *branches = sequences
     return replace(root, branches=tuple(replace(branch, finish_reason=root.finish_reason) for branch in branches))
 
 
 def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
-    """Segments that follow one another from token 0 on, put together."""
+    """Segments that follow each other from token 0, joined."""
     so_far = rollout(rollout_id, ())
     for segment in segments:
         assert segment.rollout_id == rollout_id
@@ -105,7 +105,7 @@ def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
 
 
 def tokens(of: Rollout) -> tuple[str, Any, ...]:
-    """A rollout's id and its arrays bit for bit, to be compared."""
+    """A rollout's id and the bits of its arrays, to be compared."""
     return (
         of.rollout_id,
         *((array.dtype.str, array.tobytes()) for array in (of.ids, of.logprobs, of.versions)),
@@ -113,12 +113,12 @@ def tokens(of: Rollout) -> tuple[str, Any, ...]:
 
 
 def contents(of: Rollout) -> tuple[Any, ...]:
-    """All of a rollout, bit for bit, to be compared."""
+    """All data of a rollout as bits, to be compared."""
     return (*tokens(of), of.prompt_ids, of.finish_reason, tuple(map(contents, of.branches)))
 
 
 def content(batch: TrainingBatch) -> tuple[Any, ...]:
-    """A batch bit for bit, to be compared."""
+    """All data of a batch as bits, to be compared."""
     groups = tuple(
         (group.group_id, group.uid, group.version, tuple(map(contents, group.rollouts)), group.rewards, group.metrics)
         for group in batch.groups
@@ -136,12 +136,12 @@ def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Roll
 
 
 def group_outcomes(group_id: int) -> list[Outcome]:
-    """Rewards that differ, so that the group is finished."""
+    """Rewards that differ, so that the group is not rejected."""
     return [Outcome(training_rollout_id(group_id, index), Scored(float(index))) for index in range(SETTINGS.group_size)]
 
 
 def commit(book: DurableLedger) -> None:
-    """Write what is noted."""
+    """Commit all noted events."""
     book.journal.commit(book.journal.noted())
 
 
@@ -160,4 +160,4 @@ WITHOUT_SCHEMA_8 = "".join(
     }.items()
     for column in columns.split()
 )
-"""Makes tables of the newest schema those of schema 7."""
+"""Converts tables of the newest schema to schema 7."""

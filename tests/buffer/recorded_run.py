@@ -1,4 +1,4 @@
-"""A whole run in a journal, without engines and trainers: the buffer's real code under a clock that is set by hand."""
+"""A complete run in a journal, without engines and trainers: the buffer's real code with a simulated clock."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def settings(**changes: object) -> BufferSettings:
 
 
 class RecordedRun:
-    """A run: ``step`` does what the orchestrator does, and everything lands in the journal.
+    """A run: ``step`` does what the orchestrator does, and everything is written to the journal.
 
-    Group g runs for ``seconds(g)``; ``concurrency`` groups run at once; its rollouts cross a version when one is
-    published while they run. ``response`` is what each rollout answers, in token ids; rewards are 0, 1, 0, 1, ...
+    Group g runs for ``seconds(g)``; ``concurrency`` groups run at once. If a version is published meanwhile, its
+    rollouts have tokens of both versions. ``response`` has the token ids of each rollout; rewards are 0, 1, 0, 1, ...
     """
 
     prompt_ids: tuple[int, ...] = (9, 9, 9)
-    metrics: Mapping[str, float] = {}  # what the task measures
+    metrics: Mapping[str, float] = {}  # metrics of the task
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class RecordedRun:
         self.fill()
 
     def step(self) -> None:
-        """Wait for a batch, train it, publish when a version is due."""
+        """Wait for a batch, train it, and publish a version if one is due."""
         asked = self.now
         step = self.take()
         self.waited.append(self.now - asked)
@@ -92,7 +92,7 @@ class RecordedRun:
         self.commit()
 
     def take(self) -> int:
-        """Take the next batch, once it is there; returns its step."""
+        """Take the next batch as soon as it is ready; returns its step."""
         step = self.book.ledger.step
         while (waiting := self.book.take(step)) is not None:
             for old, new, _ in self.book.requeue(waiting.overdue):
@@ -104,21 +104,21 @@ class RecordedRun:
         return step
 
     def pass_time(self, seconds: float) -> None:
-        """Let time go by, with the groups that end meanwhile."""
+        """Advance the clock, and finish the groups that end in this time."""
         until = self.now + seconds
         while self._ends and self._ends[0][0] <= until:
             self._end_first()
         self.now = until
 
     def crash(self, down_s: float) -> None:
-        """Die, and be resumed after a while; what was under way takes up where it was."""
+        """Crash, and resume ``down_s`` later; running groups continue from where they were."""
         self.book.journal.close()
         self.now += down_s
         self._ends = [(end + down_s, group_id) for end, group_id in self._ends]
         self.book = self._open("resume")
 
     def fill(self) -> None:
-        """Admit what there is room for."""
+        """Admit as many groups as there is room for."""
         for _ in range(min(self.book.ledger.room(), self._concurrency - len(self._ends))):
             self._serial += 1
             prompt = Prompt(f"p{self._serial}", f"question {self._serial}?", {"answer": "7"})
@@ -142,7 +142,7 @@ class RecordedRun:
         )
 
     def commit(self) -> None:
-        """Write what is noted."""
+        """Commit all noted events."""
         self.book.journal.commit(self.book.journal.noted())
 
     def _started(self, group_id: int) -> None:
@@ -174,7 +174,7 @@ class RecordedRun:
 class EpisodeRun(RecordedRun):
     """A run of episodes: two calls with two tokens of ``tool`` between them, and a branch of one call.
 
-    A call before a publish answers half of ``response``, one after it the other half; the branch answers all of it.
+    The first call gives half of ``response`` and the second the other half; the branch gives all of it.
     """
 
     prompt_ids = ()
@@ -183,7 +183,7 @@ class EpisodeRun(RecordedRun):
     tool: Sequence[int] = (14, 15)
 
     def rollout(self, group_id: int, index: int) -> Rollout:
-        """As the base class has it, with what the policy was given between."""
+        """As in the base class, with given tokens between the two calls."""
         answered = super().rollout(group_id, index)
         half = len(self._response) // 2
         calls = answered.ids[:half], answered.ids[half:]

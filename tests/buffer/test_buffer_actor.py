@@ -1,4 +1,4 @@
-"""The buffer's calls: many share a commit, and none is answered before its own."""
+"""The buffer's calls: many calls share a commit, and each is answered after its commit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _no_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No commit is put off."""
+    """No commit is delayed."""
     monkeypatch.setattr(actor, "LAZY_S", 0.0)
 
 
@@ -62,19 +62,19 @@ async def opened(folder: Path, settings: BufferSettings = SETTINGS, kind: str = 
 
 
 def opening_of(folder: Path, settings: BufferSettings = SETTINGS) -> Opening:
-    """What another process would find in the file now."""
+    """The journal as another process would read it now."""
     return DurableLedger(folder / FILE, settings).opening()
 
 
 async def started(*calls: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
-    """Calls that have begun and wait for what they wait for."""
+    """Returns when all calls have begun and are waiting."""
     tasks = [asyncio.create_task(call) for call in calls]
     await asyncio.sleep(0)
     return tasks
 
 
 class Gate:
-    """The journal's commits, each of which waits until it is let through, and may fail then."""
+    """A gate for the journal's commits: each waits until the test lets it continue or fail."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.commits: list[Sequence[Statement]] = []
@@ -92,10 +92,10 @@ class Gate:
         self._commit(statements)
 
     async def begun(self) -> None:
-        """Wait until the next commit waits at the gate."""
+        """Return when the next commit waits at the gate."""
         await asyncio.get_running_loop().run_in_executor(None, self._begun.acquire)
 
-    def let_through(self, error: Exception | None = None) -> None:
+    def release(self, error: Exception | None = None) -> None:
         """The commit at the gate continues, or fails."""
         self._error = error
         self._through.release()
@@ -115,13 +115,13 @@ def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
         others = await started(*(buffer.record(group_rollouts(group_id), [], []) for group_id in range(1, 50)))
         (failure,) = await started(buffer.failed("engine", "engine-0", "went away"))
         assert not first.done()
-        gate.let_through()
+        gate.release()
         await first
         found = opening_of(tmp_path, buffer._settings)
         assert [group.admission.group_id for group in found.groups if group.unscored] == [0]
         await gate.begun()
         assert not any(task.done() for task in [*others, failure])
-        gate.let_through()
+        gate.release()
         await asyncio.gather(*others, failure)
         assert len(gate.commits) == 2
         found = opening_of(tmp_path, buffer._settings)
@@ -149,7 +149,7 @@ def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
         (urgent,) = await started(buffer.fallback(0))
         await gate.begun()
         assert not any(task.done() for task in [*lazy, urgent])
-        gate.let_through()
+        gate.release()
         await asyncio.gather(*lazy, urgent)
         assert len(gate.commits) == 1
 
@@ -195,7 +195,7 @@ def test_a_cancelled_caller_does_not_cancel_the_commit(tmp_path: Path) -> None:
         gone, stays = await started(buffer.record(group_rollouts(0), [], []), buffer.record(group_rollouts(1), [], []))
         await gate.begun()
         gone.cancel()
-        gate.let_through()
+        gate.release()
         await stays
         assert gone.cancelled()
         assert [len(group.unscored) for group in opening_of(tmp_path).groups] == [2, 2, 0, 0]
@@ -234,7 +234,7 @@ def test_a_failed_commit_fails_every_later_call(tmp_path: Path) -> None:
         await gate.begun()
         second = await started(*(buffer.record([rollout(f"{group_id}-1")], [], []) for group_id in running))
         error = JournalError("the journal failed: database or disk is full", location="journal.db", hint="Free space")
-        gate.let_through(error)
+        gate.release(error)
         answers = await asyncio.gather(waiting, *first, *second, return_exceptions=True)
         assert all(answer is error for answer in answers)
         for name, call in LATER.items():
@@ -369,7 +369,7 @@ def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
     run(test())
 
 
-# -- the real thing
+# -- a real actor
 
 
 @pytest.mark.stack
@@ -385,7 +385,7 @@ def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
     logs.mkdir()
 
     with ray_cluster(ExperimentSpec.model_validate(smallest), logs):
-        import ray  # Ray reads its settings, the token among them, when it is imported
+        import ray  # Ray reads its settings, including the token, when it is imported
         from ray.exceptions import RayActorError
 
         for life, kind in enumerate(("train", "restart", "restart", "resume")):
@@ -403,7 +403,7 @@ def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
                 assert [tokens(part(half, s.start, s.end)) for s in prefix] == [tokens(half)]
                 assert len(opening.groups) == 200
             pid = ray.get(buffer.pid.remote(), timeout=LIMIT_S)
-            # Many calls on their way, and the kill as soon as some are answered.
+            # Many calls are in flight, and the actor is killed as soon as some are answered.
             sent = {
                 buffer.record.remote([one], [], []): one
                 for one in (rollout(f"{group_id}-1", [0] * 2000) for group_id in range(life * 50, life * 50 + 50))

@@ -1,4 +1,4 @@
-"""A resume with another `pipeline.on_stale`, and how the steps before and after it are judged."""
+"""A resume with another `pipeline.on_stale`, and how the steps before and after it are verified."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def finish(book: DurableLedger, *group_ids: int) -> None:
 
 
 def step(book: DurableLedger) -> None:
-    """The newest groups finish and are trained; older ones stay behind."""
+    """The newest groups finish and are trained; older ones keep running."""
     at = book.ledger.step
     fill(book)
     while book.take(at) is not None:
@@ -60,7 +60,7 @@ def report_of(path: Path) -> Report:
         return staleness_report(connection)
 
 
-def behind(path: Path) -> DurableLedger:
+def late_run(path: Path) -> DurableLedger:
     """A run with `train` whose first groups are late."""
     book = opened(path, by("train"))
     for _ in range(4):
@@ -71,7 +71,7 @@ def behind(path: Path) -> DurableLedger:
 
 @pytest.mark.parametrize("policy", ["wait", "requeue"])
 def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: OnStale) -> None:
-    behind(path).journal.close()
+    late_run(path).journal.close()
     with pytest.raises(JournalError, match=f"cannot change from train to {policy} now: [0-9]+ of the groups") as caught:
         DurableLedger(path, by(policy))
     assert "resume without this change" in caught.value.hint
@@ -79,8 +79,8 @@ def test_a_strict_policy_is_refused_while_groups_are_late(path: Path, policy: On
 
 
 def test_each_step_is_checked_against_the_settings_at_its_time(path: Path) -> None:
-    book = behind(path)
-    for at in range(4, 10):  # those that are late come first now
+    book = late_run(path)
+    for at in range(4, 10):  # late groups come first now
         fill(book)
         finish(book, *book.ledger.running)
         assert book.take(at) is None

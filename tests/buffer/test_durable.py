@@ -1,4 +1,4 @@
-"""The ledger with its journal, event by event. ``test_durable_properties`` has the crashes at any moment."""
+"""The ledger with its journal, event by event. ``test_durable_properties`` tests crashes at any moment."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def opened(path: Path, settings: BufferSettings = SETTINGS, base: Any = None) ->
 
 
 def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
-    """The next process, after everything noted is committed."""
+    """The same journal in the next process, after all noted events are committed."""
     commit(book)
     book.journal.close()
     return opened(path)
@@ -112,7 +112,7 @@ def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
     branch, dropped = rollout("0-1.1", [CONTEXT, 2, 2, CONTEXT]), rollout("0-1.2", [CONTEXT, 3])
     book.grown([*pieces(root, 0, 4), *pieces(branch, 0, 2), *pieces(dropped), *pieces(root, 4, 6)])
     again = rollout("0-1.1", [CONTEXT, 2, 2, CONTEXT], seed=1)
-    book.grown(pieces(again, 0, 1))  # voids what followed in this sequence, and in no other
+    book.grown(pieces(again, 0, 1))  # invalidates later segments of this sequence, and of no other
     book, opening = reopened(book, path)
     found = {branch: joined(of[0].rollout_id, of) for branch, of in opening.groups[0].prefixes[1].items()}
     assert [tokens(found[at]) for at in range(3)] == [
@@ -125,7 +125,7 @@ def test_each_sequence_of_an_episode_is_recorded_separately(path: Path) -> None:
 
     ended = episode([root, branch])
     book.record([ended], [Outcome("0-1", Scored(0.5, {"turns": 2.0, "tool_errors": 0.0}))])
-    book.grown(pieces(dropped))  # too late
+    book.grown(pieces(dropped))  # arrives too late
     book, opening = reopened(book, path)
     assert opening.groups[0].scored == {1}
     assert book.journal._connection.execute(row).fetchone() == (6, 0, 2)
@@ -150,7 +150,7 @@ def test_an_episode_waits_for_its_reward_with_all_its_sequences(path: Path) -> N
     book.record([ended])
     book, opening = reopened(book, path)
     assert contents(opening.groups[0].unscored[0]) == contents(ended)
-    book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # delivered again
+    book.record([episode([rollout("0-0", [CONTEXT, 0])])])  # delivered a second time
     book.score([Outcome("0-0", Scored(1.0, {"turns": 3.0}))])
     commit(book)
     found = book.journal._connection.execute("SELECT tokens, reward, metrics FROM rollouts").fetchall()
@@ -225,7 +225,7 @@ def test_a_prompt_is_admitted_once(path: Path) -> None:
 
 
 def overdue_book(path: Path) -> DurableLedger:
-    """A book whose group 0 holds back the batch of step 1."""
+    """A ledger whose group 0 delays the batch of step 1."""
     book, _ = opened(path, replace(SETTINGS, on_stale="requeue", groups_per_step=1))
     book.admit(candidates(1, 2))
     finish(book, 1)
@@ -249,7 +249,7 @@ def test_a_requeued_group_runs_again_under_a_new_index(path: Path) -> None:
     (group,) = opening.groups
     assert (group.admission.group_id, group.admission.version, group.admission.prompt.uid) == (3, 1, "p1")
     assert (group.scored, group.unscored, group.prefixes) == (frozenset(), {}, {})
-    assert (opening.serial, opening.loader) == (3, {"epoch": 0, "position": 3}), "a replacement is no new prompt"
+    assert (opening.serial, opening.loader) == (3, {"epoch": 0, "position": 3}), "a replacement is not a new prompt"
     assert opening.counts.requeued == 1
 
 
@@ -318,11 +318,11 @@ def test_a_step_trained_again_keeps_its_first_report(path: Path) -> None:
     assert reopened(book, path)[1].checksum == "another"
 
 
-# -- going on without the journal
+# -- continuing without the journal
 
 
-def given_up(path: Path) -> dict[str, Any]:
-    """What a checkpoint after two steps keeps of a journal in which p1 runs again and p4 has just begun."""
+def base_of_a_checkpoint(path: Path) -> dict[str, Any]:
+    """What a checkpoint after two steps stores of a journal in which p1 runs again and p4 has just begun."""
     book = overdue_book(path)
     book.requeue([0])
     assert book.take(1) is None
@@ -335,7 +335,7 @@ def given_up(path: Path) -> dict[str, Any]:
 
 
 def test_a_run_continues_from_a_checkpoint_without_its_journal(tmp_path: Path) -> None:
-    base = given_up(tmp_path / "old.db")
+    base = base_of_a_checkpoint(tmp_path / "old.db")
     path = tmp_path / "new.db"
     book, opening = opened(path, base=base)
     assert (opening.step, opening.version, opening.trained, opening.checksum) == (2, 2, 2, None)
@@ -375,7 +375,7 @@ def test_a_prompt_that_waits_twice_is_admitted_twice(path: Path) -> None:
 
 
 def test_a_journal_keeps_its_base(tmp_path: Path) -> None:
-    base = given_up(tmp_path / "old.db")
+    base = base_of_a_checkpoint(tmp_path / "old.db")
     for settled, first in (("with", base), ("without", None)):
         path = tmp_path / f"{settled}.db"
         opened(path, base=first)[0].journal.close()
@@ -396,9 +396,9 @@ def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
 
 
 def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:
-    """The last visits of a prompt count, whatever became of its group but for a failure."""
+    """The last visits of a prompt count, whether or not its group was trained, except failed ones."""
     settings = replace(SETTINGS, note_solved=True, max_staleness=9)
-    rewards = {  # by prompt, those of its visits
+    rewards = {  # for each prompt, the rewards of its visits
         "once": [(1.0, 1.0)],
         "twice": [(0.0, 1.0), (1.0, 2.0), (1.0, 1.5)],
         "not_now": [(1.0, 1.0), (1.0, 0.5)],
@@ -421,4 +421,4 @@ def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:
     assert solved == {group_id for group_id, (_, pair) in enumerate(visits) if min(pair) >= 1.0}
     book.journal.commit(book.journal.noted())
     assert DurableLedger(path, settings).opening().solved == {"once": 1, "twice": 2}
-    assert DurableLedger(path, SETTINGS).opening().solved == {}, "the history is read only for those who want to know"
+    assert DurableLedger(path, SETTINGS).opening().solved == {}, "the history is read only if it is requested"

@@ -1,9 +1,9 @@
-"""What is acknowledged survives a crash at any moment, and telling it again changes nothing.
+"""What is acknowledged survives a crash at any moment, and repeated calls change nothing.
 
-The machine plays the driver and its engines against a ledger with a journal. ``Known`` is what the journal must
-hold: it is kept beside it, saved at every commit (which may come after any call) and put back at every crash. Rollouts
-may be episodes of several sequences, with given tokens anywhere; ``engines``, ``delivered`` and ``prefixes`` go by the
-ids of sequences.
+The state machine acts as the driver and its engines, and calls a ledger with a journal. ``Known`` is the expected
+content of the journal: it is saved at every commit (which may come after any call) and restored at every crash.
+Rollouts may be episodes of several sequences, with given tokens anywhere; the keys of ``engines``, ``delivered`` and
+``prefixes`` are the ids of sequences.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 @dataclass
 class Known:
-    """What the driver has sent, and what it was answered."""
+    """What the driver has sent, and the answers to it."""
 
     ledger: LedgerState
     serial: int = 0
@@ -143,24 +143,24 @@ class Crashes(RuleBasedStateMachine):
         for name in names:
             self.engines[name] = extended(self.engines.get(name, rollout(name, ())), self._more(name, count))
         if sent:
-            self._tell(names)
+            self._send(names)
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def generate_again(self, data: st.DataObject) -> None:
-        """An engine failed, and another begins from the start or from where a segment ended."""
+        """An engine failed, and another one starts at the beginning or at the end of a segment."""
         name = data.draw(st.sampled_from(sorted(self.delivered)))
         sent = self.delivered[name]
         ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < sent]
         self.delivered[name] = data.draw(st.sampled_from([0, *ends]))
         more = self._more(name, data.draw(st.integers(1, sent + 1)))
         self.engines[name] = extended(part(self.engines[name], 0, self.delivered[name]), more)
-        self._tell([name])
+        self._send([name])
 
     @precondition(lambda self: self._running())
     @rule(data=st.data(), count=st.integers(1, 4))
     def finish(self, data: st.DataObject, count: int) -> None:
-        """Rollouts end; one that has no token yet has none in the end."""
+        """Rollouts end; one without tokens ends without tokens."""
         ended = data.draw(st.lists(st.sampled_from(self._running()), max_size=count, unique=True))
         self._call("record", [self._whole(name) for name in ended])
 
@@ -211,7 +211,7 @@ class Crashes(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def run_on(self, count: int) -> None:
-        """Some steps in which only the newest groups finish, so that the old ones fall behind."""
+        """Some steps in which only the newest groups finish, so that the old ones become late."""
         for _ in range(count):
             self.admit(9)
             for group_id in reversed(self.book.ledger.running[1:]):
@@ -225,17 +225,17 @@ class Crashes(RuleBasedStateMachine):
             if self.book.ledger.publish_due:
                 self.publish()
 
-    # -- what can happen to them
+    # -- faults
 
     @rule(data=st.data())
     def answers_are_lost(self, data: st.DataObject) -> None:
-        """The last calls are made again, in their order."""
+        """The last calls are repeated, in their order."""
         self._repeat(self.calls[len(self.calls) - data.draw(st.integers(0, min(len(self.calls), 12))) :])
 
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def an_old_call_is_repeated(self, data: st.DataObject) -> None:
-        """Any call, except that the tokens of a rollout that continues come in order."""
+        """Any call is repeated, except that tokens of a running rollout arrive in order."""
         method, argument = data.draw(st.sampled_from(self.calls))
         if method == "grown":
             argument = [segment for segment in argument if _rollout_of(segment.rollout_id) in self.known.recorded]
@@ -244,7 +244,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self.known.ledger.next_id)
     @rule()
     def the_run_dies(self) -> None:
-        """Everything but the file is lost. The next driver begins where the journal ends."""
+        """Everything except the file is lost. The next driver continues where the journal ends."""
         self._die()
         self.known = self.saved.copy()
         opening = self._opened_as_saved()
@@ -258,7 +258,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self.calls)
     @rule(data=st.data())
     def the_buffer_dies(self, data: st.DataObject) -> None:
-        """The driver makes again what was not answered, and perhaps some of what was: all is as if nothing had been."""
+        """The driver repeats unanswered calls, and perhaps answered ones: the state is as if nothing had happened."""
         before = self.known
         self._die()
         self.known = self.saved.copy()
@@ -273,11 +273,11 @@ class Crashes(RuleBasedStateMachine):
         taken = [group_id for batch, _ in self.known.batches.values() for group_id in batch.group_ids]
         assert len(taken) == len(set(taken))
 
-    # -- how
+    # -- helpers
 
     def _open(self, path: Path) -> None:
         self.book = DurableLedger(path, self.settings)
-        self.book.journal._connection.execute("PRAGMA synchronous = OFF")  # a crash here is no power failure
+        self.book.journal._connection.execute("PRAGMA synchronous = OFF")  # a simulated crash is not a power failure
 
     def _commit(self) -> None:
         commit(self.book)
@@ -285,7 +285,7 @@ class Crashes(RuleBasedStateMachine):
         self.answered = len(self.calls)
 
     def _die(self) -> None:
-        """Leave the file as a kill leaves it: the journal is not closed, and its log not merged."""
+        """Leave the file as after a kill: the journal is not closed, and its log is not merged."""
         self.lives += 1
         path = self.folder / f"{self.lives}.db"
         for end in ("", "-wal"):
@@ -294,7 +294,7 @@ class Crashes(RuleBasedStateMachine):
         self._open(path)
 
     def _opened_as_saved(self) -> Any:
-        """The opening of a journal that has just been opened: everything acknowledged, and nothing else."""
+        """The opening of the journal: it must have everything that was acknowledged, and nothing else."""
         opening, known = self.book.opening(), self.known
         assert self.book.ledger.snapshot() == known.ledger
         assert (opening.step, opening.version) == (known.ledger.step, known.ledger.version)
@@ -327,7 +327,7 @@ class Crashes(RuleBasedStateMachine):
         return opening
 
     def _call(self, method: str, argument: Any) -> Any:
-        """Make a call, and note in ``known`` what the buffer must know from here on."""
+        """Make a call, and add its effect to ``known``."""
         upcoming = self.book.ledger.next_batch()
         answer = getattr(self.book, method)(argument)
         self.calls.append((method, argument))
@@ -354,24 +354,24 @@ class Crashes(RuleBasedStateMachine):
         return answer
 
     def _more(self, name: str, count: int) -> Rollout:
-        """New tokens of a sequence, the first of them given ones in an episode."""
+        """New tokens of a sequence; in an episode the first of them are given tokens."""
         self.seed += 1
         given = self.random.randint(0, 2) if self.episodes else 0
         return rollout(name, [CONTEXT] * given + [self.book.ledger.version] * count, self.seed)
 
     def _whole(self, name: str) -> Rollout:
-        """A rollout as it ends, with what its branches have by then."""
+        """A rollout at its end, with the present tokens of its branches."""
         others = sorted((one for one in self.engines if _rollout_of(one) == name != one), key=sequence_of)
         return episode([self.engines.get(name, rollout(name, ())), *(self.engines[one] for one in others)])
 
-    def _tell(self, names: list[str]) -> None:
-        """Send the tokens that the engines have added since the last time."""
+    def _send(self, names: list[str]) -> None:
+        """Send the tokens that the engines have added since the last call."""
         sent = [segment for name in names for segment in pieces(self.engines[name], self.delivered.get(name, 0))]
         self.delivered |= {name: len(self.engines[name].ids) for name in names}
         self._call("grown", sent)
 
     def _repeat(self, calls: Iterable[tuple[str, Any]]) -> None:
-        """Make calls again. All is as it was before."""
+        """Repeat calls. The state must not change."""
         for method, argument in calls:
             getattr(self.book, method)(argument)
         assert self.book.ledger.snapshot() == self.known.ledger
@@ -388,7 +388,7 @@ class Crashes(RuleBasedStateMachine):
 
     def _recorded(self, ended: list[Rollout]) -> None:
         for one in ended:
-            self.known.recorded.setdefault(one.rollout_id, one)  # the first one counts
+            self.known.recorded.setdefault(one.rollout_id, one)  # the first result counts
             for name in [name for name in self.known.prefixes if _rollout_of(name) == one.rollout_id]:
                 del self.known.prefixes[name]
 

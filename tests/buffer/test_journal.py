@@ -1,4 +1,4 @@
-"""The journal's file: what is kept, who may read it when, and the errors when it fails."""
+"""The journal's file: what is stored, who may read it at which time, and the errors when it fails."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _one_step(book: DurableLedger, step: int) -> None:
 
 
 def batch_in(path: Path, step: int) -> TrainingBatch:
-    """A batch as a reader without write access sees it."""
+    """A batch, as a read-only reader reads it."""
     with closing(open_for_reading(path)) as connection:
         return read_batch(connection, step)
 
@@ -115,7 +115,7 @@ def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
     assert "full" in caught.value.message
     assert caught.value.location == str(path)
     assert "free space" in caught.value.hint
-    assert content(batch_in(path, 0)) == batch, "and it can be read while the writer is still there"
+    assert content(batch_in(path, 0)) == batch, "it can be read while the writer has it open"
     book.journal.close()
     book = DurableLedger(path, SETTINGS)
     (group,) = book.opening().groups[:1]
@@ -181,7 +181,7 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
 def test_pruning_takes_small_commits(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_file, "PRUNED_AT_ONCE", 2)
     book = book_with_steps(path, 4)
-    assert pruned(book, 3) == 4, "six groups, two at a time, and a look that finds none"
+    assert pruned(book, 3) == 4, "six groups, two at a time, and a last call that finds none"
     assert pruned(book, 3) == 1
     assert book.journal.batch(3).step == 3
 
@@ -194,7 +194,7 @@ def test_a_rejected_group_is_pruned_with_its_neighbours(path: Path) -> None:
     assert [g for (g,) in book.journal._connection.execute(rows)] == [0, 1, 2, 3]
     pruned(book, 1)
     assert [g for (g,) in book.journal._connection.execute(rows)] == [3]
-    assert count(book.journal._connection, "rollouts") == 8, "what they were is still known"
+    assert count(book.journal._connection, "rollouts") == 8, "their states are still known"
 
 
 def test_a_batch_that_was_never_taken_cannot_be_read(path: Path) -> None:
@@ -238,10 +238,10 @@ def test_a_reader_sees_each_commit_and_delays_none(path: Path) -> None:
         assert count(looking, "batches") == 1
         finish(book, book.ledger.running[0])
         assert book.take(1) is None
-        assert count(watching, "batches") == 1, "what is noted is not committed"
+        assert count(watching, "batches") == 1, "noted events are not committed yet"
         commit(book)
         assert count(watching, "batches") == 2
-        assert count(looking, "batches") == 1, "one look sees one moment"
+        assert count(looking, "batches") == 1, "a snapshot shows one moment"
         assert content(read_batch(watching, 1)) == content(book.journal.batch(1))
         looking.execute("COMMIT")
         assert count(looking, "batches") == 2
@@ -269,7 +269,7 @@ def test_a_copy_of_a_live_run_can_be_read_and_resumed(tmp_path: Path, path: Path
 
 @contextmanager
 def not_writable(folder: Path) -> Iterator[None]:
-    """As a user who may not write in a folder; root may write anywhere, so root is another user meanwhile."""
+    """Makes a folder read-only. Root may write anywhere, so the process becomes another user meanwhile."""
     mode, me = folder.stat().st_mode, os.geteuid()
     folder.chmod(0o555)
     try:
@@ -283,7 +283,7 @@ def not_writable(folder: Path) -> Iterator[None]:
 
 @pytest.fixture
 def archive() -> Iterator[Path]:
-    """A folder that anybody may enter."""
+    """A folder that every user may enter."""
     folder = Path(tempfile.mkdtemp(prefix="archive-"))
     folder.chmod(0o755)
     yield folder
@@ -312,7 +312,7 @@ def test_a_killed_run_is_never_read_without_its_last_commits(archive: Path, path
     assert content(batch_in(archive / FILE, 1)) == content(book.journal.batch(1))
 
 
-# -- files that are none
+# -- files that are not journals
 
 
 def test_a_missing_journal_is_named(path: Path) -> None:
@@ -353,11 +353,11 @@ def test_an_older_schema_is_read_as_the_newest_and_changed_by_the_writer_alone(
 
 
 WRITTEN_BY_SCHEMA_4 = Path(__file__).parents[1] / "fixtures" / "journal_schema_4.sql"
-"""``book_with_steps(path, 2)``, two engine requests, a checkpoint and a failure, as the code of schema 4 left it."""
+"""``book_with_steps(path, 2)``, two engine requests, a checkpoint and a failure, written by the code of schema 4."""
 
 
 def as_schema(number: int, folder: Path, path: Path) -> None:
-    """The run of ``WRITTEN_BY_SCHEMA_4`` as the writer of an older schema would have left it."""
+    """The run of ``WRITTEN_BY_SCHEMA_4`` as the writer of an older schema would have written it."""
     written = folder / "schema_4.db"
     with closing(sqlite3.connect(written)) as connection:
         connection.executescript(WRITTEN_BY_SCHEMA_4.read_text())
@@ -376,7 +376,7 @@ def as_schema(number: int, folder: Path, path: Path) -> None:
 
 
 def layout(path: Path) -> set[tuple[str, str, str]]:
-    """Tables and indexes of a journal, with what their columns are."""
+    """Tables and indexes of a journal, with their columns."""
     with closing(sqlite3.connect(path)) as connection:
         named = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
         return {
@@ -472,7 +472,7 @@ def with_a_torn_page(data: bytes) -> bytes:
 
 
 def with_flipped_bits(data: bytes) -> bytes:
-    """In the tokens of step 0, of which SQLite itself takes no notice."""
+    """In the tokens of step 0, where SQLite itself does not detect it."""
     at = data.index(rollout("0-0").ids.tobytes())
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 

@@ -1,4 +1,4 @@
-"""The recorded choice of experts in the journal: it stays with its tokens, and without it nothing is written."""
+"""The recorded choice of experts in the journal: it is stored with its tokens; without it nothing is written."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_tokens_that_are_generated_again_have_the_new_experts(path: Path) -> Non
     book, (group, *_) = running(path)
     first, again = routed(f"{group}-0", seed=1), routed(f"{group}-0", seed=2)
     book.grown(pieces(first))
-    book.grown(pieces(replace(again, experts=None), 0, 2))  # by an engine that records none
+    book.grown(pieces(replace(again, experts=None), 0, 2))  # by an engine that does not record experts
     commit(book)
     assert rows_in(path) == 0
     book.grown(pieces(again, 2))

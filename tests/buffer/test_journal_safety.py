@@ -1,4 +1,4 @@
-"""What keeps the journal true: one writer, values that can be stored, checksums, and checkpoints as on disk."""
+"""What keeps the journal correct: one writer, values that can be stored, checksums, and checkpoints as on disk."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
         with pytest.raises(JournalError, match="locked") as caught:
             commit(old)
         refused.append(caught)
-        return newest_serial(connection)  # the last that is read
+        return newest_serial(connection)  # this is read last
 
     monkeypatch.setattr(progress, "newest_serial", while_reading)
     new = DurableLedger.begin(path, SETTINGS, "resume", "")
@@ -293,7 +293,7 @@ def folder_of(path: Path, step: int) -> Path:
 
 
 def recorded(path: Path) -> dict[int, bool]:
-    """Every checkpoint in the journal, and whether it is there still."""
+    """Every checkpoint in the journal, and whether it still exists."""
     with queries.snapshot(path) as connection:
         return {at.after_step: at.removed_at is None for at in history(connection).checkpoints}
 
@@ -315,14 +315,14 @@ def test_checkpoints_in_the_journal_are_those_on_disk(path: Path) -> None:
 
 
 def test_pruning_keeps_the_tokens_that_a_checkpoint_on_disk_needs(path: Path) -> None:
-    """Also of one that the journal does not know: a kill came between its renaming and its row."""
+    """Also for a checkpoint that is not in the journal, because of a kill between its renaming and its row."""
     book = opened(path)
     for _ in range(6):
         one_step(book)
     for step in (4, 6):
         book.journal.checkpointed(step, folder_of(path, step).name, 1.0)
     commit(book)
-    assert book.journal.needed_from(3, [4, 6]) == 0, "not as many checkpoints yet"
+    assert book.journal.needed_from(3, [4, 6]) == 0, "there are fewer checkpoints yet"
     assert book.journal.needed_from(2, [6]) == 4
     assert book.journal.needed_from(1, [4, 6]) == 4
     assert book.journal.needed_from(1, [2, 4, 6]) == 2
@@ -362,7 +362,7 @@ def test_opening_a_journal_again_keeps_its_rows(path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM starts WHERE settings IS NOT NULL").fetchone() == (1,)
 
 
-# -- what is stored has the checksum of what is read back
+# -- stored values have the checksum of the values that are read back
 
 NUMBERS = st.floats(allow_nan=False) | st.integers(-(2**1023), 2**1023) | st.sampled_from([0, -0.0, 5e-324, 1e308])
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))

@@ -1,4 +1,4 @@
-"""The ledger's rules one by one, with the examples of the design page."""
+"""The ledger's rules one by one, with the examples of the design document."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def blocked(ledger: Ledger) -> Blocked:
 
 
 def four_long_groups(on_stale: OnStale) -> Ledger:
-    """The design page's example at step 1: groups 0 to 3 of version 0 still run, 6 and 7 are finished."""
+    """The design document's example at step 1: groups 0 to 3 of version 0 still run, 6 and 7 are finished."""
     ledger = made_ledger(groups_per_step=2, publish_every=1, max_staleness=2, on_stale=on_stale)
     admit(ledger, 6)
     finish(ledger, 4, 5)
@@ -64,7 +64,7 @@ def test_room_follows_the_formula() -> None:
     finish(ledger, *range(6))
     for _ in range(3):
         take(ledger)
-    assert ledger.room() == 0, "a batch alone makes no room: the version is still being trained"
+    assert ledger.room() == 0, "a batch alone frees no room: the version is still being trained"
     ledger.publish()
     assert ledger.room() == 6
     entry = ledger.admit()
@@ -72,7 +72,7 @@ def test_room_follows_the_formula() -> None:
 
 
 def staleness_of_a_slow_trainer(ahead: int | None) -> list[int]:
-    """Two engine slots, of which each finishes two groups while the trainer trains one batch of two."""
+    """Two engine slots; each finishes two groups while the trainer trains one batch of two groups."""
     ledger = made_ledger(groups_per_step=2, max_staleness=8, ahead=ahead)
     staleness: list[int] = []
     for _ in range(40):
@@ -108,7 +108,7 @@ def test_a_running_group_that_would_be_late_is_waited_for() -> None:
     assert "0, 1" in str(blocked(ledger))
     ledger.finish(0)
     assert blocked(ledger).missing == (1,)
-    ledger.finish(3)  # any two of the four do
+    ledger.finish(3)  # any two of the four are enough
     batch = train(ledger)
     assert batch.group_ids == (0, 3)
     assert batch.staleness == (1, 1)
@@ -162,7 +162,7 @@ def test_train_takes_late_groups_and_counts_them() -> None:
     ledger = four_long_groups("train")
     assert train(ledger).group_ids == (6, 7)
     finish(ledger, 0, 1, *admit(ledger, 2))
-    assert train(ledger).group_ids == (0, 1), "late or not, the oldest finished come first"
+    assert train(ledger).group_ids == (0, 1), "the oldest finished groups come first, whether or not they are late"
     finish(ledger, 2, 3)
     batch = train(ledger)
     assert batch.group_ids == (2, 3)
@@ -256,7 +256,7 @@ def test_take_accepts_a_batch_that_newer_events_left_valid() -> None:
     finish(ledger, 2, 3)
     batch = ledger.next_batch()
     assert isinstance(batch, Batch)
-    ledger.finish(0)  # would have been chosen
+    ledger.finish(0)  # it would have been chosen
     ledger.take(batch)
     assert ledger.finished == (0,)
     assert ledger.running == (1,)

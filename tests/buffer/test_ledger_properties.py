@@ -1,7 +1,7 @@
-"""The theorem of the ledger's docstring, held over random histories of any length and order.
+"""The theorem of the ledger's docstring, tested on random histories of any length and order.
 
-The invariants are computed here from the design page's formulas (U, R and m), not from the ledger's rule,
-so that the two have to agree.
+The invariants are computed here from the formulas of the design document (U, R and m), not from the ledger's rule, so
+that the two can be compared.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Histories(RuleBasedStateMachine):
             assert self.ledger.entry(max(self.entries)).deadline > self.entries[group_id].deadline
             assert self.ledger.admitted == admitted
             self.gone.add(group_id)
-        assert isinstance(self.ledger.next_batch(), Batch), "requeueing must free the batch at once"
+        assert isinstance(self.ledger.next_batch(), Batch), "a requeue must make the batch possible at once"
 
     @precondition(lambda self: isinstance(self.ledger.next_batch(), Batch))
     @rule()
@@ -93,7 +93,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fast_ones_overtake(self, data: st.DataObject) -> None:
-        """Fill the room, then let only the newest groups finish until a batch is there or is held back."""
+        """Fill the room, then let only the newest groups finish until a batch is ready or must wait."""
         self._fill(99)
         while self.ledger.running and len(self.ledger.finished) < self.B:
             self.ledger.finish(self.ledger.running[-1])
@@ -109,21 +109,21 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        twin = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
-        assert vars(twin) == vars(self.ledger)
-        self.ledger = twin
+        restored = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
+        assert vars(restored) == vars(self.ledger)
+        self.ledger = restored
 
     @rule()
     def nothing_is_stuck(self) -> None:
-        """If every running group ended now, and new ones too, the run would come to its next step."""
-        twin = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
-        while twin.publish_due:
-            twin.publish()
-        for group_id in twin.running:
-            twin.finish(group_id)
-        while twin.room():
-            twin.finish(twin.admit().group_id)
-        upcoming = twin.next_batch()
+        """If every running group ended now, and new ones too, the run would reach its next step."""
+        restored = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
+        while restored.publish_due:
+            restored.publish()
+        for group_id in restored.running:
+            restored.finish(group_id)
+        while restored.room():
+            restored.finish(restored.admit().group_id)
+        upcoming = restored.next_batch()
         assert isinstance(upcoming, Batch) or upcoming.kind == "done", str(upcoming)
 
     def _fill(self, count: int) -> None:
@@ -142,22 +142,22 @@ class Histories(RuleBasedStateMachine):
     def another_policy_is_refused_or_keeps_the_bound(self) -> None:
         late = [d for d in range(self.ledger.version + self.S + 1) if self._due_by(d) > self._places_by(d)]
         try:
-            twin = Ledger.restore(replace(self.ledger.settings, on_stale="wait"), self.ledger.snapshot())
+            restored = Ledger.restore(replace(self.ledger.settings, on_stale="wait"), self.ledger.snapshot())
         except LateGroups:
             assert late
             return
         assert not late
         for _ in range(100):
-            upcoming = twin.next_batch()
+            upcoming = restored.next_batch()
             if isinstance(upcoming, Batch):
                 assert max(upcoming.staleness) <= self.S
-                twin.take(upcoming)
-            elif twin.publish_due:
-                twin.publish()
-            elif twin.room():
-                twin.admit()
-            elif twin.running:
-                twin.finish(twin.running[-1])
+                restored.take(upcoming)
+            elif restored.publish_due:
+                restored.publish()
+            elif restored.room():
+                restored.admit()
+            elif restored.running:
+                restored.finish(restored.running[-1])
 
     def _due_by(self, deadline: int) -> int:
         return self._due(self.ledger.running, deadline) + self._due(self.ledger.finished, deadline)
@@ -175,7 +175,7 @@ class Histories(RuleBasedStateMachine):
         assert counts.rejected + counts.requeued == len(self.gone)
         assert (counts.running, counts.finished) == (len(self.ledger.running), len(self.ledger.finished))
         assert self.ledger.admitted == len(self.entries) - len(self.gone)
-        assert counts.late == sum(lag > self.S for batch in self.taken for lag in batch.staleness)
+        assert counts.late == sum(staleness > self.S for batch in self.taken for staleness in batch.staleness)
 
     @invariant()
     def admission_is_bounded(self) -> None:

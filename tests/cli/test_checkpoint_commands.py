@@ -1,4 +1,4 @@
-"""`asyncrl checkpoint` on runs that no process drives."""
+"""`asyncrl checkpoint` on runs without a driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands as a person meets them: in processes of their own, up to where anything heavy would start."""
+"""The commands as a user starts them: in separate processes, up to the point where anything heavy would start."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_scale_refuses_a_run_that_is_not_running_and_an_invalid_number(filled: P
     assert asyncrl("scale", "driven", cwd=filled).returncode == 2
 
 
-# -- train, as far as it can be refused
+# -- train, when it is refused
 
 
 def test_train_without_a_spec_file(tmp_path: Path) -> None:
@@ -240,13 +240,20 @@ def test_a_runs_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in shown
 
 
+def test_a_plan_reports_a_missing_run_before_missing_measurements(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    assert "nothing is measured" in refused(asyncrl("plan", "spec.yaml", cwd=tmp_path), 2)
+    shown = refused(asyncrl("plan", "spec.yaml", "--compare", "nosuch", cwd=tmp_path), 1)
+    assert "nosuch" in shown and "nothing is measured" not in shown
+
+
 @pytest.mark.slow
 def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("chain_sum", "leaves:reward"))
     (tmp_path / "leaves.py").write_text("raise SystemExit(3)\n")
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    wanting = ("--set", "trainer.gpus_per_rank=1", "--dry-run", "--json")
-    done = asyncrl("train", "spec.yaml", *wanting, cwd=tmp_path, environment=hidden)
+    options = ("--set", "trainer.gpus_per_rank=1", "--dry-run", "--json")
+    done = asyncrl("train", "spec.yaml", *options, cwd=tmp_path, environment=hidden)
     assert done.returncode == 2
     found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert "needs 1 GPU (1 engines × 0 + 1 ranks × 1), and this machine has no GPU" in found["devices"]["found"]
@@ -260,13 +267,13 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
     assert made == {"leaves.py", "spec.yaml"}
 
 
-# -- resume, as far as it can be refused
+# -- resume, when it is refused
 
 
 def resumable(runs_dir: Path, step: int = 0, checkpoint: int | None = None, **state: Any) -> RunDirectory:
-    """A run with a spec and, for a step above 0, a journal of so many trained steps and a checkpoint of the last.
+    """A run with a spec and, for a step above 0, a journal of this many trained steps and a checkpoint of the last.
 
-    The journal's batches are of one group of one, which is all that resuming asks of them here.
+    The journal's batches have one group of one rollout, which is enough for a resume here.
     """
     usual = {"phase": "interrupted", "step": step, "steps": 10}
     run = make_run(runs_dir, "run-1", "2026-01-01T00:00:00+00:00", **usual | state)
@@ -279,7 +286,7 @@ def resumable(runs_dir: Path, step: int = 0, checkpoint: int | None = None, **st
 
 
 def record(run: RunDirectory, steps: int) -> None:
-    """A journal of so many steps, each taken, trained and published."""
+    """A journal of this many steps, each taken, trained and published."""
     book = DurableLedger(run.path / FILE, BufferSettings(1, 1, 0, "wait", 10, 1, reject_uniform=False))
     for step in range(steps):
         prompt = Prompt(f"p{step}", "question?")
@@ -298,7 +305,7 @@ def record(run: RunDirectory, steps: int) -> None:
 
 
 def save(run: RunDirectory, step: int) -> None:
-    """A sound checkpoint of a step, without the trainer's part."""
+    """An intact checkpoint of a step, without the trainer's part."""
     trainer = load_spec(run.path / "spec.yaml").spec.trainer
     layout = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}
     checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
@@ -361,7 +368,7 @@ def test_resume_of_a_finished_run(tmp_path: Path) -> None:
     run.update(phase="interrupted")
     shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
     assert "10 steps" in shown and "\n --> run-1\n" in shown
-    assert load_spec(run.path / "spec.yaml").spec.stop.steps == 10, "a refused --steps changes nothing"
+    assert load_spec(run.path / "spec.yaml").spec.stop.steps == 10, "a rejected --steps changes nothing"
 
 
 def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
@@ -371,7 +378,7 @@ def test_a_refused_change_leaves_the_spec_as_it_was(tmp_path: Path) -> None:
     shown = refused(asyncrl("resume", "run-1", *changes, "--steps", "20", cwd=tmp_path), 2)
     assert "rollout.group_size: cannot change for a recorded run: recorded groups have this size" in shown
     assert "seed: cannot change for a recorded run: " in shown
-    assert "evaluation.every" not in shown, "that one may change"
+    assert "evaluation.every" not in shown, "this key may change"
     assert (run.path / "spec.yaml").read_bytes() == before
     assert not run.is_driven, "the lock is given back"
 
@@ -409,11 +416,11 @@ running.drive = drive
 sys.argv[0] = "asyncrl"
 app.main()
 """
-"""`asyncrl`, up to the spec that a resumed run gets and to how it starts."""
+"""`asyncrl` until the run would start: it prints the spec of the resumed run and how it would start."""
 
 
 def resumed(runs_dir: Path, *arguments: str) -> str:
-    """With what the driver is called."""
+    """The arguments with which the driver is called."""
     done = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""A command whose output cannot be written says so in one line, and nothing else goes wrong."""
+"""A command whose output cannot be written reports that in one line, and has no other error."""
 
 from __future__ import annotations
 

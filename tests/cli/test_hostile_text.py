@@ -1,4 +1,4 @@
-"""Text that a run recorded reaches a terminal as text: no control character, whatever data and programs wrote."""
+"""Recorded text is printed to a terminal without control characters, whatever data and programs wrote."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMANDS = (
 
 @pytest.fixture
 def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one run in which everything that can be text is hostile."""
+    """A folder with one run in which every text has control characters."""
     directory = make_run(tmp_path / "runs", phase="failed", step=1, version=1, reason=f"reason {HOSTILE}")
     run = RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda _: 3.0)
     run.metrics = {f"metric {HOSTILE}": 0.5}

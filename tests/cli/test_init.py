@@ -1,4 +1,4 @@
-"""`asyncrl init`: every template arrives whole, under its new name, and validates as it is."""
+"""`asyncrl init`: every template is copied completely, under its new name, and its spec is valid without changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`asyncrl inspect` and `asyncrl staleness` on journals that the buffer wrote, from the outside."""
+"""The commands `asyncrl inspect` and `asyncrl staleness` on journals that the buffer wrote."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def characters() -> Any:
 
 
 def byte_pairs(*texts: str) -> Any:
-    """A byte-level BPE tokenizer, as most language models have one."""
+    """A byte-level BPE tokenizer, like those of most language models."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -79,7 +79,7 @@ def byte_pairs(*texts: str) -> Any:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    """Run `run-1`, which a killed driver left: four steps trained, a fifth taken, a failed group, groups under way."""
+    """Run `run-1` after its driver was killed: four steps trained, a fifth taken, a failed group, running groups."""
     directory = make_run(tmp_path / "runs", phase="running", step=4, steps=1000, version=4)
     (directory.path / "model_stub").mkdir()
     characters().save(str(directory.path / "model_stub" / "tokenizer.json"))
@@ -352,7 +352,7 @@ def test_ids_where_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_pat
     first = character_ids(TEXT)[0]
     assert f"    | {first} -0.00 " in out
     assert "there is no tokenizer.json" in out
-    # A saved model is used where it lies, and has no model_stub.
+    # A saved model is used in its own folder, and has no model_stub.
     (folder / "spec.yaml").write_text(f"model:\n  path: {tmp_path / 'model'}\n")
     assert "    3+4 is 7,\n    so: 7<eos>" in asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
 
@@ -377,7 +377,7 @@ def test_watch_redraws_until_it_is_stopped(run: RecordedRun, tmp_path: Path) -> 
     os.close(theirs)
     seen = b""
     deadline = time.monotonic() + 60
-    with contextlib.suppress(OSError):  # the end of a terminal is an error
+    with contextlib.suppress(OSError):  # a closed terminal is an error
         while time.monotonic() < deadline and seen.count(b"batches taken") < 3:
             seen += os.read(ours, 65536)
         write(run, "DELETE FROM groups WHERE state = 'rejected'")
@@ -389,7 +389,7 @@ def test_watch_redraws_until_it_is_stopped(run: RecordedRun, tmp_path: Path) -> 
     assert process.wait(30) == 0
     assert seen.count(b"batches taken") >= 3
     assert b"failed 1" in seen
-    assert b"failed 1" not in seen[seen.rindex(b"batches taken") :], "what changes is seen"
+    assert b"failed 1" not in seen[seen.rindex(b"batches taken") :], "a change is shown"
     assert b"Traceback" not in seen
 
 
@@ -510,7 +510,7 @@ def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pyte
     )
 
 
-# -- the parts
+# -- helpers
 
 
 def test_decoding_byte_pairs_across_segments() -> None:
@@ -521,7 +521,7 @@ def test_decoding_byte_pairs_across_segments() -> None:
     assert "".join(decoder.pieces(ids)) == text
     for cut in range(len(ids) + 1):
         parts = decoder.parts(ids, [cut, len(ids)])
-        assert "".join(parts) == text, "a character that a cut goes through belongs to one part"
+        assert "".join(parts) == text, "a character that is divided by a boundary belongs to one part"
         assert "\ufffd" not in parts[0]
 
 

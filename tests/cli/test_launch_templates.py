@@ -1,5 +1,5 @@
-"""The templates for Slurm and KubeRay: their commands, options, fields and placeholders, as far as that can be known
-without either."""
+"""The templates for Slurm and KubeRay: their commands, options, fields and placeholders, as far as these can be checked
+without Slurm and KubeRay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def start_options() -> set[str]:
-    """The options of the installed `ray start`, those without help, too."""
+    """The options of the installed `ray start`, including those without help."""
     from ray.scripts.scripts import start
 
     return {option for parameter in start.params for option in parameter.opts}
@@ -48,7 +48,7 @@ def test_the_job_uses_options_that_ray_has(start_options: set[str]) -> None:
     own = {option for parameter in symmetric_run.params for option in parameter.opts}
     assert {"--address", "--min-nodes", "--labels", "--num-cpus", "--num-gpus"} <= used
     assert used <= own | start_options
-    assert not used & {"--head", "--node-ip-address", "--port", "--block"}, "which symmetric-run refuses"
+    assert not used & {"--head", "--node-ip-address", "--port", "--block"}, "`ray symmetric-run` refuses these"
     assert "head=--include-dashboard=false" in _job_text() and "--include-dashboard" not in used, "a head's alone"
 
 
@@ -168,7 +168,7 @@ def test_every_field_is_one_that_kuberay_has_with_its_type() -> None:
         kind = FIELDS[re.sub(r"(rayStartParams|labels|requests|limits)\..*", r"\1.*", field)]
         assert value in kind if isinstance(kind, set) else type(value) is kind, path
     for group in groups(job):
-        assert "labels" not in group["rayStartParams"], "which KubeRay refuses"
+        assert "labels" not in group["rayStartParams"], "KubeRay refuses these"
         assert re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", group.get("groupName", "head"))
 
 
@@ -201,7 +201,7 @@ def _job_text() -> str:
 
 
 def placeholders(file: Path) -> set[str]:
-    """What is to be filled in, in a file; comments may mention others."""
+    """The placeholders in a file; comments may mention others."""
     lines = (line for line in file.read_text().splitlines() if not line.lstrip().startswith("#"))
     return set(PLACEHOLDER.findall("\n".join(lines)))
 

@@ -35,7 +35,7 @@ def test_the_specs_of_gpus_fit_with_room_to_spare(name: str) -> None:
     assert document["valid"] and document["fits"] and document["memory"]["problems"] == []
     for device in document["memory"]["devices"]:
         used = sum(part["bytes"] for part in device["parts"])
-        most = 0.93 if device["role"] == "engine" else 0.9  # an engine's cache fills its share
+        most = 0.93 if device["role"] == "engine" else 0.9  # an engine's cache fills its share of the GPU
         assert device["capacity"] is None or 0.1 < used / device["capacity"] < most
 
 

@@ -1,4 +1,4 @@
-"""`asyncrl serve` up to where anything starts: what it serves, and what it refuses."""
+"""`asyncrl serve` until anything would start: what it serves, and what it refuses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
     with patch("asyncrl_cli.orchestrator.serving.verified_checkpoint", return_value=checkpoint) as newest:
         assert (served(run).what, served(run).version) == (f"step 12 of {run.run_id}", 6)
         run.update(phase="finished")
-        assert served(run, 12).what.startswith("step 12"), "a step that is asked for goes before the final model"
+        assert served(run, 12).what.startswith("step 12"), "an explicit step has priority over the final model"
         newest.assert_called_with(run, 12)
 
 

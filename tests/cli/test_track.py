@@ -1,4 +1,4 @@
-"""`asyncrl track`, as a person meets it: without Ray, after the run."""
+"""`asyncrl track` as a user calls it: without Ray, after the run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MESSAGES = [
 
 @cache
 def texts() -> str:
-    """All texts of the code; a line for each, with `…` for what is filled in."""
+    """All texts of the code, one per line, with `…` for variable parts."""
     found = []
     for file in ROOT.glob("asyncrl_cli/**/*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

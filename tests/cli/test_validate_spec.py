@@ -1,4 +1,4 @@
-"""`asyncrl validate-spec`, from the outside."""
+"""The command `asyncrl validate-spec`."""
 
 from __future__ import annotations
 

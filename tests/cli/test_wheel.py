@@ -1,4 +1,4 @@
-"""The wheel alone is enough: what commands need at run time is in it, not only in the repository."""
+"""The wheel is complete: everything that commands need at run time is in it, not only in the repository."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The unpacked wheel, far from the repository."""
+    """The unpacked wheel, outside the repository."""
     folder = tmp_path_factory.mktemp("wheel")
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)],

@@ -1,5 +1,5 @@
-"""Specs that are well-formed, realistic, and cannot work: all are refused before a process starts, each with the key
-that is wrong and a hint. `asyncrl train` makes exactly these checks, in this order, before it makes the run's folder.
+"""Specs that are well-formed and realistic, but cannot work: all are refused before a process starts, each with the
+wrong key and a hint. `asyncrl train` makes exactly these checks, in this order, before it creates the run's folder.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ WRONG = [
     ("pipeline.stall_minutes=1e-9", "pipeline.stall_minutes", ""),
     ("pipeline.stall_minutes=1e300", "pipeline.stall_minutes", ""),
     ("stop.steps=1000000000000000000000", "stop.steps", ""),
-    # around it
+    # tracking and clusters
     ("tracking.uri=nonsense://x", "tracking.uri", ""),
     ("tracking.uri=sqlite:////nosuch/folder/mlflow.db", "tracking.uri", "make the folder"),
     ("tracking.uri=README.md/store", "tracking.uri", "make the folder"),
@@ -126,7 +126,7 @@ WRONG = [
     ("runs_dir=README.md", "runs_dir", "folder"),
     ("cluster.address=not an address", "cluster.address", ""),
 ]
-"""A setting, the location of its error, and words of the hint."""
+"""A setting, the location of its error, and a part of the hint."""
 USELESS = [
     ("pipeline.max_staleness=20", "pipeline.max_staleness"),
     ("pipeline.publish_every=20", "pipeline.publish_every"),
@@ -137,9 +137,9 @@ USELESS = [
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Make the checks of a start, with one thing set."""
+    """Make the checks of a start, with one setting changed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "installed_gpus", lambda: ())  # whatever machine the tests run on
+    monkeypatch.setattr(machine, "installed_gpus", lambda: ())  # so that the result does not depend on this machine
     for name, text in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
@@ -152,7 +152,7 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     notices: list[str] = []
     yield make
-    assert not Path("runs").exists(), "nothing is made"
+    assert not Path("runs").exists(), "nothing is created"
 
 
 FILES = {
@@ -258,13 +258,13 @@ def test_a_signal_during_the_checks_leaves_no_temporary_folder(tmp_path: Path, n
         assert process.wait(30) == (-number if number == signal.SIGKILL else 130)
     deadline = time.monotonic() + 30
     while number == signal.SIGKILL and any((tmp_path / "temporary").iterdir()) and time.monotonic() < deadline:
-        time.sleep(0.01)  # the reaper removes it, once it sees that the process is gone
+        time.sleep(0.01)  # the reaper removes it once the process has ended
     assert not any((tmp_path / "temporary").iterdir())
 
 
 def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-m", start.engine_checks.__name__, "spec.yaml", str(tmp_path), "1"]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is another process
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is a different process
 
 
 @pytest.mark.slow
@@ -272,7 +272,7 @@ def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
 def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     argument: dict[str, object], tmp_path: Path
 ) -> None:
-    """`--dry-run` asks for this in a process of its own; `train` hears it from the engine, which is not retried."""
+    """`--dry-run` does this in a separate process; with `train` the engine reports it, and is not restarted."""
     spec = small_spec(gpu=False)
     write_model_stub(spec.model.init, spec.model.max_length, tmp_path)
     wrong = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": argument})})

@@ -3,10 +3,11 @@
     python -m tests.cluster.campaign --events 30 --seed 0
 
 Real runs on test hosts: the head with the driver and trainer rank 0, a host with rank 1, a host with two engines, and
-a further one for an engine that comes and goes. While a run goes on, hosts are killed, partitioned and slowed down,
-engines join and are drained. Once it is complete it is judged as the runs of `make faults` are: the audit of its
-journal, every snapshot that was taken meanwhile, and its recorded batches trained again. A run without staleness must
-equal its undisturbed twin bit for bit. Prints a line per event and a table; ends with 1 when anything does not hold.
+one more host for an engine that joins and leaves. During a run, hosts are killed, partitioned and slowed down, and
+engines join and are drained. A complete run is checked like the runs of `make faults`: its journal is audited and
+compared with all snapshots that were taken during the run, and its recorded batches are trained again. A run without
+staleness must equal a run without faults, bit for bit. Prints a line per event and a table; exits with 1 if any check
+fails.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.events import ALL, UNDISTURBING, Site
+from tests.cluster.events import ALL, WITHOUT_EFFECT, Site
 from tests.cluster.hosts import Network, why_not
 from tests.cluster.runs import HostedRun, HostedRuns
-from tests.e2e.conftest import litter, rows
+from tests.e2e.conftest import leftover_files, rows
 from tests.e2e.faults.audit import Audit
 from tests.e2e.faults.campaign import LONG_WORDS, conclude, timed_lines
 from tests.e2e.faults.disturbed import Hung
@@ -35,7 +36,7 @@ EVENTS_A_RUN = 6
 STEPS_AN_EVENT = 60
 TOLERANCE = 1e-3
 """Nats, in fp32 (docs/metrics.md)."""
-TWINNED = "no staleness"
+COMPARED = "no staleness"
 KINDS: dict[str, dict[str, Any]] = {
     "async": {**LONG_WORDS, "checkpoints": {"every": 10}},
     "recompute": {
@@ -43,13 +44,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "pipeline": {"max_staleness": 3, "publish_every": 2, "weight_update": "recompute"},
         "checkpoints": {"every": 10},
     },
-    TWINNED: {
+    COMPARED: {
         "pipeline": {"max_staleness": 0},
         "checkpoints": {"every": 10},
         "journal": {"segment_seconds": 600.0},
     },
 }
-"""What each kind of run changes of the spell spec, beside two ranks under ZeRO-3 and two or three engines."""
+"""What each kind of run changes in the base spec. All have two ranks with ZeRO-3 and two or three engines."""
 
 
 @dataclass(slots=True)
@@ -72,15 +73,17 @@ class Campaign:
         """Steps of each run."""
         return STEPS_AN_EVENT * self.events_a_run
 
-    def go_on(self, kind: str, number: int) -> None:
-        """One run of a kind on fresh hosts, through its events."""
+    def do_run(self, kind: str, number: int) -> None:
+        """Do one run of this kind on new hosts, with its events."""
         folder = self.folder / f"run-{number}"
         folder.mkdir()
         chance = random.Random(f"{self.seed}/{number}")
-        left = UNDISTURBING if kind == TWINNED else ALL
-        events = [event for _ in range(0, self.events_a_run, len(left)) for event in chance.sample(left, len(left))]
-        started, before = time.monotonic(), litter()
-        models = self.folder / "models"  # the model that runs start from is made once
+        usable = WITHOUT_EFFECT if kind == COMPARED else ALL
+        events = [
+            event for _ in range(0, self.events_a_run, len(usable)) for event in chance.sample(usable, len(usable))
+        ]
+        started, before = time.monotonic(), leftover_files()
+        models = self.folder / "models"  # the initial model of all runs is made once
         models.mkdir(exist_ok=True)
         (folder / "models").symlink_to(models)
         with Network(folder, kept=[models]) as network:
@@ -96,9 +99,9 @@ class Campaign:
                 run.finish()
                 run.measure()
                 verdict = judge(run, before)
-                problems += [*verdict.violations, *replay_violations(run.runs, run), *_unproved(run)]
-                if kind == TWINNED:
-                    problems += self._twin_differences(site, run, number)
+                problems += [*verdict.violations, *replay_violations(run.runs, run), *_wrong_weights(run)]
+                if kind == COMPARED:
+                    problems += self._differences_from_undisturbed(site, run, number)
                 found = verdict.audit
             except Hung as hung:
                 run.end()
@@ -106,7 +109,7 @@ class Campaign:
             problems += [f"the driver stopped by itself: {stop}" for stop in run.stops]
             for kill in run.kills:
                 back = "-" if kill.back_s is None else f"{kill.back_s:.1f} s"
-                self.say(f"  {kill.part:22} at step {kill.step:3}, trained on after {back}")
+                self.say(f"  {kill.part:22} at step {kill.step:3}, next step trained after {back}")
             self.say(f"  {summary(run, found)}; {late} events came too late; {time.monotonic() - started:.0f} s")
             for problem in problems:
                 self.say(f"  VIOLATION {problem}")
@@ -121,11 +124,11 @@ class Campaign:
         spec = runs.write_spec(stop={"steps": self.steps}, **changes)
         return HostedRun(runs, spec, self.steps, random.Random(f"{self.seed}/{number}"), self.say)
 
-    def _twin_differences(self, site: Site, run: HostedRun, number: int) -> list[str]:
-        twin = self._run(TWINNED, site, number)
-        twin.start()
-        twin.finish(resumes=1)
-        return differences(run.folder, twin.folder)
+    def _differences_from_undisturbed(self, site: Site, run: HostedRun, number: int) -> list[str]:
+        undisturbed = self._run(COMPARED, site, number)
+        undisturbed.start()
+        undisturbed.finish(resumes=1)
+        return differences(run.folder, undisturbed.folder)
 
     def table(self) -> Iterator[str]:
         """How often each event came, and what was found."""
@@ -142,8 +145,8 @@ class Campaign:
         yield f"{self.events} events over {totals([(run, verdict) for _, run, verdict in self.done])}"
 
 
-def _unproved(run: HostedRun) -> Iterator[str]:
-    """Versions that an engine served with other weights than the trainer's, by the log-probs of their tokens."""
+def _wrong_weights(run: HostedRun) -> Iterator[str]:
+    """Versions that an engine served with weights other than the trainer's, found by the log-probs of their tokens."""
     if (gap := run.ask("SELECT max(gap) FROM publishes")) > TOLERANCE:
         yield f"an engine that proved its weights differed by {gap:.3g} nats"
     for row in rows(run.folder, "metrics.jsonl"):
@@ -153,11 +156,11 @@ def _unproved(run: HostedRun) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--events", type=int, default=30, help="go on until there were so many events")
+    parser.add_argument("--events", type=int, default=30, help="start no more runs after this many events")
     parser.add_argument("--events-a-run", type=int, default=EVENTS_A_RUN)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=list(KINDS), help="runs of this kind alone")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary folder when left out")
+    parser.add_argument("--only", choices=list(KINDS), help="only runs of this kind")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
     arguments = parser.parse_args()
     if reason := why_not():
         print(f"skipped: {reason}")
@@ -168,7 +171,7 @@ def main() -> int:
     kinds = [arguments.only] if arguments.only else list(KINDS)
     number = 0
     while campaign.events < arguments.events:
-        campaign.go_on(kinds[number % len(kinds)], number)
+        campaign.do_run(kinds[number % len(kinds)], number)
         number += 1
     return conclude(campaign.table(), campaign.done)
 

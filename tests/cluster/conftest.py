@@ -1,4 +1,4 @@
-"""Hosts for tests, where namespaces may be made."""
+"""Test hosts, on machines where namespaces can be created."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cluster.ray_cluster import RayCluster
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
-    """A network for hosts; ``tmp_path`` is their shared folder. Tests are skipped where there can be none."""
+    """A network for hosts; ``tmp_path`` is their shared folder. Tests are skipped where it cannot be created."""
     if reason := why_not():
         pytest.skip(reason)
     with Network(tmp_path) as made:

@@ -1,7 +1,7 @@
-"""What happens to the hosts of a run, and the hosts that it happens to.
+"""The events of a campaign, and the hosts that they happen to.
 
-An event happens to a run that trains. After a while what was broken comes back, as a machine that is replaced or a
-network that is mended: otherwise a run that has lost its only host of engines could not continue.
+An event happens while a run trains. Some time later the damage is repaired, as if a machine were replaced or a network
+repaired: otherwise a run that has lost its only host with engines could not continue.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JOINS = "SELECT count(*) FROM engine_changes WHERE change = 'join'"
 @dataclass(slots=True)
 class Site:
     """The hosts of a run: ``head`` and ``second`` with a trainer rank each, ``engines`` with two engines, and
-    ``guest``, which is on while a third engine is wanted."""
+    ``guest``, which is only on while a third engine is wanted."""
 
     cluster: RayCluster
     head: Host
@@ -44,7 +44,7 @@ class Site:
         return site
 
     def join(self, host: Host) -> None:
-        """Start Ray on a host, with the room and the labels of its part."""
+        """Start Ray on a host, with the CPUs and the labels of its role."""
         self.cluster.start(
             host,
             cpus=2 if host is self.engines else 1,
@@ -52,9 +52,9 @@ class Site:
         )
 
     def restore(self) -> None:
-        """Mend the network, replace hosts that are gone, and start Ray where it has ended, as an operator does.
+        """Repair the network, replace hosts that are off, and start Ray where it has ended, as an operator does.
 
-        A host that was partitioned for long finds itself declared dead, and its Ray node ends.
+        Ray declares a host dead that was partitioned for a long time, and the host's Ray node ends.
         """
         for host in (self.head, self.second, self.engines, self.guest):
             if host.alive:
@@ -66,9 +66,9 @@ class Site:
                 self.join(host)
 
     def inject(self, run: HostedRun, name: str) -> bool:
-        """Let an event happen to a run that trains. False when the run was complete before.
+        """Cause an event while a run trains. Returns False if the run was complete before.
 
-        A driver that ends badly meanwhile is noted, and the run resumed.
+        If the driver ends with an error meanwhile, this is noted, and the run is resumed.
         """
         while True:
             try:
@@ -127,7 +127,7 @@ def _engines_partitioned(site: Site, run: HostedRun) -> None:
     site.engines.partition()
     run.pause(PARTITION_S)
     site.engines.heal()
-    # Ray's node ends when the head tells it that it was declared dead; it may also have been healed in time.
+    # Ray's node ends when the head reports that it was declared dead, unless the partition ended before that.
     run.pause(10)
 
 
@@ -170,7 +170,7 @@ PREPARED: dict[str, Callable[[Site, HostedRun], None]] = {
     "engine drained": _guest_serves,
 }
 ALL = tuple(EVENTS)
-UNDISTURBING = ("engines killed", "engines without power", "engines at 5 MB/s", "engine added", "trainer killed")
-"""Events after which a run without staleness equals one without them: nothing unfinished is recorded of what an engine
-was generating, so it is generated again, with the same random numbers. An engine that is drained hands over the tokens
-that it has, and another one continues them with other random numbers (docs/decisions/0010-segments.md)."""
+WITHOUT_EFFECT = ("engines killed", "engines without power", "engines at 5 MB/s", "engine added", "trainer killed")
+"""Events that do not change the result of a run without staleness: tokens of unfinished rollouts are not recorded, so
+these rollouts are generated again with the same random numbers. An engine that is drained hands over its tokens, and
+another engine continues them with other random numbers (docs/decisions/0010-segments.md)."""

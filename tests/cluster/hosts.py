@@ -5,12 +5,12 @@
         one.run("sh", "-c", "hostname > /dev/shm/mine")
         other.kill()
 
-Namespaces without names hold all of it: those of a host live as long as its first process, the switch that connects
-the hosts is one more namespace, and both get SIGKILL from the kernel when the process that made them ends, however it
-ends. So nothing can be left behind, and the machine's own network is neither used nor changed.
+A host consists of unnamed namespaces, which exist as long as its first process. The switch that connects the hosts is
+one more namespace. When the process that created them ends, for whatever reason, the kernel kills them with SIGKILL. So
+nothing remains, and the machine's own network is neither used nor changed.
 
-``folder`` is the hosts' shared file system, at the same path everywhere, also outside. Everything else below /tmp and
-/dev/shm is a host's own and lost with it.
+``folder`` is the hosts' shared file system, at the same path on every host and outside. Everything else below /tmp and
+/dev/shm belongs to one host and is lost with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SWITCH = "ip link add switch type bridge && ip link set switch up && echo ready 
 FIRST_PROCESS = """
 import os, time
 print("ready", flush=True)
-while True:  # what a process leaves behind when it ends comes here
+while True:  # orphaned processes become children of this one
     try:
         os.wait()
     except ChildProcessError:
@@ -47,7 +47,7 @@ while True:  # what a process leaves behind when it ends comes here
 
 
 class HostError(Exception):
-    """A command that makes, changes or asks a host has failed."""
+    """A command that creates, changes or queries a host has failed."""
 
 
 @cache
@@ -90,7 +90,7 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Its process id as this machine counts; the process that the command is itself, not nsenter's."""
+        """Its process id outside the host's namespaces: that of the command itself, not that of nsenter."""
         found: int = until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
         return found
 
@@ -99,12 +99,12 @@ class Command:
         """Its exit code, if it has ended."""
         return self.process.poll()
 
-    def said(self) -> str:
+    def printed(self) -> str:
         """What it has printed."""
         return self.output.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command. One that has ended gets none."""
+        """Send a signal to the command, unless it has ended."""
         with suppress(ProcessLookupError, HostError):
             if self.code is None:
                 os.kill(self.pid, number)
@@ -115,7 +115,7 @@ class Command:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise HostError(
-                f"{shlex.join(self.argv)} still runs after {seconds:.0f} s\n{self.said()[-3000:]}"
+                f"{shlex.join(self.argv)} still runs after {seconds:.0f} s\n{self.printed()[-3000:]}"
             ) from None
 
 
@@ -137,7 +137,7 @@ class Host:
 
     @property
     def card(self) -> str:
-        """The address of its network card. A machine that restarts has its old one."""
+        """The MAC address of its network card. It is the same after a restart."""
         return f"02:00:00:00:00:{self.index:02x}"
 
     @property
@@ -148,7 +148,7 @@ class Host:
     # -- on and off
 
     def boot(self) -> None:
-        """Turn it on. A host that was killed comes back as it was at its first start, without a process."""
+        """Turn it on. A host that was killed starts as it did the first time, without other processes."""
         if self.alive:
             raise HostError(f"{self.name} is on")
         network = self.network
@@ -174,7 +174,7 @@ class Host:
         self._configure("ip route add default dev eth0")
 
     def kill(self, *, silent: bool = False) -> None:
-        """Its end, with all its processes. ``silent``: as without power, others get no reset of their connections."""
+        """Kill it with all its processes. ``silent``: without reset of its connections, as in a power failure."""
         if silent:
             self.partition()
         self._end(signal.SIGKILL)
@@ -184,27 +184,27 @@ class Host:
         if shell is None:
             return
         with suppress(ProcessLookupError):
-            os.kill(self.pid, number)  # the kernel ends every process of the pid namespace with its first
+            os.kill(self.pid, number)  # with the first process of a pid namespace the kernel ends all others
         shell.wait(START_S)
-        # A dead host's name may be plugged in again at once; without this the kernel takes its time.
+        # A host of the same name may start at once; the kernel itself would remove the link only some time later.
         self.network.at_switch(f"ip link delete {self.name}", check=False)
         self.shell, self.pid = None, 0
 
     def _boot_script(self) -> str:
         network = self.network
         kept = " ".join(shlex.quote(str(path)) for path in network.kept)
-        # What lies below /tmp and is shared goes aside, and returns into the host's own /tmp.
+        # Shared folders below /tmp are mounted at a temporary place first, then in the host's own /tmp.
         return f"""
             mount -t tmpfs shm /dev/shm
-            mkdir /dev/shm/aside
+            mkdir /dev/shm/moved
             n=0; for path in {kept}; do
-                n=$((n+1)); mkdir /dev/shm/aside/$n; mount --bind "$path" /dev/shm/aside/$n
+                n=$((n+1)); mkdir /dev/shm/moved/$n; mount --bind "$path" /dev/shm/moved/$n
             done
             mount -t tmpfs tmp /tmp; chmod 1777 /tmp /dev/shm
             n=0; for path in {kept}; do
-                n=$((n+1)); mkdir -p "$path"; mount --move /dev/shm/aside/$n "$path"; rmdir /dev/shm/aside/$n
+                n=$((n+1)); mkdir -p "$path"; mount --move /dev/shm/moved/$n "$path"; rmdir /dev/shm/moved/$n
             done
-            rmdir /dev/shm/aside
+            rmdir /dev/shm/moved
             mount --bind {shlex.quote(str(network.names))} /etc/hosts
             mount --bind /dev/null /etc/resolv.conf
             hostname {self.name}
@@ -214,7 +214,7 @@ class Host:
     # -- what its network does
 
     def partition(self) -> None:
-        """Nobody reaches it, and it reaches nobody. Connections stay open."""
+        """It cannot reach other hosts, and they cannot reach it. Connections stay open."""
         self.network.at_switch(f"ip link set {self.name} down")
 
     def heal(self) -> None:
@@ -222,7 +222,7 @@ class Host:
         self.network.at_switch(f"ip link set {self.name} up")
 
     def slow(self, bytes_per_second: int) -> None:
-        """Limit what it sends, and what is sent to it, to so many bytes a second each."""
+        """Limit what it sends and what it receives to this many bytes per second each."""
         limit = f"root tbf rate {bytes_per_second}bps burst 128kb latency 1s"
         self.network.at_switch(f"tc qdisc replace dev {self.name} {limit}")
         self._configure(f"tc qdisc replace dev eth0 {limit}")
@@ -234,7 +234,7 @@ class Host:
             self._configure("tc qdisc delete dev eth0 root", check=False)
 
     def lose(self, other: Host) -> None:
-        """What it sends to another host is lost without a word; the other way and all other hosts are not concerned."""
+        """Packets to another host are lost silently; the opposite direction and all other hosts are not affected."""
         self._configure(f"ip neigh replace {other.address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
 
     def find(self, other: Host) -> None:
@@ -247,7 +247,7 @@ class Host:
     # -- commands
 
     def entering(self, *argv: str, **environment: str) -> list[str]:
-        """The words of a command of this machine that runs a command on the host. Raises ``HostError``."""
+        """The beginning of a command line with which this machine runs a command on the host. Raises ``HostError``."""
         if not self.alive:
             raise HostError(f"{self.name} is off")
         namespaces = ("--net", "--mount", "--pid", "--ipc", "--uts")
@@ -285,17 +285,17 @@ class Host:
             command.signal(signal.SIGKILL)
             raise
         if check and code:
-            raise HostError(f"{shlex.join(command.argv)} on {self.name}: exit {code}\n{command.said()[-3000:]}")
-        said = command.said()
+            raise HostError(f"{shlex.join(command.argv)} on {self.name}: exit {code}\n{command.printed()[-3000:]}")
+        output = command.printed()
         command.output.unlink()
-        return said
+        return output
 
     def python(self, code: str, *argv: str, **settings: Any) -> str:
         """Run Python code on it; returns what it printed."""
         return self.run(sys.executable, "-c", code, *argv, **settings)
 
     def processes(self) -> list[int]:
-        """Its processes, as this machine counts them, in the order of their ids."""
+        """Its processes by their ids outside the host's namespaces, in ascending order."""
         try:
             namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         except OSError:
@@ -314,12 +314,12 @@ class Host:
 
 @dataclass(slots=True)
 class Network:
-    """Hosts that reach each other. A context manager; at its end every host is off.
+    """Hosts in one network. A context manager: on exit all hosts are turned off.
 
     Args:
-        folder: the hosts' shared file system. It must be there.
-        kept: other folders below /tmp that every host must see at their path.
-        variables: of the environment of every process on a host.
+        folder: the hosts' shared file system. It must exist.
+        kept: other folders below /tmp that every host has at the same path.
+        variables: environment variables of every process on a host.
     """
 
     folder: Path
@@ -354,7 +354,7 @@ class Network:
         return self.folder / "names"
 
     def environment(self, more: Mapping[str, str]) -> list[str]:
-        """The words before a command that give it the environment of processes on a host."""
+        """The beginning of a command line that sets the environment of processes on a host."""
         path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
         settings = {"PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "120", **self.variables, **more}
         without = [word for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "TMPDIR") for word in ("-u", name)]
@@ -376,7 +376,7 @@ class Network:
 
 
 def _killed_with_us() -> list[str]:
-    # The kernel sends the signal when the thread that started the process ends: start hosts in the main thread.
+    # The kernel sends the signal when the thread ends that started the process, so start hosts in the main thread.
     return ["setpriv", "--pdeathsig", "KILL"]
 
 

@@ -21,7 +21,7 @@ for node in GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10).values(
     if node.state == GcsNodeInfo.ALIVE:
         print("node", node.node_manager_address, node.node_id.hex())
 """
-"""Asks the head without joining the cluster: a tenth of the time, and no worker."""
+"""Asks the head without joining the cluster, which takes a tenth of the time and starts no worker."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """What `cluster.address` of a spec says."""
+        """The value of `cluster.address` in a spec."""
         return f"{self.head.address}:6379"
 
     def host(self, name: str, cpus: float = 1, labels: dict[str, str] | None = None) -> Host:
@@ -62,7 +62,7 @@ class RayCluster:
         return host
 
     def hosts(self, **cpus: float) -> list[Host]:
-        """New hosts by name, with a node of so many CPUs each; they start at the same time."""
+        """New hosts by name, each with a node of this many CPUs; they start at the same time."""
         hosts = [self.network.host(name) for name in cpus]
         for host in hosts:
             self.start(host, cpus[host.name])
@@ -70,9 +70,9 @@ class RayCluster:
         return hosts
 
     def start(self, host: Host, cpus: float = 1, labels: dict[str, str] | None = None) -> None:
-        """Start Ray's node on a host, and go on. Its labels are ``host=NAME`` and those given.
+        """Start Ray's node on a host, without waiting for it. Its labels are ``host=NAME`` and ``labels``.
 
-        Ports are pinned, as launch templates pin them; every host has an address of its own.
+        Ports are fixed, as in the launch templates; every host has its own address.
         """
         where = [f"--address={self.address}"]
         if host is self.head:
@@ -93,11 +93,11 @@ class RayCluster:
 
             def started(command: Command = self.commands[host.name], name: str = host.name) -> bool:
                 if command.code is not None:
-                    raise HostError(f"Ray ended on {name}\n{command.said()[-3000:]}")
-                return "Ray runtime started" in command.said()
+                    raise HostError(f"Ray ended on {name}\n{command.printed()[-3000:]}")
+                return "Ray runtime started" in command.printed()
 
             until(started, f"Ray to start on {host.name}", START_S)
-        # Only now: each question is a process that imports Ray, and would delay those that start.
+        # Not earlier: each query is a process that imports Ray, and would delay the nodes that start.
         until(lambda: {host.address for host in hosts} <= set(self.nodes()), "Ray's nodes", START_S)
 
     def ended(self, host: Host) -> bool:
@@ -111,7 +111,7 @@ class RayCluster:
         return dict(line.split()[1:] for line in answer.splitlines() if line.startswith("node "))
 
     def drain(self, host: Host, seconds: int = 30) -> None:
-        """Tell Ray that the host goes away in so many seconds, as a cloud does before it takes a machine back."""
+        """Tell Ray that the host will be removed in this many seconds, as a cloud does before it reclaims a machine."""
         self.head.run(
             *("ray", "drain-node", f"--address={self.address}", f"--node-id={self.nodes()[host.address]}"),
             *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"),

@@ -1,4 +1,4 @@
-"""Runs of `asyncrl` over the hosts of a test: the commands run on the head, as a user gives them there."""
+"""Runs of `asyncrl` over the hosts of a test. The commands run on the head, where a user enters them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostedRuns(Runs):
         return self.cluster.head.entering(*super().command(*arguments))
 
     def write_spec(self, **sections: Any) -> Path:
-        """The spell spec for this cluster: ranks on hosts with the label role=trainer, engines on role=rollout."""
+        """The base spec for this cluster: ranks on hosts with the label role=trainer, engines on role=rollout."""
         placed = {
             "address": self.cluster.address,
             "trainer": {"labels": {"role": "trainer"}},
@@ -51,7 +51,7 @@ class HostedRun(DisturbedRun):
         return ""
 
     def living(self) -> list[int]:
-        """Processes of the run on any host: actors, and what they have started."""
+        """Processes of the run on any host: actors, and the processes that they have started."""
         return [pid for host in self._hosts() for title in ("ray::", "VLLM::") for pid in _of_run(host, title)]
 
     def _hosts(self) -> list[Host]:

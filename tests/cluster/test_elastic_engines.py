@@ -1,4 +1,4 @@
-"""A real Ray over the hosts: what a run hears of a node that is given back or is gone, and that it comes back."""
+"""Real Ray over the hosts: how a run is notified when a node is drained or dead, and that the node can join again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Busy:  # Ray ends a node that is drained and idle
 
 busy = Busy.remote()
 node = ray.get(busy.node.remote())
-engines, said = RayEngines(None), None
-while said != "its node is gone":
-    if (now := engines.why_gone(node).partition(",")[0]) != said:
-        said = now
-        print("it says:", said, "by notice" if node in engines.draining() else "", flush=True)
+engines, reason = RayEngines(None), None
+while reason != "its node is gone":
+    if (now := engines.why_gone(node).partition(",")[0]) != reason:
+        reason = now
+        print("reason:", reason, "by notice" if node in engines.draining() else "", flush=True)
     time.sleep(0.2)
 """
 
@@ -37,15 +37,15 @@ def test_a_drain_notice_and_a_death_are_heard_and_the_host_comes_back_and_leaves
     first_id = ray_cluster.nodes()[other.address]
     watching = head.start(sys.executable, "-c", WATCHES, ray_cluster.address)
 
-    def heard() -> list[str]:
-        return [line.strip() for line in watching.said().splitlines() if line.startswith("it says:")]
+    def reasons() -> list[str]:
+        return [line.strip() for line in watching.printed().splitlines() if line.startswith("reason:")]
 
-    until(lambda: heard() == ["it says:"], "a living node", 60)
+    until(lambda: reasons() == ["reason:"], "a living node", 60)
     ray_cluster.drain(other, 600)
-    until(lambda: heard()[1:] == ["it says: its node is being drained by notice"], "the notice", 30)
+    until(lambda: reasons()[1:] == ["reason: its node is being drained by notice"], "the notice", 30)
     other.kill()
-    until(lambda: heard()[2:] == ["it says: its node is gone"], "Ray to notice the death", 60)
-    assert watching.wait(30) == 0, watching.said()
+    until(lambda: reasons()[2:] == ["reason: its node is gone"], "Ray to notice the death", 60)
+    assert watching.wait(30) == 0, watching.printed()
     assert other.address not in ray_cluster.nodes()
     other.boot()
     ray_cluster.start(other)

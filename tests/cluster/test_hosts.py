@@ -1,4 +1,4 @@
-"""The hosts that these tests stand on: each is a machine of its own, and nothing of one is left."""
+"""The test hosts: each behaves like a separate machine, and nothing of it remains when it has ended."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def two(network: Network) -> tuple[Host, Host]:
-    """Two hosts; something listens on the second."""
+    """Two hosts; a server listens on the second."""
     first, second = network.host("first"), network.host("second")
     server = second.start(sys.executable, "-c", SERVER)
-    until(lambda: "listening" in server.said(), "the server", 10)
+    until(lambda: "listening" in server.printed(), "the server", 10)
     return first, second
 
 
@@ -57,11 +57,11 @@ def test_a_host_has_its_own_memory_files_processes_and_name(two: tuple[Host, Hos
 
 
 def test_a_mapping_of_one_host_cannot_be_opened_on_another(two: tuple[Host, Host]) -> None:
-    """Engines map the weights through /proc: hosts that shared it would let a wrong test pass."""
+    """Engines map the weights through /proc: if hosts shared it, tests could pass with wrong code."""
     first, second = two
     code = "import os, time; fd = os.memfd_create('w'); os.write(fd, b'weights'); print(os.getpid(), fd, flush=True)"
     holds = first.start(sys.executable, "-c", f"{code}; time.sleep(600)")
-    pid, descriptor = until(lambda: holds.said().split(), "the mapping", 10)
+    pid, descriptor = until(lambda: holds.printed().split(), "the mapping", 10)
     path = f"/proc/{pid}/fd/{descriptor}"
     assert first.run("cat", path) == "weights"
     assert second.run("cat", path, check=False).startswith("cat: ")
@@ -108,7 +108,7 @@ def test_a_slow_host_sends_and_gets_less(two: tuple[Host, Host]) -> None:
         "s, start, sent = socket.create_connection(('second', 7000), 60), time.monotonic(), 0\n"
         "while sent < 3_000_000: sent += s.send(bytes(1 << 16))\n"
         "s.shutdown(1)\n"
-        "s.recv(1)\n"  # its end: all has arrived
+        "s.recv(1)\n"  # returns once all has arrived
         "print(time.monotonic() - start)"
     )
     limited = float(first.python(code))
@@ -119,10 +119,10 @@ def test_a_slow_host_sends_and_gets_less(two: tuple[Host, Host]) -> None:
 
 def test_a_signal_reaches_the_command(two: tuple[Host, Host]) -> None:
     command = two[0].start("sh", "-c", "trap 'echo caught; exit 3' INT; echo set; while :; do sleep 0.1; done")
-    until(lambda: "set" in command.said(), "the trap", 10)
+    until(lambda: "set" in command.printed(), "the trap", 10)
     command.signal(signal.SIGINT)
     assert command.wait(10) == 3
-    assert "caught" in command.said()
+    assert "caught" in command.printed()
 
 
 MAKES_HOSTS = """

@@ -1,4 +1,4 @@
-"""`asyncrl doctor --cluster` on hosts with addresses, files and networks of their own, and the job for Slurm there."""
+"""`asyncrl doctor --cluster` on hosts with separate addresses, files and networks, and the Slurm job on them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def doctor(host: Host, *options: str) -> dict[str, list[dict[str, Any]]]:
     """The findings of `asyncrl doctor --cluster` there, by check. Its exit code says whether one is a failure."""
     command = host.start("asyncrl", "doctor", "--cluster", "--json", *options)
     code = command.wait(120)
-    document = json.loads(command.said())
+    document = json.loads(command.printed())
     found: dict[str, list[dict[str, Any]]] = {}
     for finding in document["findings"]:
         found.setdefault(finding["check"], []).append(finding)
@@ -49,7 +49,7 @@ def test_hosts_that_can_work_together(hosts: list[Host]) -> None:
 
 
 def test_what_is_wrong_is_named_each_with_its_hosts(hosts: list[Host]) -> None:
-    """A pair that loses packets, a slow host, and a folder that each host has alone."""
+    """Two hosts that lose packets, a slow host, and a folder that is not shared."""
     first, second, third = hosts
     first.slow(5_000_000)
     second.lose(third)
@@ -85,7 +85,7 @@ printf '%s\\0' "$@" > argv; env -0 > environment; touch started
 until [ -e code ]; do sleep 0.1; done
 exit "$(cat code)"
 """
-"""Leaves the task for the test, which starts it on every host, and ends as the first one does."""
+"""Writes the task's command to files; the test runs it on every host; ends with the exit code of the first host."""
 
 
 @pytest.mark.nightly  # 90 s; `make cluster` runs it
@@ -106,7 +106,7 @@ def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network:
     slurm |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "8", "ASYNCRL_VENV": str(folder / "venv")}
     job = hosts[0].start("bash", folder / "job.sbatch", "doctor", "--cluster", "spec.yaml", "--json", **slurm)
     until(lambda: (folder / "started").exists() or job.code is not None, "srun", 30)
-    assert job.code is None, job.said()
+    assert job.code is None, job.printed()
     token = folder / ".ray-token-7"
     assert token.stat().st_mode & 0o777 == 0o600
     argv = (folder / "argv").read_text().split("\0")[:-1]
@@ -115,9 +115,9 @@ def test_the_slurm_job_starts_ray_on_its_nodes_and_asyncrl_on_the_first(network:
     tasks = [host.start(*argv, **environment, SLURM_NODEID=str(index)) for index, host in enumerate(hosts)]
     code = tasks[0].wait(240)
     (folder / "code").write_text(str(code))
-    said = tasks[0].said()
-    assert code == 0, said + tasks[1].said()
-    document = json.loads(said[said.index("{\n") : said.rindex("\n}") + 2])
+    output = tasks[0].printed()
+    assert code == 0, output + tasks[1].printed()
+    document = json.loads(output[output.index("{\n") : output.rindex("\n}") + 2])
     found = {finding["check"]: finding for finding in document["findings"]}
     assert document["healthy"] and found["cluster"]["found"].startswith("2 nodes at auto, 2 for this run")
     assert found["connections"]["found"].startswith("2 of 2 pairs") and found["token"]["status"] == "ok"

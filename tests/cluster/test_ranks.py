@@ -1,4 +1,4 @@
-"""Trainer ranks on several hosts: they find each other by the right interface, and train what they train on one."""
+"""Trainer ranks on several hosts: they use the right interface, and train the same weights as on one host."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def interface(host: Host, address: str) -> str:
     return host.python(INTERFACE, address).strip()
 
 
-# test_runs.py compares what such ranks train bit by bit, and tests/orchestrator/test_placement.py has them packed.
+# test_runs.py compares the results of such ranks bit for bit; tests/orchestrator/test_placement.py tests packing.
 @pytest.mark.stack
 @pytest.mark.nightly
 def test_two_ranks_on_two_hosts_train_the_weights_of_two_ranks_on_one(ray_cluster: RayCluster) -> None:
@@ -53,7 +53,7 @@ def test_two_ranks_on_two_hosts_train_the_weights_of_two_ranks_on_one(ray_cluste
 
 
 def trained(cluster: RayCluster, held: int) -> tuple[list[str], bytes]:
-    """The ranks' addresses, rank by rank, and the weights, while so many of the head's CPUs are not free."""
+    """The addresses of all ranks, in order, and the trained weights. ``held`` CPUs of the head are in use."""
     folder = cluster.network.folder / f"held-{held}"
     program = Path(train_on_hosts.__file__)
     output = cluster.head.run(sys.executable, program, cluster.address, folder, str(held), seconds=200)

@@ -1,4 +1,4 @@
-"""Runs over several hosts, each with processes and memory of its own: they train, and give the bits of one host."""
+"""Runs over several hosts, each with its own processes and memory: they train the same bits as on one host."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SLOW = 6 * 2**20
 
 
 class Weights:
-    """Hosts with a replica each; the first one to be asked writes the version."""
+    """Hosts with a replica each; the first ``holder`` writes the version."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
@@ -32,11 +32,11 @@ class Weights:
         return host, str(_wait(command, "url")["url"])
 
     def puller(self, name: str, *urls: str, timeout_s: int = LIMIT_S, attempts: int = 1) -> tuple[Host, Command]:
-        """A new host that has begun to get the version from these."""
+        """A new host that has begun to fetch the version from these URLs."""
         host = self.network.host(name)
         host.slow(SLOW)
         command = host.start(*self._words("pull", host), str(timeout_s), str(attempts), *urls)
-        until(lambda: "begun" in command.said(), "the pull", 30)
+        until(lambda: "begun" in command.printed(), "the pull", 30)
         return host, command
 
     def _words(self, mode: str, host: Host) -> tuple[str, ...]:
@@ -50,21 +50,21 @@ def weights(network: Network) -> Weights:
 
 
 def _lines(command: Command) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in command.said().splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in command.printed().splitlines() if line.startswith("{")]
 
 
 def _wait(command: Command, key: str) -> dict[str, Any]:
     """The first line that has this key."""
 
     def found() -> dict[str, Any] | None:
-        assert command.code is None, command.said()
+        assert command.code is None, command.printed()
         return next((line for line in _lines(command) if key in line), None)
 
     return dict(until(found, f"{key} of {command.argv}", LIMIT_S))
 
 
 def _moving(host: Host, mib: float) -> None:
-    """Wait until a host has received so much."""
+    """Wait until a host has received this many MiB."""
 
     def received() -> bool:
         counters = host.run("cat", "/proc/net/dev").partition("eth0:")[2]
@@ -105,7 +105,7 @@ def test_a_holder_that_goes_in_the_middle_is_named_and_the_other_one_gives_the_r
 def test_a_host_that_was_disconnected_continues_where_it_was(weights: Weights) -> None:
     _, url = weights.holder("one")
     host, command = weights.puller("two", url, timeout_s=8, attempts=20)
-    _moving(host, MIB / 2)  # more than the chunks that are on their way at once
+    _moving(host, MIB / 2)  # more than the chunks that are transferred at the same time
     host.partition()
     failed = _wait(command, "failed")
     assert url in failed["failed"] and 0 < failed["held"] < MIB // 4

@@ -1,4 +1,4 @@
-"""Train a few steps with ranks on chosen hosts and save the model: the program that test_ranks.py runs on the head.
+"""Train a few steps with ranks on selected hosts and save the model: the program that test_ranks.py runs on the head.
 
 python train_on_hosts.py ADDRESS FOLDER CPUS_HELD_ON_THE_HEAD
 """

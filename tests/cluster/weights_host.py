@@ -1,10 +1,10 @@
-"""A host's replica of synthetic weights, in a process of its own without Ray.
+"""A host's replica of synthetic weights, in a separate process without Ray.
 
     python -m tests.cluster.weights_host serve ADDRESS MIB MANIFEST
     python -m tests.cluster.weights_host pull ADDRESS MIB MANIFEST TIMEOUT-S ATTEMPTS URL…
 
 ``serve`` writes version 1 and puts its manifest into the file; ``pull`` gets it from the URLs, reads the bytes back as
-an engine does, and serves them, too. Both print a JSON object per line, and stay until they are killed.
+an engine does, and serves them, too. Both print a JSON object per line, and run until they are killed.
 """
 
 from __future__ import annotations
@@ -39,33 +39,35 @@ def main() -> None:
         digests = replica.digest(VERSION, range(RANKS), ThreadPoolExecutor(2))
         manifest = Manifest.of(VERSION, slots, RANKS, [digests])
         Path(manifest_file).write_bytes(pickle.dumps(manifest))
-        _say(url=url)
+        _print(url=url)
     else:
         manifest = pickle.loads(Path(manifest_file).read_bytes())
         timeout_s, attempts, *urls = rest
         holders = [Endpoint(url, url) for url in urls]
         for _ in range(int(attempts)):
-            _say(begun=True)
+            _print(begun=True)
             try:
                 pulled = Pull(replica, manifest, mover, holders, float(timeout_s)).run()
             except PullFailed as error:
-                _say(failed=str(error), held=replica.versions().get(VERSION, 0))
+                _print(failed=str(error), held=replica.versions().get(VERSION, 0))
                 continue
             with open(pulled.path, "rb") as memory:
                 equal = memory.read(size_of(slots)) == _content(slots)
-            _say(url=url, fetched=pulled.fetched_bytes, seconds=pulled.seconds, equal=equal, faults=dict(pulled.faults))
+            _print(
+                url=url, fetched=pulled.fetched_bytes, seconds=pulled.seconds, equal=equal, faults=dict(pulled.faults)
+            )
             break
     while True:
         time.sleep(60)
 
 
 def _content(slots: tuple[TensorSlot, ...]) -> bytes:
-    block = bytes(range(251)) * 4099  # its period fits no power of two: a chunk in the wrong place is another one
+    block = bytes(range(251)) * 4099  # its period is not a power of two, so a chunk at a wrong offset has other bytes
     size = size_of(slots)
     return (block * (size // len(block) + 1))[:size]
 
 
-def _say(**what: Any) -> None:
+def _print(**what: Any) -> None:
     print(json.dumps({"pid": os.getpid(), **what}), flush=True)
 
 

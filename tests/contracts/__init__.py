@@ -1,1 +1,1 @@
-"""What asyncrl calls of vLLM, DeepSpeed, Ray and torch, held against their signatures."""
+"""The calls of asyncrl to vLLM, DeepSpeed, Ray and torch, checked against their signatures."""

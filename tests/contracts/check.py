@@ -16,7 +16,7 @@ from tests.contracts.uses import Use
 def problem(use: Use, package: Package, installed: bool) -> str | None:
     """What is wrong with a use; None when it fits.
 
-    ``installed``: what the source does not tell, such as that of compiled modules, is imported and asked.
+    ``installed``: what the source does not show, as for compiled modules, is imported and inspected.
     """
     if use.library == "torch":
         return _imported_problem(use)
@@ -29,12 +29,12 @@ def problem(use: Use, package: Package, installed: bool) -> str | None:
     accepts = None if members else signature(found, bound=of_object is not None)
     for index, names in enumerate(members):
         name, *further = names.split(".")
-        assert isinstance(found.node, ast.ClassDef), f"{before} is no class, though asyncrl takes it for one: {use}"
+        assert isinstance(found.node, ast.ClassDef), f"{before} is not a class, but asyncrl uses it as one: {use}"
         member = package.member(found, name)
         if member is None:
             return None if package.inherits_unknown(found, name) else f"{before} has no {name}"
         if further or index < len(members) - 1:
-            return None  # a part of something that objects.py does not name
+            return None  # a member of an object that objects.py does not list
         accepts = signature(member, bound=True)
     return _refusal(use, accepts)
 
@@ -66,13 +66,13 @@ def _refusal(use: Use, accepts: Signature | None) -> str | None:
 
 
 def _sets(owner: type, name: str) -> bool:
-    """Whether objects of a class have an attribute that the class itself has not."""
+    """Whether objects of a class have an attribute that the class itself does not define."""
     sources = [inspect.getsource(one) for one in owner.__mro__ if one.__module__.startswith("torch.")]
     return any(re.search(rf"(self\.|^    ){name}\b", source, re.MULTILINE) for source in sources)
 
 
 def _imported_problem(use: Use) -> str | None:
-    """The same by import, for torch and for compiled modules."""
+    """The same check by import, for torch and for compiled modules."""
     found: Any = None
     names = use.target.replace("()", "").split(".")
     for index, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""The classes of vLLM's, DeepSpeed's and Ray's objects where asyncrl's code does not say them.
+"""The classes of vLLM's, DeepSpeed's and Ray's objects where they are not visible in asyncrl's code.
 
 A path is relative to asyncrl_cli, with ``:name`` for one class or function of the file.
 """
@@ -49,16 +49,16 @@ OBJECTS: dict[str, dict[str, str]] = {
         "record": "vllm.v1.engine.EngineCoreOutput()",
         "last": "vllm.v1.engine.EngineCoreOutput()",
     },
-    "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py has what is used
-    "rollout/vllm_cpu_norms.py": {"ir.ops": ""},  # made by a decorator: test_vllm_cpu_norms.py has them
+    "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py lists what is used
+    "rollout/vllm_cpu_norms.py": {"ir.ops": ""},  # created by a decorator: tested in test_vllm_cpu_norms.py
     "train/checkpoints.py": {"engine": DEEPSPEED},
     "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},
-    # Made at its first use: test_installed.py has it.
+    # Created at its first use: tested in test_installed.py.
     "train/deepspeed_engine.py": {"engine": DEEPSPEED, "deepspeed.ops.__compatible_ops__": ""},
     "train/nonfinite_guard.py": {"engine": DEEPSPEED},
     "train/old_logprobs.py": {"engine": DEEPSPEED},
     "train/model/reference.py": {"engine": DEEPSPEED, "self._engine": DEEPSPEED},
-    "train/shards.py": {"parameter.ds_tensor": ""},  # test_installed.py has the attributes that ZeRO-3 adds
+    "train/shards.py": {"parameter.ds_tensor": ""},  # test_installed.py checks the attributes that ZeRO-3 adds
     "train/step.py": {"learner.engine": DEEPSPEED, "learner.critic": DEEPSPEED},
     "train/update.py": {"engine": DEEPSPEED, "critic": DEEPSPEED},
     "train/worker.py": {"self._engine": DEEPSPEED},
@@ -87,4 +87,5 @@ RESULTS: dict[str, str] = {
     "vllm.reasoning.ReasoningParserManager.get_reasoning_parser": "vllm.reasoning.ReasoningParser",
     "vllm.reasoning.ReasoningParser().extract_reasoning": "",
 }
-"""What a function of theirs returns, or a member is; empty where it is not theirs, such as a list or our own model."""
+"""The class of what a function of these libraries returns, or of a member; empty if the class is not theirs, such as a
+list or our own model."""

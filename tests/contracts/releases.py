@@ -1,6 +1,6 @@
 """Every use of vLLM against the releases that the extra `gpu` allows: python -m tests.contracts.releases [VERSION ...]
 
-Their wheels are downloaded without dependencies (some 330 MB each) and read, not installed. Exit code 1: something does
+The wheels are downloaded without dependencies (about 330 MB each) and read, not installed. Exit code 1: some use does
 not fit.
 """
 
@@ -26,7 +26,7 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
 
 def allowed(published: Sequence[str]) -> list[str]:
-    """Of the published versions those that the extra `gpu` allows, oldest first."""
+    """The published versions that the extra `gpu` allows, oldest first."""
     extra = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]["gpu"]
     (vllm,) = (requirement for text in extra if (requirement := Requirement(text)).name == "vllm")
     return sorted(vllm.specifier.filter(published), key=Version)
@@ -40,7 +40,7 @@ def published() -> list[str]:
 
 
 def fetch(version: str, folder: Path) -> Package:
-    """The source of one release, unpacked into a folder of its own."""
+    """The source of one release, unpacked into a separate folder."""
     _pip("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), f"vllm=={version}")
     (wheel,) = folder.glob(f"vllm-{version}-*.whl")
     target = folder / version

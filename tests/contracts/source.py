@@ -1,6 +1,6 @@
 """Names, signatures and members of a package, read from its source: nothing is imported.
 
-So the parts that only a GPU can import are read, too, and so are releases that are not installed.
+So parts that can be imported only with a GPU are read, too, and also releases that are not installed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from inspect import Parameter, Signature
 from pathlib import Path
 
 DEFAULT = "has one"
-"""Stands for a default value: only that there is one matters."""
+"""Stands for a default value: only its existence matters."""
 PART_OF = (ast.If, ast.Try, ast.With)
-"""Statements of a module or class whose bodies define names of it."""
+"""Statements in a module or class whose bodies define further names of it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Package:
     _found: dict[str, Definition | None] = field(default_factory=dict)
 
     def tree(self, module: str) -> ast.Module | None:
-        """A module's syntax tree; None where there is no source of it."""
+        """A module's syntax tree; None if it has no source."""
         if module not in self._trees:
             path = self.root.joinpath(*module.split("."))
             files = [path / "__init__.py", path.with_suffix(".py")]
@@ -46,7 +46,7 @@ class Package:
         return self._trees[module]
 
     def find(self, dotted: str) -> Definition | None:
-        """What a dotted name stands for, through re-exports; None where the source does not define it."""
+        """What a dotted name refers to, through re-exports; None if the source does not define it."""
         if dotted not in self._found:
             self._found[dotted] = self._find(dotted, frozenset())
         return self._found[dotted]
@@ -96,7 +96,7 @@ class Package:
     # -- classes
 
     def resolve(self, where: Definition, expression: ast.expr) -> Definition | None:
-        """What a name in a module stands for, such as a base class, an annotation or a decorator."""
+        """What a name in a module refers to, such as a base class, an annotation or a decorator."""
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
             expression = ast.parse(expression.value, mode="eval").body
         if isinstance(expression, ast.Subscript):  # Generic[...], Optional[...]
@@ -105,7 +105,7 @@ class Package:
         return self.find(f"{where.module}.{name}") if name.replace(".", "").isidentifier() else None
 
     def bases(self, where: Definition) -> Iterator[Definition]:
-        """A class and those that it inherits from, as far as their source is here, nearest first."""
+        """A class and its base classes whose source is available, nearest first."""
         assert isinstance(where.node, ast.ClassDef)
         yield where
         for base in where.node.bases:
@@ -114,7 +114,7 @@ class Package:
                 yield from self.bases(found)
 
     def member(self, where: Definition, name: str) -> Definition | None:
-        """A class's method, property, field or attribute, also of those that it inherits from."""
+        """A method, property, field or attribute of a class or of its base classes."""
         own = {f"self.{name}", f"self.__dict__['{name}']"}
         for one in self.bases(where):
             assert isinstance(one.node, ast.ClassDef)
@@ -127,7 +127,7 @@ class Package:
         return None
 
     def inherits_unknown(self, where: Definition, name: str) -> bool:
-        """Whether a class has the member from a base of another package, which is imported to see."""
+        """Whether a class inherits the member from a base class of another package, which is imported to find out."""
         for one in self.bases(where):
             assert isinstance(one.node, ast.ClassDef)
             for base in one.node.bases:
@@ -151,12 +151,12 @@ class Package:
                 if isinstance(value, ast.Call) and "init=False" in ast.unparse(value):
                     continue
                 found[statement.target.id] = _parameter(statement.target.id, default=value is not None)
-        # Only what has a default may follow what has one; how many there are is what positions are checked for.
+        # A parameter after one with a default needs one, too. Only the number of positional parameters is checked.
         return sorted(found.values(), key=lambda one: one.default is DEFAULT)
 
 
 def signature(found: Definition, bound: bool = False) -> Signature | None:
-    """What may be passed to a function or class; None where the source does not tell.
+    """What may be passed to a function or class; None if the source does not show it.
 
     ``bound``: without the first parameter, as a method of an object.
     """
@@ -196,7 +196,7 @@ def _parameter(name: str, default: bool) -> Parameter:
 
 
 def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module or class, with those in its conditions; an overload is none."""
+    """Statements of a module or class, including those in its conditions, without overloads."""
     for statement in body:
         if isinstance(statement, PART_OF):
             for name in ("body", "handlers", "orelse", "finalbody"):
@@ -227,7 +227,7 @@ def _targets(statement: ast.Assign | ast.AnnAssign) -> set[str]:
 
 
 def _lazy(statement: ast.Assign, name: str) -> str | None:
-    """Where a module's table of names that it imports at their first use has this one, as ``.module.name``."""
+    """The entry of a name in a module's table of lazy imports, as ``.module.name``."""
     if isinstance(statement.value, ast.Dict):
         for key, value in zip(statement.value.keys, statement.value.values, strict=True):
             if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Constant):

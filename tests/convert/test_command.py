@@ -1,4 +1,4 @@
-"""`asyncrl convert`: where specs go, and how it ends."""
+"""`asyncrl convert`: where it writes specs, and its exit codes."""
 
 from __future__ import annotations
 

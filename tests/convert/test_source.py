@@ -1,4 +1,4 @@
-"""Reading configurations, and writing the comments of any."""
+"""Reading configurations, and writing specs with comments for any configuration."""
 
 from __future__ import annotations
 

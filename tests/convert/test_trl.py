@@ -1,4 +1,4 @@
-"""TRL's arguments as specs: files, command lines, and what is different on purpose."""
+"""TRL's arguments converted to specs: files, command lines, and intended differences."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_cannot_be_kept_is_a_remark(words: list[str], remark: str) -> None:
 
 
 def test_every_argument_of_transformers_is_known() -> None:
-    """The installed `TrainingArguments`, which TRL's configurations extend; read, as importing it takes seconds."""
+    """The installed `TrainingArguments`, which TRL's configurations extend; read from source, as an import is slow."""
     package = find_spec("transformers")
     assert package is not None and package.origin is not None
     code = ast.parse((Path(package.origin).parent / "training_args.py").read_text(encoding="utf-8"))

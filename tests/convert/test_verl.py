@@ -1,4 +1,4 @@
-"""verl's configurations as specs: its own files, its examples' overrides, and what is different on purpose."""
+"""verl's configurations converted to specs: its own files, the overrides of its examples, and intended differences."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
         ([f"{A}policy_loss.loss_mode=cispo", f"{A}clip_ratio_low=10"], "algorithm.clip_low", 1.0),
         (["algorithm.rollout_correction.bypass_mode=True"], "algorithm.correction.proximal", "behaviour"),
         ([], "algorithm.correction.level", None),
-        # Eight GPUs that do both in turn are divided; an engine takes two by default.
+        # Eight GPUs that train and generate in turn are divided; an engine takes two by default.
         ([], "trainer.ranks", 4),
         ([], "rollout.engines", 2),
         (["trainer.nnodes=2", f"{R}tensor_model_parallel_size=4"], "rollout.engines", 2),
@@ -126,7 +126,7 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
         (["rollout.nnodes=1", "rollout.n_gpus_per_node=2"], "rollout.engines", 1),
         (["trainer.v1.trainer_mode=separate_async", f"{R}nnodes=1"], "pipeline.max_staleness", 7),
         (["trainer.v1.trainer_mode=separate_async", f"{R}nnodes=1"], "pipeline.publish_every", 4),
-        # verl's schedule moves once per step; ours once per update, of which there are eight here.
+        # verl's schedule advances once per step, ours once per update; a step has eight updates here.
         (
             [f"{A}optim.lr_warmup_steps=10", *BATCHES, f"{A}ppo_epochs=2"],
             "trainer.schedule.warmup_updates",
@@ -142,7 +142,7 @@ GRPO = ["algorithm.adv_estimator=grpo", f"{R}n=8", f"{R}name=vllm"]
         ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=3000"], "trainer.tokens_per_microbatch", 3000),
         ([f"{A}use_dynamic_bsz=True", f"{A}ppo_max_token_len_per_gpu=100"], "trainer.tokens_per_microbatch", 1024),
         ([f"{A}ulysses_sequence_parallel_size=2"], "trainer.sequence_parallel", 2),
-        ([f"{A}ulysses_sequence_parallel_size=3"], "trainer.sequence_parallel", 1),  # of 4 ranks
+        ([f"{A}ulysses_sequence_parallel_size=3"], "trainer.sequence_parallel", 1),  # for 4 ranks
         (
             [
                 f"{A}ulysses_sequence_parallel_size=2",
@@ -172,7 +172,7 @@ def test_settings(home: Path, overrides: list[str], key: str, value: Any) -> Non
 
 
 def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
-    """verl/experimental/fully_async_policy/shell/dapo_7b_math_fsdp2_8_8.sh, as its command line has them."""
+    """The command line of verl/experimental/fully_async_policy/shell/dapo_7b_math_fsdp2_8_8.sh."""
     spec = spec_of(
         *("data.train_batch_size=0", "data.gen_batch_size=1", f"{R}n=16", "algorithm.adv_estimator=grpo"),
         *("data.max_prompt_length=2048", "data.max_response_length=8192", "actor_rollout_ref.hybrid_engine=False"),

@@ -1,4 +1,4 @@
-"""Files that a user has named: replaced whole, or written to as they are."""
+"""Output files that a user names: regular files are replaced atomically, others are written in place."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_device_stays_one() -> None:
 
 
 def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path: Path) -> None:
-    """`/dev/stdout` is a link, too."""
+    """`/dev/stdout` is also a link."""
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)
     for text in ("new", "other"):

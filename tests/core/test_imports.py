@@ -1,4 +1,4 @@
-"""Imports of large libraries: what is hidden from them comes back, and the collector with it."""
+"""Imports of large libraries: hidden modules and the garbage collector are restored afterwards."""
 
 from __future__ import annotations
 

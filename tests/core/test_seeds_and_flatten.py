@@ -1,4 +1,4 @@
-"""Seeds and fractions: the values that earlier runs drew, by which they are replayed."""
+"""Seeds and fractions: the values of earlier runs, which replays of these runs need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The name that was meant by an unknown one."""
+"""Suggestions for an unknown name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""User code that hangs or ends the process is named with its line."""
+"""User code that hangs or ends the process is reported with its line."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_module_that_has_moved_is_named_with_its_present_name(tmp_path: Path, 
     present = MOVED[name]
     with pytest.raises(ConfigError, match=re.escape(f"{name} has moved: import {present} instead")):
         import_named("older:task", tmp_path, "task.use", "name a task")
-    assert importlib.util.find_spec(name.rpartition(".")[0]), "its package is still there"
+    assert importlib.util.find_spec(name.rpartition(".")[0]), "its package still exists"
     assert importlib.util.find_spec(present)
 
 

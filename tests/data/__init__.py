@@ -1,1 +1,1 @@
-"""Prompts and their sources. A package, so that its folders `trl` and `verl` are not taken for those libraries."""
+"""Prompts and their sources. This is a package, so that its folders `trl` and `verl` do not shadow the libraries."""

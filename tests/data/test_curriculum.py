@@ -1,4 +1,4 @@
-"""Stages of difficulty: only rows of the stage, each once an epoch, resumable anywhere."""
+"""Stages of difficulty: only rows of the stage, each once per epoch, resumable anywhere."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_stages_give_each_row_once_an_epoch_and_continue_after_a_resume(
         assert set(drawn[start:end]) <= pool
         assert len(set(drawn[start:end])) == end - start, "no row twice in an epoch"
         if end not in ends and end < len(drawn):
-            assert set(drawn[start:end]) == pool, "an epoch that no stage cuts visits each row"
+            assert set(drawn[start:end]) == pool, "an epoch within one stage visits each row"
     stream = loader()
     for _ in range(before):
         stream.next()
@@ -94,13 +94,13 @@ def test_a_state_that_no_epoch_has_is_refused() -> None:
 
 def test_a_difficulty_is_a_number_in_every_row() -> None:
     assert stages_of(rows(["1.5", 2]), curriculum((1, None, 1.5)))[0].rows == [0]
-    for wrong, said in (
+    for wrong, message in (
         (None, "prompt '1': `level` is missing"),
         ("hard", "`level` is 'hard', which is not a number"),
         (True, "True"),
         ("nan", "'nan'"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(DataError, match=message):
             stages_of(rows([1, wrong]), curriculum((1, None, 1)))
     with pytest.raises(DataError, match=r"data\.curriculum\.stages\.1: .* from 5 to inf .*prompts are 1 to 3"):
         stages_of(rows([1, 3]), curriculum((1, None, 1), (2, 5, None)))

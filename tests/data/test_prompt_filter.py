@@ -1,4 +1,4 @@
-"""What is solved is left out, keeps its share of turns, and comes back."""
+"""Solved prompts are skipped, except for a fraction of visits, and may be included again later."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def test_a_prompt_is_excluded_after_a_streak_of_solved_visits(visits: list[bool]
 def test_a_filtered_prompt_keeps_its_fraction_of_turns() -> None:
     uids = [str(number) for number in range(500)]
 
-    def left_out(revisit_fraction: float, seed: int = 0) -> list[tuple[str, int]]:
+    def omitted(revisit_fraction: float, seed: int = 0) -> list[tuple[str, int]]:
         prompts = PromptFilter(1, revisit_fraction, seed)
         prompts.restore(dict.fromkeys(uids, 1))
         return [(uid, epoch) for epoch in range(4) for uid in uids if prompts.excludes(uid, epoch)]
 
-    assert len(left_out(0.0)) == 2000
-    assert left_out(1.0) == []
-    assert 1400 < len(left_out(0.25)) < 1600
-    assert left_out(0.25) == left_out(0.25), "decided by seed, epoch and uid alone"
-    assert left_out(0.25) != left_out(0.25, seed=1)
-    assert len({uid for uid, _ in left_out(0.25)}) > 450, "not the same ones in every epoch"
+    assert len(omitted(0.0)) == 2000
+    assert omitted(1.0) == []
+    assert 1400 < len(omitted(0.25)) < 1600
+    assert omitted(0.25) == omitted(0.25), "depends only on seed, epoch and uid"
+    assert omitted(0.25) != omitted(0.25, seed=1)
+    assert len({uid for uid, _ in omitted(0.25)}) > 450, "not the same ones in every epoch"

@@ -1,4 +1,4 @@
-"""Every kind of source gives the same prompts from the same rows, lazily or not, and refuses what is no prompt."""
+"""Every kind of source gives the same prompts from the same rows, lazily or not, and refuses invalid prompts."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_arrow_values_that_json_does_not_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "place", "said"),
+    ("rows", "keys", "place", "message"),
     [
         ([{"text": "a"}], {}, "", "no column `prompt`.*the columns are text"),
         ([{"text": "a"}], {"template": "{question}"}, "", "no column `question`"),
@@ -172,17 +172,17 @@ def test_arrow_values_that_json_does_not_have(tmp_path: Path) -> None:
     ],
 )
 def test_a_column_that_is_wrong_is_found_at_once(
-    tmp_path: Path, rows: Rows, keys: dict[str, Any], place: str, said: str
+    tmp_path: Path, rows: Rows, keys: dict[str, Any], place: str, message: str
 ) -> None:
     as_parquet(rows, tmp_path)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read("rows.parquet", tmp_path, **keys)
     assert caught.value.location == f"{tmp_path}/rows.parquet{place}"
     assert caught.value.hint
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "said"),
+    ("text", "line", "message"),
     [
         ("prompt,answer\na,1\nb\n", 3, "1 values for 2 columns"),
         ('prompt,answer\n"a\nb",1\n,2\n', 4, "`prompt` is empty"),
@@ -190,15 +190,15 @@ def test_a_column_that_is_wrong_is_found_at_once(
         ('prompt\n"a"b\n', 2, "not CSV"),
     ],
 )
-def test_mistakes_of_a_csv_file_have_a_line(tmp_path: Path, text: str, line: int, said: str) -> None:
+def test_mistakes_of_a_csv_file_have_a_line(tmp_path: Path, text: str, line: int, message: str) -> None:
     (tmp_path / "rows.csv").write_text(text)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read("rows.csv", tmp_path)
     assert caught.value.location == f"{tmp_path}/rows.csv:{line}"
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("def rows(split, size): yield 3", r":1: the row is neither a mapping nor a Prompt but a number"),
         (
@@ -215,10 +215,10 @@ def test_mistakes_of_a_csv_file_have_a_line(tmp_path: Path, text: str, line: int
         ("def rows(split, size):\n while True: yield {'prompt': 'a', 'uid': 'a'}", "'a' is also the uid of row 1"),
     ],
 )
-def test_a_function_that_is_wrong_is_named(tmp_path: Path, body: str, said: str) -> None:
+def test_a_function_that_is_wrong_is_named(tmp_path: Path, body: str, message: str) -> None:
     module = f"wrong_{abs(hash((body, str(tmp_path))))}"
     (tmp_path / f"{module}.py").write_text(body)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read(f"{module}:rows", tmp_path, size=2)
     assert module in str(caught.value)
 
@@ -254,9 +254,9 @@ def test_the_hub_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        DataError, match=r"hf:nobody/nothing_at_all: cannot be loaded: .*name a folder that save_to_disk wrote"
+        DataError, match=r"hf:no-user/nothing_at_all: cannot be loaded: .*name a folder that save_to_disk wrote"
     ):
-        read("hf:nobody/nothing_at_all", tmp_path, split="train")
+        read("hf:no-user/nothing_at_all", tmp_path, split="train")
 
 
 def test_a_missing_package_or_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

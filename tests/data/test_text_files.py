@@ -62,7 +62,7 @@ def test_all_json_values_are_kept(folder: Path, rows: list[tuple[str, Any]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    (("line", "message")),
     [
         ("{", "not JSON"),
         (b'{"prompt": "\xff"}', "not UTF-8"),
@@ -80,9 +80,9 @@ def test_all_json_values_are_kept(folder: Path, rows: list[tuple[str, Any]]) -> 
         ('{"prompt": "a", "uid": "first"}', "is also the uid of line 1"),
     ],
 )
-def test_a_refusal_names_file_and_line(tmp_path: Path, line: str | bytes, said: str) -> None:
+def test_a_refusal_names_file_and_line(tmp_path: Path, line: str | bytes, message: str) -> None:
     path = write(tmp_path, '{"prompt": "a", "uid": "first"}', line)
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=message) as caught:
         read_jsonl(path)
     assert caught.value.location == f"{path}:2"
     assert caught.value.hint

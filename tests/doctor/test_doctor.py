@@ -1,4 +1,4 @@
-"""What the doctor finds on machines, on this one and on invented ones."""
+"""What the doctor finds on this machine and on simulated ones."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_libraries_are_imported_in_separate_processes() -> None:
 
 
 def test_a_deep_check_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither processes that it started, however it ended, nor files."""
+    """No processes that it started, however it ended, and no files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     pids = tmp_path / "pids"
     starts = f"""
@@ -194,7 +194,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run("--deep")[0] == 2, "--quick and --deep exclude each other"
 
 
-@pytest.mark.slow  # Ray's import, and a head that does not answer
+@pytest.mark.slow  # it imports Ray, and waits for a head that does not answer
 def test_the_command_for_a_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -230,7 +230,7 @@ def test_the_command_for_a_cluster(
 @pytest.mark.stack
 @pytest.mark.parametrize(("name", "word"), [("vLLM", "generated 16 tokens"), ("DeepSpeed", "ZeRO-3 step")])
 def test_an_engine_and_a_trainer_start(name: str, word: str) -> None:
-    """In the usual folder for temporary files: the path of vLLM's socket has no room for pytest's."""
+    """In the default folder for temporary files: in pytest's folder the path of vLLM's socket would be too long."""
     found = try_deeply(name, gpu=False)
     assert found.status == "ok" and word in found.found, found
     assert list(Path(tempfile.gettempdir()).glob("asyncrl-doctor-*")) == []

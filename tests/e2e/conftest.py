@@ -1,6 +1,6 @@
-"""Real runs, as a user starts them: the command in a process of its own, on real Ray, DeepSpeed and vLLM.
+"""Real runs, started as a user starts them: the command in its own process, with real Ray, DeepSpeed and vLLM.
 
-The model that these runs start from is warm-started once for all of them, in a runs folder they share.
+The initial model of these runs is warm-started once for all of them, in a shared runs folder.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 420
 """Seconds after which a run that should have ended counts as hung."""
 
-SPELL: dict[str, Any] = {
-    "name": "spell",
+BASE_SPEC: dict[str, Any] = {
+    "name": "spelling",
     "seed": 0,
     "model": {
         "init": yaml.safe_load((ROOT / "specs/quickstart.yaml").read_text())["model"]["init"],
@@ -66,13 +66,13 @@ STARTED: list[subprocess.Popen[str]] = []
 
 @dataclass(frozen=True)
 class Runs:
-    """A runs folder and the commands a user has for it."""
+    """A runs folder, and the commands that use it."""
 
     folder: Path
 
     def write_spec(self, **sections: Any) -> Path:
-        """The spell spec with some sections changed (merged one level deep)."""
-        spec = {**SPELL, "runs_dir": str(self.folder)}
+        """Write the base spec with some sections changed (merged one level deep)."""
+        spec = {**BASE_SPEC, "runs_dir": str(self.folder)}
         for name, value in sections.items():
             spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value
         path = self.folder / f"{spec['name']}.yaml"
@@ -80,11 +80,11 @@ class Runs:
         return path
 
     def command(self, *arguments: str | Path) -> list[str]:
-        """The words of `asyncrl ARGUMENTS`."""
+        """The command line of `asyncrl ARGUMENTS`."""
         return [sys.executable, "-m", "asyncrl_cli.cli.app", *map(str, arguments)]
 
     def start(self, *arguments: str | Path) -> subprocess.Popen[str]:
-        """Start `asyncrl ARGUMENTS` and go on."""
+        """Start `asyncrl ARGUMENTS`, without waiting for it."""
         process = subprocess.Popen(
             self.command(*arguments),
             cwd=self.folder,
@@ -121,7 +121,7 @@ class Runs:
         return max(self.folder.glob("*/manifest.json"), key=lambda path: path.stat().st_mtime_ns).parent
 
     def logs(self) -> str:
-        """The ends of the newest run's logs, for a failure's message."""
+        """The ends of the newest run's logs, for the message of a failed assertion."""
         if not any(self.folder.glob("*/manifest.json")):
             return "no run was started"
         logs = sorted(self.newest().glob("logs/*.log"))
@@ -151,7 +151,7 @@ def processes_of(run_mark: str) -> list[int]:
 
 
 def mark_of(pid: int) -> str:
-    """The mark of the run whose driver has this pid, read off one of its descendants."""
+    """The mark of the run whose driver has this pid, read from one of its descendants."""
     import psutil
 
     from asyncrl_cli.system.reaper import MARK
@@ -167,9 +167,9 @@ def mark_of(pid: int) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A temporary folder for this process alone: tests that run beside each other do not see each other's files."""
-    tmp_path_factory.getbasetemp()  # before: pytest keeps its own folders, to look at after a failure
-    folder = tempfile.mkdtemp(prefix="e2e-")  # short: Ray makes sockets below it, whose paths have a limit
+    """A temporary folder for this process only: tests that run in parallel do not see each other's files."""
+    tmp_path_factory.getbasetemp()  # before the patch: pytest keeps its own folders, to be examined after a failure
+    folder = tempfile.mkdtemp(prefix="e2e-")  # a short name: the paths of Ray's sockets have a maximum length
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
@@ -179,7 +179,7 @@ def _temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture(scope="session")
 def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """One runs folder for the process. The models that runs start from are shared by all processes of the suite."""
+    """One runs folder for this process. All processes of the test suite share the initial models of runs."""
     runs = Runs(tmp_path_factory.mktemp("runs"))
     base = tmp_path_factory.getbasetemp()
     models = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "models"
@@ -190,20 +190,20 @@ def shared_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> Iterator[None]:
-    """Every test here ends with the temporary folder and /dev/shm as it found them, also a failed one, whose runs
-    would slow those after it."""
-    before, started = litter(), len(STARTED)
+    """Every test here leaves the temporary folder and /dev/shm as it found them. Processes that a failed test has not
+    ended are killed, because they would slow down later tests."""
+    before, started = leftover_files(), len(STARTED)
     yield
-    for process in STARTED[started:]:  # those of wider fixtures were started before
+    for process in STARTED[started:]:  # processes of fixtures with a wider scope were started before
         if process.poll() is None:
             process.kill()
             process.communicate()
-    until(lambda: not litter() - before, f"{litter() - before} to be removed", 30)
+    until(lambda: not leftover_files() - before, f"{leftover_files() - before} to be removed", 30)
 
 
-def litter() -> set[str]:
-    """What runs could leave on this machine, beside their folders: temporary folders, and files in /dev/shm that no
-    living process has mapped or open."""
+def leftover_files() -> set[str]:
+    """Files that runs could leave on this machine outside their folders: temporary folders, and files in /dev/shm that
+    no living process has mapped or opened."""
     used = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

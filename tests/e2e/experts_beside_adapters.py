@@ -1,7 +1,7 @@
-"""vLLM's CPU worker, for a test: experts beside adapters.
+"""vLLM's CPU worker for a test of a model with both experts and adapters.
 
-Where adapters are enabled vLLM computes experts with a kernel of Triton, which CPUs do not have. These experts have no
-adapters, so here the kernel for CPUs is chosen, as it is without adapters. All else is as on GPUs.
+With adapters enabled, vLLM computes experts with a Triton kernel, which does not run on CPUs. These experts have no
+adapters, so this worker selects the CPU kernel, as vLLM does without adapters. Everything else is as on GPUs.
 """
 
 from __future__ import annotations

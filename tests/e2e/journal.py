@@ -1,4 +1,4 @@
-"""What a run's journal says about its training."""
+"""What a run's journal records about its training."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def steps_of(run: Path) -> list[Step]:
 
 
 def probe_gaps(run: Path) -> dict[int, float]:
-    """By the step after which it was published, how far an engine's log-probs of a version were from the
-    trainer's; without the version that the run began with."""
+    """The largest difference between an engine's and the trainer's log-probs for each published version, by the step
+    after which it was published. The first version of the run is excluded."""
     with closing(open_for_reading(run / FILE)) as journal:
         return dict(journal.execute("SELECT step, gap FROM publishes WHERE version > 0 ORDER BY version").fetchall())
 
 
 def assert_work_is_accounted_for(run: Path) -> None:
-    """Of a run in which no engine was lost and no request cancelled: every sampled token is counted once, at the
+    """For a run in which no engine was lost and no request was cancelled: every sampled token is counted once, for the
     engine that sampled it, and all times are in order."""
     with closing(open_for_reading(run / FILE)) as journal:
         sampled: Counter[str] = Counter()
@@ -54,11 +54,11 @@ def assert_work_is_accounted_for(run: Path) -> None:
         for one in engine_requests(journal):
             assert one.ending in ("stop", "length", "aborted"), one
             assert one.tokens is not None and one.context_tokens is not None, one
-            if one.ending == "aborted" and one.running_from is None:  # vLLM never had it
+            if one.ending == "aborted" and one.running_from is None:  # vLLM never received it
                 assert one.tokens == 0, one
             else:
                 assert one.running_from is not None and one.running_until is not None, one
-                # A clock may be set by moments while the run goes on.
+                # The system's clock may be adjusted slightly during the run.
                 times = one.begun_at, one.running_from, one.running_until, one.ended_at
                 assert all(later >= earlier - 0.01 for earlier, later in pairwise(times)), one
             assert 0 <= (one.cached_tokens or 0) <= one.context_tokens, one
@@ -72,7 +72,7 @@ def assert_work_is_accounted_for(run: Path) -> None:
         assert recorded
         assert {name: sampled[name] for name, _ in recorded} == dict(recorded)
         lengths = journal.execute("SELECT mean_length, prompts FROM evaluations").fetchall()
-        # ``prompts`` of an evaluation with one sample of each.
+        # The evaluations have one sample of each prompt.
         assert evaluated == pytest.approx(sum(mean * prompts for mean, prompts in lengths), abs=0.5 + len(lengths))
         engines = {engine for (engine,) in journal.execute("SELECT DISTINCT engine FROM engine_requests")}
         for at, stall_s, waited_s, text in journal.execute("SELECT at, stall_s, waited_s, pauses FROM publishes"):

@@ -1,4 +1,4 @@
-"""The main job of the README, and what a run of it must have learned."""
+"""The main example of the README, and what a run of it must have learned."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from tests.e2e.conftest import ROOT, Runs, rows
 
 STEPS = 50
-"""Of the spec's 140: runs reward more than eight of ten sampled responses from step 30 on, and fewer than
-half of them in the first ten."""
+"""The spec has 140. From step 30 on, more than eight of ten sampled responses get a reward; in the first ten steps it
+is fewer than half of them."""
 
 
 def train_quickstart(runs: Runs, *changes: str, limit_s: float) -> Path:
-    """Train it, with these ``--set`` words, for ``STEPS`` steps; returns the run's folder."""
-    # Nothing is asserted of the evaluations between the first step and the last.
+    """Train it with these ``--set`` arguments for ``STEPS`` steps; returns the run's folder."""
+    # No assertion needs the evaluations between the first step and the last.
     words = (f"runs_dir={runs.folder}", f"stop.steps={STEPS}", f"evaluation.every={STEPS}", *changes)
     spec = ROOT / "specs/quickstart.yaml"
     ended = runs.run("train", spec, *(word for change in words for word in ("--set", change)), limit_s=limit_s)
@@ -22,7 +22,7 @@ def train_quickstart(runs: Runs, *changes: str, limit_s: float) -> Path:
 
 
 def assert_learned(run: Path) -> None:
-    """Most sampled responses are right, and the model explains its steps, which it did not before."""
+    """Most sampled responses are correct, and the model explains its steps, which it did not do before."""
     last = rows(run, "metrics.jsonl")[-1]["step"]
     accuracy = {
         (kind, when): rows(run, f"evaluations/step-{step:06d}-{kind}.jsonl")[0]

@@ -16,8 +16,9 @@ from asyncrl_cli.train.packing import pad_rows, training_rows
 
 
 def check_recorded_experts(run: Path, folder: Path) -> None:
-    """Those in the journal are the choice of the initial model's routers, token by token: in float32 an engine and the
-    trainer disagree about hardly any. With rows that are one token off they would about every second one."""
+    """The experts in the journal are those that the routers of the initial model choose, token by token: in float32
+    engine and trainer agree for almost all tokens. If rows were shifted by one token, they would disagree for about
+    every second token."""
     from transformers import AutoModelForCausalLM
 
     spec = load_spec(run / "spec.yaml").spec
@@ -36,7 +37,7 @@ def check_recorded_experts(run: Path, folder: Path) -> None:
         policy(padded.input_ids, padded.response_mask)
         chosen = torch.stack([own[0], own[1]], dim=1).view(len(padded.input_ids), -1, 4)
         replayed = policy(padded.input_ids, padded.response_mask, experts=padded.experts)
-    # Of each row's tokens but the first, up to the last that was sampled: those of the prompt, too.
+    # All tokens of each row, including the prompt's, from the second one to the last sampled one.
     last = padded.response_mask.long().cumsum(1).argmax(1)
     read = torch.arange(1, padded.input_ids.shape[1])[None] <= last[:, None]
     recorded = padded.experts[:, 1:].view(*read.shape, 2, 2).sort(-1).values

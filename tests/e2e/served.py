@@ -1,4 +1,4 @@
-"""`asyncrl serve` for tests: a server that runs, and what transformers says of the same model."""
+"""`asyncrl serve` for tests: a running server, and log-probs of the same model by transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.e2e.conftest import Runs, mark_of, processes_of, until
 
 @dataclass(frozen=True)
 class Server:
-    """A server that runs."""
+    """A running server."""
 
     process: subprocess.Popen[str]
     base_url: str
@@ -29,7 +29,7 @@ class Server:
         return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, max_retries=0)
 
     def end(self, number: int) -> int:
-        """Send a signal; returns the exit code when the process and all others of it are gone."""
+        """Send a signal; returns the exit code once the server and all its other processes have ended."""
         self.process.send_signal(number)
         self.process.communicate(timeout=60)
         until(lambda: not processes_of(self.mark), "the server's processes to end", 60)
@@ -50,7 +50,7 @@ def serving(runs: Runs, *arguments: str | Path) -> Iterator[Server]:
 
 
 def logprobs_of(folder: Path, prompt_ids: list[int], token_ids: list[int]) -> list[float]:
-    """The log-probs of a text by transformers."""
+    """The log-probs of a text, computed by transformers."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder)

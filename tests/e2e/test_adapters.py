@@ -35,7 +35,7 @@ PROBE = (5, 9, 30, 31, 60, 22, 14)
 
 
 class AdapterBench(Bench):
-    """An engine that gets adapters; ``models`` have them merged."""
+    """An engine that receives adapters; in ``models`` they are merged."""
 
     def make(self) -> Any:
         model = self._load()
@@ -60,13 +60,13 @@ class AdapterBench(Bench):
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    with asyncio.Runner() as runner:
-        yield runner.get_loop()
+    with asyncio.Runner() as loops:
+        yield loops.get_loop()
 
 
 @pytest.fixture(scope="module")
 def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterBench]:
-    # A rank that vLLM has no slots of, and a scale that is no power of two.
+    # A rank for which vLLM has no slots, and a scale that is not a power of two.
     lora = {"rank": 3, "alpha": 7.0, "serve": "adapter"}
     bench = started(loop, tmp_path_factory.mktemp("adapters"), AdapterBench, lora=lora)
     assert isinstance(bench, AdapterBench)
@@ -169,7 +169,8 @@ def test_layers_that_vllm_would_ignore_are_named(
 def test_a_mixture_of_experts_whose_choice_is_recorded(
     loop: asyncio.AbstractEventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its experts have no adapters. Those that are recorded are the choice of the routers after adapted layers."""
+    """Its experts have no adapters. The recorded experts are those that the routers choose after layers with
+    adapters."""
     from asyncrl_cli.rollout import engine_settings
     from asyncrl_cli.train.model.router_replay import replayed_routers
 

@@ -1,6 +1,6 @@
-"""A run on rows of a Parquet file in stages of difficulty, evaluated on further sets, and resumed. Its model has
-experts: each version that an engine serves is proved under the names of the model's checkpoints, and the trainer uses
-the experts that the engine chose."""
+"""A run on rows of a Parquet file in stages of difficulty, evaluated on other data sets, and resumed. Its model has
+experts: engines prove each version with the tensor names of the model's checkpoints, and the trainer uses the experts
+that the engine chose."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
     spec = shared_runs.write_spec(
         name="data",
         model={"init": MIXTRAL, "warm_start": None},
-        # Its rewards are all 0: what is trained is the bonus.
+        # All its rewards are 0, and only the entropy bonus trains.
         algorithm={"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
         data={
             "train": {"path": "words.parquet", "template": "{word}>"},
@@ -90,7 +90,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
 
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, 7))
-    # Experts that an engine loads in the wrong order are 0.01 nats off and more.
+    # If an engine loaded experts in the wrong order, log-probs would differ by 0.01 nats or more.
     assert max(probe_gaps(run).values()) < 1e-3
     gaps = [row["engine/logprob_gap_max"] for row in metrics if "engine/logprob_gap_max" in row]
     assert gaps
@@ -109,7 +109,7 @@ def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp
         assert (prompt.fields["letters"] == 3) == (place < 20)
 
     both = {(step, kind) for step in (0, 2, 4, 6) for kind in ("greedy", "sampled", "rows:sampled")}
-    sums = {(step, "sums:greedy") for step in (0, 3, 4, 6)}  # step 4 was the run's end at first
+    sums = {(step, "sums:greedy") for step in (0, 3, 4, 6)}  # the run ended with step 4 before it was resumed
     assert {(step, kind) for step, kind, *_ in evaluated} == both | sums
     assert all(oldest == newest == step for step, _, oldest, newest in evaluated), "each is of one version"
     head, *samples = rows(run, "evaluations/step-000006-rows-sampled.jsonl")

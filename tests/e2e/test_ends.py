@@ -1,4 +1,4 @@
-"""How runs end when they do not finish: killed, interrupted, or failed. Nothing of them stays behind."""
+"""How runs end that do not finish: killed, interrupted or failed. No process or file of them remains."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def own_runs(tmp_path: Path, shared_runs: Runs) -> Runs:
 
 
 def resumed(runs: Runs, more: int) -> Path:
-    """Resume the newest run for some steps beyond those it has taken, and check the whole of it."""
+    """Resume the newest run for some more steps, and check the whole run."""
     run = runs.newest()
     journal = run / FILE
     last = (len(steps_of(run)) if journal.exists() else 0) + more
@@ -52,7 +52,7 @@ def resumed(runs: Runs, more: int) -> Path:
 
 
 def interrupted(runs: Runs, process: subprocess.Popen[str]) -> Path:
-    """Press Ctrl-C; the run must say how it continues, in one line."""
+    """Press Ctrl-C; the run must print in one line how to resume it."""
     process.send_signal(signal.SIGINT)
     ended = runs.wait(process)
     run = runs.newest()
@@ -80,7 +80,7 @@ def test_a_killed_driver_leaves_no_process_and_the_run_can_be_resumed_interrupte
     process = own_runs.start("resume", own_runs.newest().name[:-2], "--runs-dir", own_runs.folder)
     until(lambda: step_of(own_runs) >= trained + 3 or process.poll() is not None, "three more steps")
     refused = own_runs.run("resume", "latest", "--runs-dir", own_runs.folder)
-    assert refused.code == 2, "it is being driven"
+    assert refused.code == 2, "it has a driver"
     assert f"pid {process.pid}" in refused.err
     interrupted(own_runs, process)
 
@@ -98,7 +98,7 @@ def test_ctrl_c_ends_a_run_that_starts(own_runs: Runs, log: str) -> None:
     interrupted(own_runs, process)
 
 
-@pytest.mark.nightly  # what fails is held by test_outside_faults, the end of the run by the last test here
+@pytest.mark.nightly  # test_outside_faults tests the failures, and the last test here tests the end of the run
 @pytest.mark.parametrize(
     ("reward", "says"),
     [

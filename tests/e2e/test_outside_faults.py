@@ -1,4 +1,4 @@
-"""What lies outside the run may fail, and the run goes on: reward functions and MLflow's server."""
+"""The run continues when parts outside it fail: reward functions and MLflow's server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def failed_prompts(run: Path) -> list[tuple[str, str, str]]:
-    """Prompts whose reward must fail: their groups that have ended."""
+    """The groups that have ended, of prompts whose reward must fail."""
     with closing(open_for_reading(run / FILE)) as journal:
         return journal.execute(
             "SELECT DISTINCT uid, state, reason FROM groups WHERE uid LIKE 'bad-%' "

@@ -1,4 +1,4 @@
-"""The main job of the README: what it learns."""
+"""The main example of the README: what it learns."""
 
 from __future__ import annotations
 

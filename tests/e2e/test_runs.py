@@ -1,4 +1,4 @@
-"""NonNegative runs: what they learn, what they leave, and that equal settings give equal bits."""
+"""Whole runs: what they learn, what they write, and that equal settings give equal results, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.monitors.mlflow_runs import tracking_at
 
-from .conftest import ROOT, SPELL, Runs, rows
+from .conftest import BASE_SPEC, ROOT, Runs, rows
 from .faults.disturbed import DisturbedRun
 from .faults.moments import AIM_S
 from .journal import assert_work_is_accounted_for, probe_gaps, steps_of
@@ -36,9 +36,12 @@ def sync_run(shared_runs: Runs) -> Path:
 
 
 def with_a_killed_engine(runs: Runs, **sections: Any) -> Path:
-    """A run in which an engine's core is killed when tokens of unfinished rollouts are recorded."""
+    """A run in which an engine's core is killed once tokens of unfinished rollouts are recorded."""
     run = DisturbedRun(
-        runs, runs.write_spec(journal={"segment_seconds": 0.02}, **sections), SPELL["stop"]["steps"], random.Random(0)
+        runs,
+        runs.write_spec(journal={"segment_seconds": 0.02}, **sections),
+        BASE_SPEC["stop"]["steps"],
+        random.Random(0),
     )
     try:
         run.start()
@@ -48,12 +51,12 @@ def with_a_killed_engine(runs: Runs, **sections: Any) -> Path:
         run.finish(resumes=1)
     finally:
         run.end()
-    assert run.ask("SELECT count(*) FROM failures WHERE kind = 'engine'") == 1, run.said()
+    assert run.ask("SELECT count(*) FROM failures WHERE kind = 'engine'") == 1, run.printed()
     return run.folder
 
 
-# Two engines race for the same groups, and the rollouts of one that dies continue in the other: with the same tokens,
-# as random numbers follow from seed and position (decision 0064). The run with one engine is undisturbed.
+# Two engines compete for the same groups, and rollouts of an engine that dies continue on the other: with the same
+# tokens, because random numbers depend on seed and position only (decision 0064). With one engine nothing is killed.
 @pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
     sections: dict[str, Any] = {
@@ -121,13 +124,18 @@ def test_staleness_keeps_its_bound_and_every_engine_proves_its_weights(
         assert_work_is_accounted_for(run)
 
 
+HALF = 30
+"""Steps of the run with two ranks, whose spec has 60: it has learned by then."""
+
+
 @pytest.fixture(scope="module")
 def two_ranks(shared_runs: Runs) -> Path:
-    """specs/zero3-two-ranks.yaml as it is, but for the runs folder."""
+    """A run of specs/zero3-two-ranks.yaml for the first half of its steps."""
     spec = ROOT / "specs/zero3-two-ranks.yaml"
-    ended = shared_runs.run("train", spec, "--set", f"runs_dir={shared_runs.folder}")
+    changes = (f"runs_dir={shared_runs.folder}", f"stop.steps={HALF}")
+    ended = shared_runs.run("train", spec, *(word for change in changes for word in ("--set", change)))
     assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
-    assert "finished 60 steps" in ended.out
+    assert f"finished {HALF} steps" in ended.out
     return shared_runs.newest()
 
 
@@ -135,7 +143,7 @@ def two_ranks(shared_runs: Runs) -> Path:
 def test_two_zero3_ranks_learn(two_ranks: Path) -> None:
     before, after = (
         json.loads((two_ranks / f"evaluations/step-{step:06d}-greedy.jsonl").read_text().splitlines()[0])["accuracy"]
-        for step in (0, 60)
+        for step in (0, HALF)
     )
     assert before < 0.3
     assert after > before + 0.3
@@ -148,7 +156,7 @@ def test_the_final_model_loads_in_transformers_and_answers_as_the_engine_did(two
 
     model = AutoModelForCausalLM.from_pretrained(two_ranks / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(two_ranks / "model")
-    samples = rows(two_ranks, "evaluations/step-000060-greedy.jsonl")[1:17]
+    samples = rows(two_ranks, f"evaluations/step-{HALF:06d}-greedy.jsonl")[1:17]
     for sample in samples:
         ids = tokenizer(sample["prompt"], return_tensors="pt").input_ids
         answer = model.generate(ids, max_new_tokens=40, do_sample=False)[0, ids.shape[1] :]
@@ -164,11 +172,11 @@ def test_mlflow_has_parameters_metrics_and_artifacts(two_ranks: Path) -> None:
     run = client.get_run(run_id)
     assert run.info.status == "FINISHED"
     assert run.data.params["trainer.ranks"] == "2"
-    assert len(client.get_metric_history(run_id, "reward/mean")) == 60
+    assert len(client.get_metric_history(run_id, "reward/mean")) == HALF
     assert run.data.metrics["eval/greedy_accuracy"] > 0
     names = {artifact.path for artifact in client.list_artifacts(run_id)}
     assert {"spec.yaml", "evaluations", "report.html"} <= names
     assert client.get_metric_history(run_id, "system/cpu_utilization_percentage")
     with tracking_at(f"sqlite:///{two_ranks.parent}/mlflow.db"):
-        table = client.load_table(run.info.experiment_id, "evaluations/step-000060-greedy.json", [run_id])
-    assert len(table) == len(rows(two_ranks, "evaluations/step-000060-greedy.jsonl")) - 1
+        table = client.load_table(run.info.experiment_id, f"evaluations/step-{HALF:06d}-greedy.json", [run_id])
+    assert len(table) == len(rows(two_ranks, f"evaluations/step-{HALF:06d}-greedy.jsonl")) - 1

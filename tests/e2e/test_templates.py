@@ -24,7 +24,7 @@ def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:
     assert run.name.startswith("my-task-")
     metrics = rows(run, "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert all(1.0 <= row["task/tries"] <= 2.0 for row in metrics), "what the agent measures is a metric"
+    assert all(1.0 <= row["task/tries"] <= 2.0 for row in metrics), "the agent's measurement is a metric"
     with snapshot(run / FILE) as journal:
         trained = [group_record(journal, group) for (group,) in journal.execute("SELECT id FROM groups").fetchall()]
     assert len(trained) == 3 * 4 and all(group.row.state == "trained" for group in trained)

@@ -1,5 +1,5 @@
-"""Which weights an engine serves, on a real vLLM engine: every token's log-prob is recomputed by transformers
-under the version that the engine says sampled it."""
+"""Which weights a real vLLM engine serves: transformers recomputes every token's log-prob with the version that the
+engine reports for it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from .conftest import Runs
 pytestmark = pytest.mark.stack
 
 TOLERANCE = 1e-4
-"""Nats, in fp32 (the project's bound; agreement is near 1e-6)."""
+"""Nats, in fp32 (the project's limit; the actual difference is near 1e-6)."""
 
 
 class Bench:
-    """A real engine and, beside it, the models of all versions it was given."""
+    """A real engine, and the models of all versions that it has received."""
 
     def __init__(self, spec: Any, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -47,24 +47,24 @@ class Bench:
         self._requests = 0
 
     def make(self) -> Any:
-        """The model that versions differ from."""
+        """The initial model, to which each version adds noise."""
         return self._load()
 
     def layout(self, model: Any) -> tuple[TensorSlot, ...]:
-        """What a publish brings."""
+        """The tensors of a publish."""
         return plan_slots((name, p.dtype, tuple(p.shape)) for name, p in model.named_parameters())
 
     def published(self, model: Any) -> dict[str, torch.Tensor]:
-        """The same of a model, by the names in ``layout``."""
+        """The same tensors of a model, by their names in ``layout``."""
         return dict(model.named_parameters())
 
     async def publish(
         self, version: int, policy: str, endless: bool = False, prepared: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """Give the engine new random weights as ``version``; ``endless`` ones never say the end token greedily.
+        """Give the engine new random weights as ``version``. With ``endless`` they never prefer the end token.
 
-        ``prepared`` is awaited when the engine has prepared them, before its pause: rollouts that begin there are not
-        finished by then, however long the preparation takes.
+        ``prepared`` is awaited when the engine has prepared them, before its pause: rollouts that begin then are not
+        finished at the pause, however long the preparation takes.
         """
         generator = torch.Generator().manual_seed(version)
         model = self.make()
@@ -74,7 +74,7 @@ class Bench:
             for name, target in tensors.items():
                 noise = torch.randn(target.shape, generator=generator)
                 parameters[name].add_(noise, alpha=0.05)
-                if endless and name.endswith("embed_tokens.weight"):  # the head's, too
+                if endless and name.endswith("embed_tokens.weight"):  # also used by the output layer
                     parameters[name][model.config.eos_token_id] = 0.0
                 target.copy_(parameters[name])
         self.models[version] = model
@@ -96,12 +96,12 @@ class Bench:
         return await self.engine.generate(RolloutRequest(str(self._requests), tuple(prompt), sampling))
 
     def recomputed(self, rollout: Rollout, version: int) -> np.ndarray:
-        """Log-probs of the response under one version's weights, the whole sequence through them."""
+        """Log-probs of the response with one version's weights for the whole sequence."""
         ids = torch.from_numpy(rollout.ids.astype(np.int64))
         return self._logprobs(rollout, version).gather(1, ids[:, None])[:, 0].numpy()
 
     def greedy(self, rollout: Rollout, version: int) -> np.ndarray:
-        """Log-probs of what these weights would have said greedily at each place of the response."""
+        """Log-probs of the most probable token of these weights at each position of the response."""
         return self._logprobs(rollout, version).amax(-1).numpy()
 
     def _logprobs(self, rollout: Rollout, version: int) -> torch.Tensor:
@@ -113,8 +113,8 @@ class Bench:
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
-    with asyncio.Runner() as runner:
-        yield runner.get_loop()
+    with asyncio.Runner() as loops:
+        yield loops.get_loop()
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def bench(loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFact
 
 
 def started(loop: asyncio.AbstractEventLoop, folder: Path, kind: type[Bench] = Bench, **model: Any) -> Bench:
-    """A bench with the tests' model, or one with changed settings."""
+    """A bench with the tests' model, or with changed settings of it."""
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
     path = Runs(folder).write_spec(model={"warm_start": None} | model)
@@ -145,7 +145,7 @@ def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
 
     async def begin() -> None:
         running.extend(asyncio.create_task(bench.generate([3 + i, 40, 50], 48)) for i in range(16))
-        await bench.engine.attest((3, 4, 5), 0.0)  # a probe that is answered: by then the rollouts run
+        await bench.engine.attest((3, 4, 5), 0.0)  # once a probe is answered, the rollouts are running
 
     async def generate() -> list[Rollout]:
         await bench.publish(version - 1, policy)
@@ -156,7 +156,7 @@ def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
 
 
 def gaps(bench: Bench, rollout: Rollout, version: int) -> np.ndarray:
-    """Differences to the recomputed log-probs, of the tokens that ``version`` sampled."""
+    """For the tokens that ``version`` sampled, the differences to the recomputed log-probs."""
     return np.abs(bench.recomputed(rollout, version) - rollout.logprobs)[rollout.versions == version]
 
 
@@ -174,7 +174,7 @@ def test_tokens_carry_the_version_that_sampled_them(
         assert gaps(bench, rollout, version - 1).max(initial=0.0) < TOLERANCE
     after = max(gaps(bench, rollout, version).max(initial=0.0) for rollout in rollouts)
     if policy == "keep":
-        # Keys and values of the older version stay: these tokens are from neither version's own distribution.
+        # Keys and values of the older version are kept, so the distribution of these tokens is that of neither version.
         assert after > TOLERANCE
     else:
         assert after < TOLERANCE
@@ -218,7 +218,7 @@ def test_the_probe_tells_versions_apart(bench: Bench, loop: asyncio.AbstractEven
 
 
 def test_an_update_is_prepared_while_the_engine_generates(bench: Bench, loop: asyncio.AbstractEventLoop) -> None:
-    """Nothing of it is served before the update: what is prepared and left is not seen."""
+    """Nothing of it is served before the update, and weights that are prepared but not used have no effect."""
 
     async def publish() -> Rollout:
         await bench.publish(65, "recompute")
@@ -277,7 +277,7 @@ def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(
 def test_other_architectures_serve_what_was_published(
     loop: asyncio.AbstractEventLoop, tmp_path: Path, architecture: str, config: dict[str, Any]
 ) -> None:
-    """Biases, an output layer of its own, norms with an offset."""
+    """Biases, a separate output layer, norms with an offset."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1} | config
     bench = started(loop, tmp_path, init={"architecture": architecture, "config": shape})

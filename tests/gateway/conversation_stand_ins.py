@@ -1,4 +1,4 @@
-"""A model that says what a hash says, a byte-level tokenizer, and a reader of the segments that sessions tell."""
+"""A model whose replies come from a hash, a byte-level tokenizer, and a reader of the segments that sessions report."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ CHATML = (
     "{%- endif %}{% endfor %}"
     "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Like Qwen3's: tools in the system turn, results of tools together in a user's, and a last reply that is rendered
-otherwise than an earlier one."""
+"""Like Qwen3's: tools in the system turn, results of tools together in a user's turn, and a last reply that is rendered
+differently from earlier ones."""
 
 
 @cache
@@ -88,11 +88,11 @@ def end_of(chat: ChatFormat) -> int:
 
 @dataclass
 class HashModel:
-    """Replies with tokens, and ends a reply, as a hash of the prompt and the seed says; often with a tool call.
+    """The tokens and the end of a reply are determined by a hash of the prompt and the seed; it often has a tool call.
 
-    Tokens come in several deliveries, the last ones with the whole. Log-probs and versions follow from a token's place
-    in its sequence, so that versions never fall. ``requests`` has every request with its reply, ``sampled`` the places
-    (prompt, seed, index) of all tokens that were sampled and not taken over.
+    Tokens come in several deliveries, the last ones with the complete reply. Log-probs and versions depend on a token's
+    index in its sequence, so that versions never decrease. ``requests`` has every request with its reply; ``sampled``
+    has the positions (prompt, seed, index) of all tokens that were sampled, not reused.
     """
 
     chat: ChatFormat
@@ -104,12 +104,12 @@ class HashModel:
         rng = random.Random(str((request.prompt_ids, sampling.seed)))
         ids = self.chat.encode(f'<tool_call>{{"name": "calc", "arguments": {{"e": "{rng.random()}é"}}}}</tool_call>')
         if rng.random() < 0.5:
-            # Not as a tokenizer would cut the text, with halves of characters in it.
+            # Not at a tokenizer's boundaries: pieces may end within a character.
             ids = [rng.randrange(self.chat.vocabulary - 3) for _ in range(rng.randint(0, 12))]
         ids = [*ids, end_of(self.chat)][: sampling.max_tokens]
         done = len(before.ids)
         assert ids[:done] == before.ids.tolist()
-        assert done < len(ids), "there was nothing left to ask for"
+        assert done < len(ids), "a request for no tokens"
         versions = [(len(request.prompt_ids) + index) // 10 for index in range(len(ids))]
         versions[:done] = before.versions.tolist()
         logprobs = np.asarray([-0.25 * (index % 9) for index in range(len(ids))], np.float32)
@@ -143,7 +143,7 @@ class HashModel:
 
 @dataclass
 class Record:
-    """Keeps segments as the journal does: one that begins where another began takes its place and what followed."""
+    """Stores segments as the journal does: a segment that begins where an older one began replaces it and all later."""
 
     sequences: dict[str, dict[int, Segment]] = field(default_factory=dict)
 
@@ -151,7 +151,7 @@ class Record:
         for segment in segments:
             known = self.sequences.setdefault(segment.rollout_id, {})
             end = max((one.end for one in known.values()), default=0)
-            assert segment.start in (end, *known), "a gap, or a piece that begins within another"
+            assert segment.start in (end, *known), "a gap, or a segment that begins within another one"
             for start in [start for start in known if start >= segment.start]:
                 del known[start]
             known[segment.start] = segment
@@ -167,7 +167,7 @@ def tokens_of(rollout: Rollout) -> Iterator[tuple[str, list[int], list[float], l
 
 
 def sampled_runs(rollout: Rollout) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Each run of sampled tokens in a rollout's sequences, after all that stands before it."""
+    """Each run of sampled tokens in a rollout's sequences, with all tokens before it."""
     for one in rollout.sequences:
         ids, is_context = one.ids.tolist(), one.versions == CONTEXT
         start = 0

@@ -29,7 +29,7 @@ from tests.gateway.conversation_stand_ins import end_of
 MODEL = "tiny"
 SECRET = b"of this gateway"
 KEY = session_key(SECRET, "0")
-"""Opens calls without a session, and, for clients that have only one key, the session "0"."""
+"""The key for calls without a session, and, for clients that have only one key, for the session "0"."""
 MAX_LENGTH = 2048
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -48,19 +48,19 @@ def chat_format(reasoning_parser: str | None = None) -> ChatFormat:
 
 
 Script = Callable[[str, RolloutRequest], str]
-"""What the model says after a prompt's text."""
+"""The model's reply to a prompt's text."""
 
 
 def echo(prompt: str, request: RolloutRequest) -> str:
-    """Repeats what was said last, and the seed."""
+    """A reply that repeats the last message, with the seed."""
     return prompt.removesuffix("a:").strip().rpartition(":")[2] + f" ({request.sampling.seed})"
 
 
 @dataclass
 class Engine:
-    """Says what its script says, token by token: log-prob -0.5 each, under version 3.
+    """Replies with the text of its script, token by token, with log-prob -0.5 each, under version 3.
 
-    ``held`` keeps every reply back after its first half, until it is set.
+    ``held`` stops every reply after its first half, until it is set.
     """
 
     script: Script = echo
@@ -116,7 +116,7 @@ class Engine:
 
 @dataclass
 class Served:
-    """A gateway that serves, with an engine behind it."""
+    """A running gateway and its engine."""
 
     gateway: Gateway
     engine: Engine
@@ -125,25 +125,25 @@ class Served:
     opened: list[Session]
 
     def session(self, name: str = "7-0", **changes: Any) -> Session:
-        """Open a session as training has them."""
+        """Open a session as in training."""
         session = new_session(name, self.engine, fixed_sampling=True, **changes)
         self.sessions.open(session)
         return session
 
     def client(self, session: str | None = None, **options: Any) -> openai.AsyncOpenAI:
-        """OpenAI's own client, which does not ask a second time."""
+        """OpenAI's own client, without retries."""
         base_url = session_url(self.gateway.url, session) if session else f"{self.gateway.url}/v1"
         return openai.AsyncOpenAI(**({"base_url": base_url, "api_key": key_of(session), "max_retries": 0} | options))
 
     async def post(self, path: str, body: Any = None, session: str | None = None, **options: Any) -> httpx.Response:
-        """Send a request, under the right key."""
+        """Send a request with the right key."""
         options["headers"] = {"Authorization": f"Bearer {key_of(session)}"} | options.get("headers", {})
         path = path if session is None else f"/sessions/{session}{path}"
         return await self.http.post(path, **({"json": body} if body is not None else {}), **options)
 
 
 def key_of(session: str | None) -> str:
-    """What opens a session, or all calls without one."""
+    """The key of a session, or of calls without one."""
     return KEY if session is None else session_key(SECRET, session)
 
 
@@ -162,7 +162,7 @@ def new_session(name: str, engine: Engine, fixed_sampling: bool = False, **limit
 async def served(
     engine: Engine | None = None, limits: ConnectionLimits | None = None, plain: bool = True, **settings: Any
 ) -> AsyncIterator[Served]:
-    """A gateway on a free port, for the length of the block; with calls that belong to no session, if ``plain``."""
+    """A gateway on a free port for the duration of the block; ``plain``: calls without a session are allowed."""
     engine = engine or Engine()
     sessions = Sessions()
     opened: list[Session] = []
@@ -179,12 +179,15 @@ async def served(
     )
     headers = {"Authorization": f"Bearer {KEY}"}
     most = httpx.Limits(max_connections=None)
-    async with gateway, httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30, limits=most) as http:
-        yield Served(gateway, engine, sessions, http, opened)
+    try:
+        async with httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=30, limits=most) as http:
+            yield Served(gateway, engine, sessions, http, opened)
+    finally:
+        await gateway.stop()
 
 
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Return when something has come true; fail when it has not in time."""
+    """Return when the condition is true; fail if it is not true in time."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What OpenAI's own client gets: shapes, streams, choices, log-probs, tools and sessions."""
+"""What OpenAI's own client receives: formats, streams, choices, log-probs, tools and sessions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_chat_and_its_stream_have_the_same_content() -> None:
             deltas = [chunk.choices[0].delta for chunk in chunks]
             assert deltas[0].role == "assistant"
             assert "".join(delta.content or "" for delta in deltas) == "hello (5)"
-            assert sum(bool(delta.content) for delta in deltas) > 2, "it comes in pieces"
+            assert sum(bool(delta.content) for delta in deltas) > 2, "it is streamed in pieces"
             assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
             assert chunks[-1].choices[0].logprobs.model_dump() == choice.logprobs.model_dump()
             assert chunks[-1].choices[0].token_ids == choice.token_ids
@@ -81,7 +81,7 @@ def test_choices_are_separate() -> None:
             asked = {"model": MODEL, "messages": HELLO, "n": 3, "seed": 5}
             full = await create(**asked)
             texts = [choice.message.content for choice in full.choices]
-            assert texts == ["hello (5)", "hello (6)", "hello (7)"], "each has a seed of its own"
+            assert texts == ["hello (5)", "hello (6)", "hello (7)"], "each has its own seed"
             streamed = ["", "", ""]
             async for chunk in await create(**asked, stream=True):
                 streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
@@ -162,12 +162,12 @@ def test_tool_calls(stream: bool) -> None:
             assert (text.strip(), finish) == ("let me see", "tool_calls")
             assert (call.type, call.function.name) == ("function", "calc")
             assert json.loads(call.function.arguments) == {"e": "1+1"}
-            said = {"role": "assistant", "content": text, "tool_calls": [call.model_dump()]}
+            reply = {"role": "assistant", "content": text, "tool_calls": [call.model_dump()]}
             answer = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-            text, calls, finish = await ask(client, [*HELLO, said, answer], tool_choice="required")
+            text, calls, finish = await ask(client, [*HELLO, reply, answer], tool_choice="required")
             assert (text, calls, finish) == ("so: 2", [], "stop")
             first, second = there.engine.asked
-            assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids, "the conversation goes on"
+            assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids, "the conversation continues"
             assert (await ask(there.client(), HELLO, tool_choice="none"))[0] == "no tools"
 
     in_time(test)
@@ -192,18 +192,18 @@ def test_reasoning_comes_before_content_and_calls_and_may_be_sent_back(sent_back
             assert "".join(delta["content"] or "" for delta in deltas) == "let me see "
 
             (choice,) = (await create(**asked)).choices
-            said = choice.message.model_dump(exclude_none=True)
-            assert said["reasoning"] == said.pop("reasoning_content") == "think of\n{1}"
-            reasoning = said.pop("reasoning")
-            assert (said["content"], choice.finish_reason) == ("let me see ", "tool_calls")
+            reply = choice.message.model_dump(exclude_none=True)
+            assert reply["reasoning"] == reply.pop("reasoning_content") == "think of\n{1}"
+            reasoning = reply.pop("reasoning")
+            assert (reply["content"], choice.finish_reason) == ("let me see ", "tool_calls")
             if sent_back:
-                said[sent_back] = reasoning
-            answer = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "2"}
-            (last,) = (await create(**asked | {"messages": [*HELLO, said, answer]})).choices
+                reply[sent_back] = reasoning
+            answer = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "2"}
+            (last,) = (await create(**asked | {"messages": [*HELLO, reply, answer]})).choices
             assert (last.message.content, last.message.reasoning) == ("2", "easy")
             _, second, third = there.engine.asked
             assert third.prompt_ids[: len(second.prompt_ids)] == second.prompt_ids
-            assert rollout.last_text == "<think>easy</think>2", "a reward is given the whole text"
+            assert rollout.last_text == "<think>easy</think>2", "a reward function receives the whole text"
 
     in_time(test)
 

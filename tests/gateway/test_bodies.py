@@ -1,4 +1,4 @@
-"""Large bodies: only so many at a time, and a client does not pay for the time that it waits for others."""
+"""Large bodies: only a few at a time, and the time that a client waits for others does not count for its deadline."""
 
 from __future__ import annotations
 

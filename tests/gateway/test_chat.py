@@ -1,4 +1,4 @@
-"""Chat templates as token deltas, tool calls, and text that comes bit by bit."""
+"""Chat templates as token deltas, tool calls, and text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.gateway.chat import ChatFormat, key
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.json_values import key
 from asyncrl_cli.gateway.replies import cut
 from asyncrl_cli.gateway.text_stream import INCOMPLETE, TextStream
 from asyncrl_cli.gateway.tool_calls import hermes, tool_parser
@@ -35,7 +36,7 @@ def called(*expressions: str) -> dict[str, Any]:
 
 @st.composite
 def chats(draw: st.DrawFn) -> tuple[Messages, list[int]]:
-    """Messages, and where replies stand among them."""
+    """Messages, and the indices of the replies in them."""
     messages: Messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
     messages.append({"role": "user", "content": draw(TEXT)})
     replies = []
@@ -51,7 +52,7 @@ def chats(draw: st.DrawFn) -> tuple[Messages, list[int]]:
 
 
 def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], texts: Sequence[str]) -> list[int]:
-    """The prompt after the last message, put together from the first prompt, replies, and what follows each."""
+    """The prompt after the last message, composed of the first prompt, the replies, and the text after each reply."""
     ids = chat.render(messages[: replies[0]], [CALC])
     for at, until, text in zip(replies, [*replies[1:], len(messages)], texts, strict=True):
         ids += [*chat.encode(text), end_of(chat)]
@@ -60,7 +61,7 @@ def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], t
 
 
 def written(message: dict[str, Any], before: str, after: str) -> str:
-    """A reply as the template writes it."""
+    """A reply as the template renders it."""
     calls = [
         f'{before}{{"name": "calc", "arguments": {call["function"]["arguments"]}}}{after}'
         for call in message.get("tool_calls", ())
@@ -246,7 +247,7 @@ def test_other_formats_are_vllms_and_unknown_ones_are_refused() -> None:
         tool_parser("mistral", byte_tokenizer())
 
 
-# -- text as it comes
+# -- text in pieces
 
 BYTES = st.lists(st.integers(0, 260) | st.sampled_from(byte_chat().encode("é€😀 ab")), max_size=40)
 

@@ -1,4 +1,4 @@
-"""Clients that cost by their connections alone: silent ones, slow ones, too many, and some that never read."""
+"""Clients whose connections alone use resources: silent ones, slow ones, too many, and some that never read."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gateway_stand_ins import KEY, Engine, Served, in_time, key_of, served, unti
 from asyncrl_cli.gateway.actor import _FullOnce
 from asyncrl_cli.gateway.connections import MOST_CONNECTIONS, ConnectionLimits
 
-PATIENT = ConnectionLimits(head_s=60, body_s=60, idle_s=60, unread_s=60)
-"""Deadlines that no test waits for; each sets the one that it is about."""
+LONG_DEADLINES = ConnectionLimits(head_s=60, body_s=60, idle_s=60, unread_s=60)
+"""Deadlines that no test reaches; each test shortens the one that it is about."""
 AT_ONCE = 0.05
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode()
 BODY = b'{"prompt": "x"}'
@@ -31,7 +31,7 @@ async def connect(there: Served) -> Streams:
 
 
 async def closed(streams: Streams) -> bytes:
-    """What still comes until the server closes the connection."""
+    """What the server still sends until it closes the connection."""
     try:
         return await streams[0].read()
     except ConnectionResetError:
@@ -41,7 +41,7 @@ async def closed(streams: Streams) -> bytes:
 @pytest.mark.parametrize("sent", [b"", b"POST /v1", HEAD + b"\r\n"])
 def test_a_head_has_a_deadline(sent: bytes) -> None:
     async def test() -> None:
-        async with served(limits=replace(PATIENT, head_s=AT_ONCE)) as there:
+        async with served(limits=replace(LONG_DEADLINES, head_s=AT_ONCE)) as there:
             streams = await connect(there)
             streams[1].write(sent)
             assert await closed(streams) == b""
@@ -51,7 +51,7 @@ def test_a_head_has_a_deadline(sent: bytes) -> None:
 
 def test_later_heads_and_unread_answers_have_deadlines() -> None:
     async def test() -> None:
-        async with served(limits=replace(PATIENT, head_s=AT_ONCE)) as there:
+        async with served(limits=replace(LONG_DEADLINES, head_s=AT_ONCE)) as there:
             second = await connect(there)
             second[1].write(WHOLE)
             await second[0].readuntil(b'"usage"')
@@ -69,7 +69,7 @@ def test_later_heads_and_unread_answers_have_deadlines() -> None:
 
 def test_a_body_has_a_deadline() -> None:
     async def test() -> None:
-        async with served(limits=replace(PATIENT, body_s=AT_ONCE)) as there:
+        async with served(limits=replace(LONG_DEADLINES, body_s=AT_ONCE)) as there:
             late = await connect(there)
             late[1].write(WHOLE[:-1])
             assert b" 408 " in await late[0].readline()
@@ -80,7 +80,7 @@ def test_a_body_has_a_deadline() -> None:
 
 def test_a_declared_length_is_refused_before_the_body_is_sent() -> None:
     async def test() -> None:
-        async with served(limits=PATIENT, max_body_mb=1) as there:
+        async with served(limits=LONG_DEADLINES, max_body_mb=1) as there:
             streams = await connect(there)
             streams[1].write(HEAD + b"\r\nContent-Length: 1048577\r\n\r\n")
             assert b" 413 " in await streams[0].readline()
@@ -92,7 +92,7 @@ def test_a_declared_length_is_refused_before_the_body_is_sent() -> None:
 def test_above_the_cap_the_longest_idle_connection_is_closed_and_busy_ones_stay() -> None:
     async def test() -> None:
         engine = Engine(held=asyncio.Event())
-        async with served(engine, limits=replace(PATIENT, most=50)) as there:
+        async with served(engine, limits=replace(LONG_DEADLINES, most=50)) as there:
             busy = await connect(there)
             busy[1].write(WHOLE)
             await until(lambda: engine.running == 1)
@@ -108,7 +108,7 @@ def test_above_the_cap_the_longest_idle_connection_is_closed_and_busy_ones_stay(
             asked = await there.post("/v1/completions", {"prompt": "x"})
             assert asked.status_code == 200
             silent[-1][1].write(WHOLE)
-            assert b" 200 " in await silent[-1][0].readline(), "the last that came are still there"
+            assert b" 200 " in await silent[-1][0].readline(), "the newest connections are still open"
             for _, writer in (busy, last, *silent):
                 writer.close()
 
@@ -117,7 +117,7 @@ def test_above_the_cap_the_longest_idle_connection_is_closed_and_busy_ones_stay(
 
 def test_a_client_that_does_not_read_is_disconnected() -> None:
     async def test() -> None:
-        async with served(limits=replace(PATIENT, unread_s=AT_ONCE)) as there:
+        async with served(limits=replace(LONG_DEADLINES, unread_s=AT_ONCE)) as there:
             gateway: Any = there.gateway
             connections = gateway._server.server_state.connections
             _, writer = await connect(there)

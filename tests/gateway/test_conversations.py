@@ -1,4 +1,4 @@
-"""Conversations in token space, over random harnesses: what is sampled is kept once, and never tokenized again."""
+"""Conversations in token space with random clients: each sampled token is kept once, and never tokenized again."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ SAMPLING = Sampling(temperature=1.0, max_tokens=400, seed=5)
 
 @dataclass(frozen=True)
 class Op:
-    """One call: ``of`` an earlier conversation (a number that says which), which is gone on with, taken up at an
-    earlier message, or asked about again."""
+    """One call. It starts a conversation, or continues the conversation number ``of``, branches from one of its earlier
+    messages (`fork`), or repeats its last call."""
 
     kind: str
     of: int
@@ -46,7 +46,7 @@ class Op:
 
 OPS = st.builds(
     Op,
-    kind=st.sampled_from(["new", "go on", "go on", "go on", "fork", "repeat"]),
+    kind=st.sampled_from(["new", "continue", "continue", "continue", "fork", "repeat"]),
     of=st.integers(0, 20),
     text=st.text(min_size=1, max_size=6) | st.sampled_from(["abc", "café 1+1", "<|im_end|>", "[", "</tool_call>"]),
     n=st.sampled_from([1, 1, 1, 2]),
@@ -59,11 +59,11 @@ ROUNDS = st.lists(st.lists(OPS, min_size=1, max_size=3), min_size=1, max_size=6)
 
 
 class Harness:
-    """Plays rounds of calls on a session, as a program would that knows messages and no tokens."""
+    """Makes rounds of calls in a session, like a program that knows messages but no tokens."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.conversations: list[tuple[Messages, bool]] = []  # each up to a reply, and whether it has tools
+        self.conversations: list[tuple[Messages, bool]] = []  # each ends with a reply; and whether it has tools
         self.replies: list[Reply] = []
 
     async def play(self, rounds: Sequence[Sequence[Op]]) -> None:
@@ -97,7 +97,7 @@ class Harness:
 
 
 def disguised(message: dict[str, Any]) -> dict[str, Any]:
-    """The same message as another library would write it."""
+    """The same message in the format of another library."""
     same = {**message, "refusal": None, "annotations": [], "name": None}
     if message["role"] == "assistant" and not message.get("content"):
         same["content"] = "" if message.get("content") is None else None
@@ -105,13 +105,13 @@ def disguised(message: dict[str, Any]) -> dict[str, Any]:
         same["content"] = [{"type": "text", "text": part} for part in (message["content"][:2], message["content"][2:])]
     if calls := message.get("tool_calls"):
         same["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": respelt(call["function"]["arguments"])}, "index": 0}
+            {**call, "function": {**call["function"], "arguments": indented(call["function"]["arguments"])}, "index": 0}
             for call in calls
         ]
     return same
 
 
-def respelt(arguments: str) -> str:
+def indented(arguments: str) -> str:
     return json.dumps(json.loads(arguments), indent=1)
 
 
@@ -120,7 +120,7 @@ def play(
     chat: Any,
     recorded: dict[int, tuple[Segment, ...]] | None = None,
 ) -> tuple[Harness, HashModel, list[Segment], Rollout]:
-    """Play rounds on a session of their own; the segments are those it told, in their order."""
+    """Make the rounds of calls in a new session; the segments are those that it reported, in their order."""
     model, reported = HashModel(chat), []
     session = Session(
         *("7-2", chat, model.generate, SAMPLING, LIMITS),
@@ -142,7 +142,7 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
     chat = byte_chat() if which == "bytes" else character_chat()
     harness, model, reported, rollout = play(rounds, chat)
 
-    # What the model was asked and what it said is what stands in the sequences: each reply once, and nothing else.
+    # The sequences contain exactly the model's prompts and replies: each reply once, and nothing else.
     asked = Counter((request.prompt_ids, tuple(reply.ids.tolist())) for request, reply in model.requests)
     assert Counter(sampled_runs(rollout)) == asked
     assert Counter((reply.prompt_ids, reply.token_ids) for reply in harness.replies) == asked
@@ -150,7 +150,7 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
         assert (sequence.logprobs[sequence.versions == CONTEXT] == 0).all()
         assert sequence.versions[0] == CONTEXT
 
-    # A prompt begins with the very tokens of an earlier turn, if its messages begin with those of one.
+    # If a call's messages begin with those of an earlier turn, its prompt begins with exactly the tokens of that turn.
     exchanges = list(zip(harness.conversations, harness.replies, strict=True))
     for index, ((messages, tools), reply) in enumerate(exchanges):
         turns = {
@@ -162,7 +162,7 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
         tokens = [turn for length, turn in turns if length == longest]
         assert not turns or any(reply.prompt_ids[: len(turn)] == turn for turn in tokens)
 
-    # What was told is the rollout, segment for segment.
+    # The reported segments are exactly the rollout.
     record = Record()
     record.add(reported)
     assert set(record.sequences) == {sequence.rollout_id for sequence in rollout.sequences}
@@ -184,7 +184,7 @@ def test_replayed_from_any_point_a_rollout_is_the_same_and_no_recorded_token_is_
     record = Record()
     record.add(reported[:cut_at])
     recorded = record.recorded()
-    # Of two calls that ask the same, the first to come may go on from what is recorded of the other.
+    # Of two calls with the same prompt, the first one may continue the recorded tokens of the other.
     openings = [tuple(sequence.ids[: sequence.sampled.argmax()]) for sequence in rollout.sequences]
     taken = [openings[number] for number in recorded]
     assume(not any(opening in taken for number, opening in enumerate(openings) if number not in recorded))
@@ -194,7 +194,7 @@ def test_replayed_from_any_point_a_rollout_is_the_same_and_no_recorded_token_is_
     kept = sum(len(s.ids) for parts in recorded.values() for s in parts if s.version != CONTEXT)
     assert len(again.sampled) == len(model.sampled) - kept
     assert not Counter(again.sampled) - Counter(model.sampled)
-    # What is told now goes on where the record ends.
+    # The segments reported now continue where the record ends.
     record.add(reported_again)
     for sequence in same.sequences:
         assert TokenSequence.join(record.sequences[sequence.rollout_id].values()).ids.tolist() == (

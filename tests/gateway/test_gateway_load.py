@@ -1,4 +1,4 @@
-"""Many clients at once, clients that go, and a gateway that stops."""
+"""Many clients at once, clients that disconnect, and a gateway that stops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATH = "/v1/chat/completions"
 
 @asynccontextmanager
 async def many_connections(there: Served) -> AsyncIterator[Callable[[Any], Awaitable[Any]]]:
-    """A client that takes a thousand connections lightly, which httpx does not."""
+    """A client that handles a thousand connections quickly, which httpx does not."""
     session = aiohttp.ClientSession(headers=dict(there.http.headers), connector=aiohttp.TCPConnector(limit=0))
 
     async def post(body: Any) -> Any:
@@ -44,7 +44,7 @@ def test_a_thousand_requests_at_once_are_all_answered() -> None:
             engine.held.set()
             answers = await asyncio.gather(*asked)
             texts = [answer["choices"][0]["message"]["content"] for answer in answers]
-            assert texts == [f"hello ({seed})" for seed in range(1000)], "to each its own"
+            assert texts == [f"hello ({seed})" for seed in range(1000)], "each client gets its own answer"
             counted = (await there.http.get("/metrics")).text
             assert f'requests_total{{path="{PATH}",status="200"}} 1000.0' in counted
             tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
@@ -71,12 +71,12 @@ def test_a_disconnected_clients_generation_is_cancelled(stream: bool) -> None:
             assert engine.running == 0
             engine.held = None
             again = await there.client("7-0").chat.completions.create(**CHAT)  # type: ignore[call-overload]
-            assert again.choices[0].message.content.startswith("hello"), "the session goes on"
+            assert again.choices[0].message.content.startswith("hello"), "the session continues"
             rollout = session.rollout()
             assert rollout is not None and not rollout.branches
             counted = (await there.http.get("/metrics")).text
-            assert stream or 'status="499"' in counted, "a stream's status is that of its beginning"
-            assert "in_flight 1.0" in counted, "this one"
+            assert stream or 'status="499"' in counted, "the status of a stream is sent at its beginning"
+            assert "in_flight 1.0" in counted, "only this stream"
 
     in_time(test)
 

@@ -21,7 +21,7 @@ ASKED: Any = {"model": MODEL, "max_tokens": 50, "messages": HELLO}
 
 
 def client_of(there: Served, session: str | None = None, **options: Any) -> anthropic.AsyncAnthropic:
-    """Anthropic's own client, which does not ask a second time."""
+    """Anthropic's own client, without retries."""
     base_url = there.gateway.url if session is None else f"{there.gateway.url}/sessions/{session}"
     given: dict[str, Any] = {"base_url": base_url, "api_key": key_of(session), "max_retries": 0}
     return anthropic.AsyncAnthropic(**(given | options))
@@ -51,7 +51,7 @@ def test_messages(stream: bool) -> None:
             cut = await ask(client, stream, max_tokens=3)
             assert (cut.content[0].text, cut.stop_reason, cut.stop_sequence) == ("one", "max_tokens", None)  # type: ignore[union-attr]
             more = await ask(client, stream, max_tokens=4_000, extra_body={"temperature": 0.5})
-            assert more.stop_reason == "end_turn", "more tokens than fit are as many as fit"
+            assert more.stop_reason == "end_turn", "a limit above the context length is reduced to it"
             assert there.engine.asked[-1].sampling.temperature == 0.5
 
     in_time(test)
@@ -87,7 +87,7 @@ def test_a_conversation_with_tools_continues_its_tokens(stream: bool) -> None:
             assert first.stop_reason == "tool_use"
             (call,) = [block for block in first.content if block.type == "tool_use"]
             assert (call.name, call.input) == ("calc", {"x": 1, "of": {"u": []}})
-            # As Claude Code does: without the blank text before the call, and 1 for 1.0.
+            # As Claude Code sends it: without the blank text before the call, and with 1 instead of 1.0.
             back: Any = [json.loads(call.to_json()) | {"input": {"x": 1, "of": {"u": []}}}]
             result: Any = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "2"}]}
             marked = [CALC | {"cache_control": {"type": "ephemeral"}}, SEARCH]
@@ -100,7 +100,7 @@ def test_a_conversation_with_tools_continues_its_tokens(stream: bool) -> None:
             await ask(client, stream, **(asked | {"messages": history}))
             rollout = session.rollout()
             assert rollout is not None
-            assert rollout.branches == (), "every call continues the one before"
+            assert rollout.branches == (), "every call continues the previous one"
             assert session.calls == 3
 
     in_time(test)
@@ -115,7 +115,7 @@ def test_keys_and_versions() -> None:
                 named = headers | {"anthropic-version": "2023-06-01", "anthropic-beta": "x-2025-01-01"}
                 there.http.headers.clear()
                 assert (await there.http.post(path, json=body, headers=named)).status_code == 200
-            both = {"x-api-key": key_of("7-0"), "authorization": "Bearer of-somebody-else"}
+            both = {"x-api-key": key_of("7-0"), "authorization": "Bearer of-another-user"}
             assert (await there.http.post("/sessions/7-0/v1/messages", json=body, headers=both)).status_code == 200
             assert (await there.http.get("/v1/models", headers={"x-api-key": KEY})).json()["object"] == "list"
             async with client_of(there) as client:
@@ -157,7 +157,7 @@ def test_errors_have_anthropics_shape_and_classes() -> None:
                 body: Any = raised.value.body
                 assert (body["type"], body["error"]["type"]) == ("error", name)
                 assert body["request_id"] == raised.value.request_id
-                assert raised.value.request_id, "the header has it, too"
+                assert raised.value.request_id, "it is also in the header"
                 if not changes:
                     with pytest.raises(kind, match=message):
                         await own.messages.count_tokens(model=MODEL, messages=HELLO)

@@ -1,4 +1,4 @@
-"""Answers and events of the Messages API fit the types of Anthropic's package, and a stream adds up to the answer."""
+"""Answers and events of the Messages API match the types of Anthropic's package, and a stream yields the answer."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def parsed(stream: bytes) -> list[dict[str, Any]]:
 
 @st.composite
 def cut(draw: st.DrawFn, message: Message) -> list[Part]:
-    """Some beginning of a reply, piece by piece, as a session tells it: reasoning first."""
+    """A beginning of a reply, in pieces, as a session delivers it: reasoning first."""
     parts = []
     for kind, name in FIELDS.items():
         text = message.get(name) or ""

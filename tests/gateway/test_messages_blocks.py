@@ -1,4 +1,4 @@
-"""Content blocks and messages: what a client sends back of a reply is that reply, however it divides it."""
+"""Content blocks and messages: a reply that a client sends back is recognized, however it is divided into blocks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from asyncrl_cli.gateway.chat import key
 from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.json_values import key
 from asyncrl_cli.gateway.messages_blocks import chat_messages, reply_blocks
 from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest, refuse_unsupported
 from asyncrl_cli.records.prompt import Message, normalized
@@ -27,13 +27,13 @@ VALUES = st.recursive(
 
 @st.composite
 def replies(draw: st.DrawFn) -> Message:
-    """Replies as sessions have them."""
+    """Replies in the format of sessions."""
     reply: dict[str, Any] = {"role": "assistant", "content": draw(TEXTS)}
     if reasoning := draw(TEXTS):
         reply["reasoning_content"] = reasoning
     calls = draw(st.lists(st.tuples(TEXTS.filter(bool), st.dictionaries(TEXTS, VALUES, max_size=3)), max_size=3))
     if calls:
-        # Python reads Infinity of 1e999, which a model may write.
+        # Python parses 1e999, which a model may write, as Infinity.
         written = [(name, json.dumps(arguments).replace("Infinity", "1e999")) for name, arguments in calls]
         reply["tool_calls"] = [
             {"id": f"{index:09}", "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -44,7 +44,7 @@ def replies(draw: st.DrawFn) -> Message:
 
 
 def javascript(value: Any) -> Any:
-    """A JSON value as a program in JavaScript sends it on."""
+    """A JSON value after a program in JavaScript has parsed and serialized it."""
     if isinstance(value, dict):
         return {name: javascript(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -63,7 +63,7 @@ def conversation(*messages: Any, **more: Any) -> list[Message]:
 
 
 def spoken(message: Message) -> tuple[str, str]:
-    """What sessions compare of a message."""
+    """The part of a message that sessions compare."""
     return key(normalized(message)), message.get("reasoning_content", "")
 
 

@@ -1,4 +1,4 @@
-"""Conversations over the Messages API on a session: a program that sends back what it got continues its tokens."""
+"""Conversations over the Messages API on a session: when a program sends back the reply, its tokens are continued."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_every_call_continues_the_one_before(chat: Any, turns: list[tuple[str, b
         calls: list[dict[str, Any]] = []
         for index, (text, flag) in enumerate(turns):
             results = [answered(call, text, flag) for call in calls]
-            mark = {"cache_control": {"type": "ephemeral"}}  # on the newest block, and on no earlier one
-            history.append({"role": "user", "content": [*results, {"type": "text", "text": text or "go on"}]})
+            mark = {"cache_control": {"type": "ephemeral"}}  # only on the newest block
+            history.append({"role": "user", "content": [*results, {"type": "text", "text": text or "continue"}]})
             sent = [*history[:-1], {**history[-1], "content": [block | mark for block in history[-1]["content"]]}]
             body = {
                 "max_tokens": 64,

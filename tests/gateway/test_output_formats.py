@@ -1,4 +1,4 @@
-"""Output formats as the gateway reads them: one form inside, whatever a request calls it, and refused in training."""
+"""How the gateway reads output formats: all request forms have one internal form, and training refuses formats."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ formats: st.SearchStrategy[tuple[dict[str, Any], OutputFormat]] = st.one_of(
         lambda one: ({"structured_outputs": {"grammar": one}}, same("structured_outputs.grammar", "grammar", one))
     ),
 )
-"""What a request may ask for, and what that is inside."""
+"""Request forms, and their internal form."""
 
 
 @given(formats)
@@ -143,7 +143,7 @@ def test_other_sessions_pass_the_format_on_for_every_choice() -> None:
             await client.completions.create(model=MODEL, prompt=["x", "y"], extra_body={"guided_json": SCHEMA})
             found = [one.sampling.output_format for one in there.engine.asked]
             assert [one and (one.kind, json.loads(one.source)) for one in found] == [("json", SCHEMA)] * 5
-            # Tools that the model does not see are no obstacle.
+            # Tools that the model does not see are allowed.
             hidden = {"messages": HELLO, "tools": [TOOL], "tool_choice": "none", "response_format": asked}
             assert (await there.post(CHAT, hidden)).status_code == 200
             refused = await there.post(CHAT, hidden | {"tool_choice": "auto"})

@@ -1,6 +1,6 @@
-"""Other people's programs, unmodified, at the gateway: every call token-exact, and nothing refused.
+"""Unmodified third-party programs at the gateway: every call is token-exact, and nothing is refused.
 
-Only the tokens come from a script: a call of the program's shell, and then an answer. tests/e2e/gateway has the same
+Only the tokens come from a script: a call of the program's shell, and then an answer. tests/e2e/gateway tests the same
 programs while a model is trained.
 """
 
@@ -32,19 +32,19 @@ SHELLS = {
     "claude-code": ("Bash", "command"),
     "openhands": ("terminal", "command"),
 }
-"""What each calls its shell."""
+"""The name of each program's shell tool."""
 
 
 @cache
 def short_prompts() -> ChatFormat:
-    """Of what a program writes, the question and the ends of results."""
+    """A template that keeps only the question and the ends of results of what a program writes."""
     tokenizer = character_tokenizer(MAX_LENGTH)
     tokenizer.chat_template = (FOLDER / "library_agents.jinja").read_text()
     return ChatFormat(tokenizer, "hermes")
 
 
 def answers(kind: str, prompt: str) -> str:
-    """What the model says: first it has the shell reckon, then it tells the result."""
+    """The model's replies: first a calculation with the shell, then the result."""
     if "<tool_call>" not in prompt and kind in SHELLS:
         tool, argument = SHELLS[kind]
         return f"<tool_call>{json.dumps({'name': tool, 'arguments': {argument: 'echo $((37*48))'}})}</tool_call>"
@@ -82,6 +82,6 @@ def test_a_program_is_served_as_it_is(kind: str, tmp_path: Path, monkeypatch: py
             found = compare(row, sequences, short_prompts().decode)
             assert not found.problems, "\n".join(found.problems)
             if kind in SHELLS:
-                assert found.tool_calls >= 1 and found.continued >= 1, "it was a conversation"
+                assert found.tool_calls >= 1 and found.continued >= 1, "the second call continues the first"
 
     in_time(test, seconds=240)

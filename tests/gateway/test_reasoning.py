@@ -1,4 +1,4 @@
-"""Reasoning: split off as vLLM does it, kept in tokens from turn to turn, and sent back or omitted by clients."""
+"""Reasoning: separated as in vLLM, its tokens kept from turn to turn, and sent back or omitted by clients."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_forms_are_read_as_vllm_reads_them(name: str, text: str) -> None:
     form = FORMS[name]
     text = text.replace("<think>", form.opening).replace("</think>", form.closing)
     text = text.replace("<tool_call>", *form.call[:1] or ["<tool_call>"])
-    if form.once:  # vLLM loses all that stands before an opening mark
+    if form.once:  # vLLM loses all text before an opening mark
         assume(text.rfind(form.opening) <= 0)
     theirs = vllm_reasoning_parser(name, thinking_tokenizer(), {})
     assert divided(text, form) == theirs(text)
@@ -64,7 +64,7 @@ def test_a_form_loses_no_text_but_its_marks() -> None:
     assert divided("a<think>why</think>so</think>", r1) == ("awhy", "so</think>")
     assert divided("<think>why</think>so</think>", qwen3) == ("why", "so")
     assert divided("<think>why <tool_call>x", qwen3) == ("why ", "<tool_call>x")
-    assert divided("<think>why </thi", qwen3) == ("why </thi", ""), "it has reached a limit"
+    assert divided("<think>why </thi", qwen3) == ("why </thi", ""), "the reply was truncated"
     assert divided("", qwen3) == ("", "")
 
 
@@ -75,13 +75,13 @@ def test_a_reply_is_reasoning_content_and_calls(special: bool) -> None:
     def parsed(text: str, **asked: Any) -> dict[str, Any]:
         return dict(chat.parse([1], [*chat.encode(text), end_of(chat)], **asked))
 
-    said: dict[str, Any] = {"role": "assistant", "reasoning_content": "why", "content": "so"}
-    assert parsed("<think>why</think>so") == said
-    assert list(parsed("<think>why</think>so")) == list(said)
+    expected: dict[str, Any] = {"role": "assistant", "reasoning_content": "why", "content": "so"}
+    assert parsed("<think>why</think>so") == expected
+    assert list(parsed("<think>why</think>so")) == list(expected)
     assert parsed("<think></think>so") == {"role": "assistant", "content": "so"}
-    assert parsed("<think>why") == said | {"content": ""}
-    assert parsed("<think>why</think>so STOP it", stop=["STOP"]) == said | {"content": "so "}
-    assert parsed("<think>why STOP</think>so", stop=["STOP"]) == said | {"reasoning_content": "why ", "content": ""}
+    assert parsed("<think>why") == expected | {"content": ""}
+    assert parsed("<think>why</think>so STOP it", stop=["STOP"]) == expected | {"content": "so "}
+    assert parsed("<think>why STOP</think>so", stop=["STOP"]) == expected | {"reasoning_content": "why ", "content": ""}
     called = parsed(f"<think>why {CALL}</think>so{CALL}", tools=[CALC])
     assert called["reasoning_content"] == "why "
     assert len(called["tool_calls"]) == 2, "a call ends the reasoning of this model"
@@ -135,13 +135,13 @@ KEEPS = (
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Keeps the reasoning of every turn."""
+"""A template that keeps the reasoning of every turn."""
 DROPS = KEEPS.replace("m.reasoning_content", "false")
 THOUGHT = "<think>one  and\none</think>2"
 
 
 class Script:
-    """Says one text after another."""
+    """A model that replies with one text after another."""
 
     def __init__(self, template: str, *texts: str) -> None:
         self.chat = ChatFormat(thinking_tokenizer(template), None, "qwen3")
@@ -176,9 +176,9 @@ def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, 
         session, messages, replies = script.session(), [QUESTION], []
         for after in (QUESTION, {"role": "tool", "content": "2"}, QUESTION):
             (reply,) = await session.chat(messages, [CALC], CallOptions())
-            said = dict(reply.message)
-            reasoning = said.pop("reasoning_content")
-            messages = [*messages, said | ({sent_back: reasoning} if sent_back else {}), after]
+            sent = dict(reply.message)
+            reasoning = sent.pop("reasoning_content")
+            messages = [*messages, sent | ({sent_back: reasoning} if sent_back else {}), after]
             replies.append(reply)
         rollout = session.rollout()
         assert rollout is not None and not rollout.branches
@@ -202,11 +202,11 @@ def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered
         (reply,) = await session.chat([QUESTION], None, CallOptions())
         changed = dict(reply.message) | {"reasoning_content": "two"}
         (other,) = await session.chat([QUESTION, changed, QUESTION], None, CallOptions())
-        assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template says what is kept of it"
+        assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template decides whether it is kept"
         rollout = session.rollout()
         assert rollout is not None and len(rollout.branches) == 1
         (same,) = await session.chat([QUESTION, reply.message, QUESTION], None, CallOptions())
-        assert len(session.rollout().branches) == 1, "the first one continues"  # type: ignore[union-attr]
+        assert len(session.rollout().branches) == 1, "the first sequence continues"  # type: ignore[union-attr]
         known = (*reply.prompt_ids, *reply.token_ids)
         assert same.prompt_ids[: len(known)] == known
 

@@ -1,4 +1,4 @@
-"""Bad input: whatever comes, the answer is an error in OpenAI's shape, under the right status, and the rest goes on."""
+"""Invalid input: the answer is always an error in OpenAI's format with the right status, and the server continues."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     ("/sessions/8-0" + CHAT, chat(), 410, None, "session_ended"),
     ("/v1/embeddings", {"input": "x"}, 404, None, "not_found"),
 ]
-"""Path, body, and status, param and code of the error (None: whichever)."""
+"""Path, body, and status, param and code of the error (None: any)."""
 
 
 def tool(name: str = "f", **more: Any) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def test_nothing_is_rendered_without_a_bound() -> None:
                     assert (answer.status_code, error["code"]) == (400, code), case
                     assert param in (None, error["param"]), case
                 assert not rendered
-                assert (await there.post(CHAT, chat(), "7-0")).status_code == 200, "it goes on"
+                assert (await there.post(CHAT, chat(), "7-0")).status_code == 200, "it continues"
                 assert rendered == [1]
         async with served() as there:
             assert (await there.post(TEXT, text(prompt=2 * MUCH))).status_code == 413, "by default"
@@ -205,7 +205,7 @@ def test_keys_methods_sizes_and_sessions_by_header() -> None:
             assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "request_too_large")
             with pytest.raises(openai.NotFoundError, match="there is no session"):
                 await there.client("9-9").models.list()
-            assert (await there.post(TEXT, text())).status_code == 200, "it goes on"
+            assert (await there.post(TEXT, text())).status_code == 200, "it continues"
 
     in_time(test)
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's own client is answered, and its own models find nothing wrong with the answers."""
+"""`/v1/responses`: OpenAI's own client gets answers, and its own models accept them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATCH: Any = {
 
 
 def says(*replies: str) -> Engine:
-    """Answers call after call."""
+    """A model that answers one call after another."""
     left = iter(replies)
     return Engine(lambda prompt, request: next(left))
 
@@ -36,14 +36,14 @@ def calling(name: str, arguments: Any, before: str = "") -> str:
 
 
 async def answered(there: Served, session: str | None = None, **body: Any) -> Response:
-    """An answer, as OpenAI's model of it."""
+    """An answer, parsed by OpenAI's model."""
     answer = await there.post("/v1/responses", {"model": MODEL, **body}, session)
     assert answer.status_code == 200, answer.text
     return Response.model_validate(answer.json(), strict=True)
 
 
 async def events(there: Served, session: str | None = None, **body: Any) -> list[Any]:
-    """The events of a stream, as OpenAI's models of them."""
+    """The events of a stream, parsed by OpenAI's models."""
     answer = await there.post("/v1/responses", {"model": MODEL, "stream": True, **body}, session)
     assert answer.status_code == 200, answer.text
     named = []

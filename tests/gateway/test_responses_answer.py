@@ -1,4 +1,4 @@
-"""Every answer and every stream of events is one by OpenAI's own models, and a stream adds up to its response."""
+"""Every answer and every stream of events is valid for OpenAI's own models, and a stream yields its response."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, da
 def test_reasoning_is_an_item_before_the_message() -> None:
     message = {"role": "assistant", "content": "7", "reasoning_content": "3+4"}
     response = Response.model_validate(answer_of().complete([[reply_of(message)]]), strict=True)
-    reasoning, said = response.output
+    reasoning, message_item = response.output
     assert reasoning.type == "reasoning" and reasoning.content is not None
     assert [part.text for part in reasoning.content] == ["3+4"]
-    assert said.type == "message" and response.output_text == "7"
+    assert message_item.type == "message" and response.output_text == "7"
     assert response.usage is not None
     assert response.usage.output_tokens_details.reasoning_tokens == 3
 

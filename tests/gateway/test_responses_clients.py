@@ -1,4 +1,4 @@
-"""Unmodified programs over `/v1/responses`: what they send, and what they are refused."""
+"""Unmodified programs over `/v1/responses`: what they send, and what is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CODEX: dict[str, Any] = {
     "text": {"verbosity": "low"},
     "client_metadata": {"x-codex-installation-id": "1"},
 }
-"""What Codex CLI sends, with every kind of tool that it has."""
+"""A request of Codex CLI, with every kind of tool that it has."""
 
 
 def test_codex_is_served_in_a_session() -> None:
@@ -59,7 +59,7 @@ def test_codex_is_served_in_a_session() -> None:
                 assert last.type == "response.completed"
                 namespaces += [item.namespace for item in last.response.output if item.type == "function_call"]
                 for item in last.response.output:
-                    kept = item.model_dump(exclude_none=True, exclude={"id", "status"})  # Codex sends neither
+                    kept = item.model_dump(exclude_none=True, exclude={"id", "status"})  # Codex sends neither of them
                     history.append(kept)
                     if "call_id" in kept:
                         kind = f"{item.type}_output"
@@ -76,7 +76,7 @@ def test_codex_is_served_in_a_session() -> None:
 
 
 def test_agents_with_their_default_model_are_served() -> None:
-    """openai-agents speaks Responses by itself."""
+    """openai-agents uses the Responses API by default."""
     from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
 
     @function_tool

@@ -1,4 +1,4 @@
-"""A conversation over `/v1/responses` continues the tokens that it had, however the client continues it."""
+"""A conversation over `/v1/responses` continues its own tokens, however the client continues it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ IDS: Any = {"return_token_ids": True}
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("stateless", [False, True])
 def test_turns_of_a_session_are_one_sequence(stateless: bool, streamed: bool) -> None:
-    """Through OpenAI's client, which sends back what its own models keep."""
+    """With OpenAI's client, which sends back the fields that its own models keep."""
 
     async def test() -> None:
         script = [calling("find", {"q": "é"}, "Hm."), calling("patch", {"input": "+1\n"}), calling("find", {}), "Done."]

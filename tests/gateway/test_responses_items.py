@@ -1,4 +1,4 @@
-"""The items of a reply, sent back, are the reply's message again: otherwise its tokens could not be continued."""
+"""The items of a reply that is sent back give the reply's message: otherwise its tokens could not be continued."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CALLS = st.lists(
 
 @st.composite
 def replies(draw: Any) -> Message:
-    """What ``ChatFormat.parse`` makes of a reply."""
+    """Results of ``ChatFormat.parse`` for a reply."""
     message: dict[str, Any] = {"role": "assistant", "content": draw(TEXTS)}
     if calls := draw(CALLS):
         message = {"role": "assistant", "content": message["content"] or None, "tool_calls": calls}
@@ -68,7 +68,7 @@ def item_of(message: Message) -> dict[str, Any]:
 
 
 def as_others_send_it(item: Any) -> dict[str, Any]:
-    """Without ids, and without reasoning but in the one form that is opaque: Codex."""
+    """As Codex sends it: without ids, and with reasoning in the encrypted form only."""
     left = {key: value for key, value in item.items() if key not in ("id", "status")}
     return {key: value for key, value in left.items() if key != "content"} if item["type"] == "reasoning" else left
 
@@ -102,14 +102,14 @@ def messages(*items: Any) -> list[Message]:
 
 
 def test_items_of_one_reply_are_one_message() -> None:
-    said = {"role": "assistant", "content": "a"}
+    reply = {"role": "assistant", "content": "a"}
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "t"}]}
     called = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-    assert [message.keys() for message in messages(thought, said, called, called)] == [
+    assert [message.keys() for message in messages(thought, reply, called, called)] == [
         {"role", "content", "reasoning_content", "tool_calls"}
     ]
-    assert len(messages(said, said)) == 2
-    assert len(messages(called, said)) == 2
+    assert len(messages(reply, reply)) == 2
+    assert len(messages(called, reply)) == 2
     assert len(messages(called, thought)) == 2
     assert messages({"type": "reasoning", "summary": []}) == []
 

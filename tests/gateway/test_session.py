@@ -1,4 +1,4 @@
-"""What a session does beside keeping tokens: sampling, limits, errors, ends, retries."""
+"""What a session does besides recording tokens: sampling, limits, errors, ends, retries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.session import CallOptions, Limits, Session
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment
@@ -26,8 +27,8 @@ Say = Callable[[RolloutRequest], str]
 
 
 class Model:
-    """Says what it is told to say, and then the end token, if there is room. ``held`` holds replies back once they
-    have told their first half."""
+    """Replies with the given texts, and then the end token, if there is room. ``held`` stops replies after their first
+    half."""
 
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
@@ -83,12 +84,12 @@ def test_the_fields_of_a_request() -> None:
     assert two.rollout_id == "3-1/1" and two.streamed
     assert one.sampling == Sampling(0.7, 7, one.sampling.seed, ("##", "!"))
     assert two.sampling == Sampling(0.7, 50, two.sampling.seed, ("##",))
-    assert one.sampling.seed != two.sampling.seed, "each call has a seed of its own"
+    assert one.sampling.seed != two.sampling.seed, "each call has its own seed"
     assert [(r.sampling.temperature, r.sampling.seed) for r in (three, four)] == [(0.1, 9), (0.1, 10)]
 
     again = Model("a")
     run(session(again).chat(HELLO, None, CallOptions()))
-    assert again.requests[0].sampling.seed == one.sampling.seed, "which follows from the session's seed and its number"
+    assert again.requests[0].sampling.seed == one.sampling.seed, "derived from the session's seed and its number"
 
 
 def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
@@ -99,7 +100,7 @@ def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
     assert CHAT.decode(reply.token_ids) == "so ##"
     assert pieces == ["so "]
     (later,) = run(one.chat([*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions()))
-    assert CHAT.decode(later.prompt_ids, special=True) == "helloso ##<eos>?", "the turn gets the end that it lacks"
+    assert CHAT.decode(later.prompt_ids, special=True) == "helloso ##<eos>?", "the missing end token is added"
     assert one.last_text == "more"
 
 
@@ -114,7 +115,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     assert rollout is not None
     texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
-    assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never fall"
+    assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never decrease"
 
 
 def test_texts_continue_in_token_space() -> None:
@@ -132,7 +133,7 @@ def test_texts_continue_in_token_space() -> None:
     assert first_sequence.ids.tolist() == [*third.prompt_ids, *third.token_ids]
     assert branch.ids.tolist() == [*fourth.prompt_ids, *fourth.token_ids]
     assert (rollout.finish_reason, branch.finish_reason) == ("stop", "length")
-    # A text knows nothing of the end token, so what follows it is another conversation.
+    # The text does not contain the end token, so a text that continues it is another conversation.
     text = CHAT.decode(third.prompt_ids) + "ghi"
     run(one.complete(text + "!", cut))
     assert len(one.rollout().sequences) == 3  # type: ignore[union-attr]
@@ -153,7 +154,7 @@ def test_texts_continue_in_token_space() -> None:
 )
 def test_refused_calls(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
     one = session(Model(), limits=Limits(max_length=100, max_call_tokens=50, max_calls=4))
-    with pytest.raises(SessionError) as error:
+    with pytest.raises(ApiError) as error:
         run(work(one))
     assert error.value.status == status
     assert error.value.code.startswith(code)
@@ -168,23 +169,23 @@ def test_limits_are_kept() -> None:
     conversation: list[Any] = list(HELLO)
     for allowed in (8, 8, 8, 1):
         (reply,) = run(one.chat(conversation, None, CallOptions(max_tokens=40)))
-        assert len(reply.token_ids) == allowed, "of a call, and of what is left of the session's"
+        assert len(reply.token_ids) == allowed, "the limit of a call, and the rest of the session's limit"
         conversation.append(reply.message)
         if allowed > 1:
             continue
-    with pytest.raises(SessionError) as error:
+    with pytest.raises(ApiError) as error:
         run(one.chat(conversation, None, CallOptions()))
     assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has reached its limit of 4 calls")
     one.calls = 0
-    with pytest.raises(SessionError, match="25 generated tokens") as error:
+    with pytest.raises(ApiError, match="25 generated tokens") as error:
         run(one.chat(HELLO, None, CallOptions()))
     assert error.value.code == "max_sampled_tokens_exceeded"
     assert one.failure == "this session has reached its limit of 4 calls", "the first one"
 
     short = session(model, limits=Limits(max_length=9, max_call_tokens=50))
     (reply,) = run(short.chat(HELLO, None, CallOptions()))
-    assert len(reply.token_ids) == 4, "as many as fit"
-    with pytest.raises(SessionError) as error:
+    assert len(reply.token_ids) == 4, "as many tokens as fit"
+    with pytest.raises(ApiError) as error:
         run(short.chat([*HELLO, reply.message], None, CallOptions()))
     assert error.value.code == "context_length_exceeded"
 
@@ -199,13 +200,13 @@ def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
         await model.begun.wait()
         one.close()
         for work in (call, one.chat(HELLO, None, CallOptions()), one.complete("x", CallOptions())):
-            with pytest.raises(SessionError) as error:
+            with pytest.raises(ApiError) as error:
                 await work
             assert (error.value.status, error.value.code) == (410, "session_ended")
         rollout = one.rollout()
         assert rollout is not None
         assert CHAT.decode(rollout.ids.tolist()) == "helloone"
-        assert rollout.branches == (), "what nobody heard is no part of it"
+        assert rollout.branches == (), "a reply that no client received is not part of it"
 
     run(main())
 
@@ -236,10 +237,10 @@ def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> No
         model.held, model.fails = None, False
         replies = await one.chat(messages, None, CallOptions(n=n))
         assert [reply.text for reply in replies] == ["second reply"] * n
-        assert [request.generated for request in model.requests[-n:]] == [6] * n, "from the tokens that it had"
+        assert [request.generated for request in model.requests[-n:]] == [6] * n, "it continues its own tokens"
         rollout = one.rollout()
         assert rollout is not None
-        assert len(rollout.sequences) == n, "in the sequence that it was in"
+        assert len(rollout.sequences) == n, "it continues in the same sequence"
         for sequence, parts in zip(rollout.sequences, record.recorded().values(), strict=True):
             reported = [token for part in parts for token in part.ids.tolist()]
             assert reported == sequence.ids.tolist()
@@ -257,7 +258,7 @@ def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens(
     other = Model("something else")
     again = session(other, recorded=record.recorded(), on_segments=record.add)
     (same,) = run(again.chat(HELLO, None, CallOptions()))
-    assert same.token_ids == first.token_ids, "all there is, as the conversation went on after it"
+    assert same.token_ids == first.token_ids, "the whole reply, because the conversation continued after it"
     run(again.chat([*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
     rollout = again.rollout()
     assert rollout is not None
@@ -268,7 +269,7 @@ def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens(
 
 
 def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
-    """The end tokens are the model's, and its tokenizer names one of them only."""
+    """The model has several end tokens, and its tokenizer names only one of them."""
     chat = ChatFormat(character_tokenizer(100), end_tokens=frozenset({end_of(CHAT), CHAT.encode(".")[0]}))
     ids = np.asarray([*CHAT.encode("hello"), *CHAT.encode("done.")], np.int32)
     versions = np.asarray([CONTEXT] * 5 + [4] * 5, np.int32)
@@ -322,10 +323,10 @@ def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
     sessions.close("3-1")
     sessions.close("3-1")
     for name, status in (("3-1", 410), ("3-2", 404)):
-        with pytest.raises(SessionError) as error:
+        with pytest.raises(ApiError) as error:
             sessions.get(name)
         assert error.value.status == status
-    with pytest.raises(SessionError, match="has ended"):
+    with pytest.raises(ApiError, match="has ended"):
         run(one.chat(HELLO, None, CallOptions()))
     sessions.open(session(Model()))
     assert len(sessions) == 1
@@ -336,9 +337,9 @@ def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> No
         model = Model("one", "two")
         one = session(model)
         call = asyncio.create_task(one.chat(HELLO, None, CallOptions(n=2)))
-        await asyncio.sleep(0)  # it has made a task for each choice
+        await asyncio.sleep(0)  # there is a task for each choice now
         one.close()
-        with pytest.raises(SessionError, match="has ended"):
+        with pytest.raises(ApiError, match="has ended"):
             await call
         assert not model.requests
 

@@ -1,4 +1,4 @@
-"""Replies in pieces: by field, the pieces are a prefix of the message, and all of it in the end."""
+"""Replies in pieces: for each field, the pieces are a prefix of the message, and in the end the complete message."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ CALLS = {
     "step3": '<｜tool_calls_begin｜><｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="calc">'
     '<steptml:parameter name="e">1+1</steptml:parameter></steptml:invoke><｜tool_call_end｜><｜tool_calls_end｜>',
 }
-"""A call of calc, as each format has it."""
+"""A call of calc in each format."""
 DROPS_CONTENT = {"llama3_json", "llama4_json", "phi4_mini_json"}
-"""vLLM's parsers of these say nothing of the text before a call."""
+"""vLLM's parsers of these formats drop the text before a call."""
 SPECIAL = (
     *("<think>", "</think>", "<seed:think>", "</seed:think>", "<tool_call>", "</tool_call>", "<|tool_call|>"),
     *("<seed:tool_call>", "</seed:tool_call>", "<tool_calls>", "</tool_calls>", "[TOOL_CALLS]", "<|python_tag|>"),

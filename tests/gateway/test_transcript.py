@@ -1,4 +1,4 @@
-"""What is told of a sequence is what it has in the end, whatever was told on the way."""
+"""The reported tokens of a sequence are its final tokens, whatever was reported before the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sampled(ids: list[int]) -> TokenSequence:
 def test_the_reported_tokens_are_those_of_the_final_reply(
     prompt: list[int], streamed: list[int], sampled_ids: list[int]
 ) -> None:
-    """A reply may end in other tokens than those that came on the way, when it was generated again."""
+    """A reply that was generated again may have other tokens than those that were reported first."""
     reported: list[Segment] = []
     transcript = Transcript("0-0", {}, reported.extend)
     call = transcript.begin(None, prompt)

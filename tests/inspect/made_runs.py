@@ -1,4 +1,4 @@
-"""Made runs of which it is known what limited their speed."""
+"""Simulated runs whose bottleneck is known."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """How long things take, in seconds: a group's generation (every seventh: ``straggler_s``) and its reward (one
-    scorer), a step's training and publishing; the groups that run at once; and what that makes of the run."""
+    """Durations in seconds: of a group's generation (every seventh group: ``straggler_s``) and its reward (one scorer),
+    and of a step's training and publish; the groups that run at once; and the bottleneck that results."""
 
     bottleneck: Part
     group_s: float = 2.0
@@ -76,7 +76,7 @@ def made_run(
     run_id: str = "run-1",
     of: BufferSettings | None = None,
 ) -> RunDirectory:
-    """A run of so many steps in this situation."""
+    """A run of this many steps in this situation."""
     monkeypatch.setattr(recorded_run, "TRAIN_S", situation.train_s)
     monkeypatch.setattr(recorded_run, "PUBLISH_S", situation.publish_s)
     metrics = recorded_run.METRICS | {"share/engines_busy": situation.engines_busy, "reward/mean": 0.5}
@@ -99,7 +99,7 @@ def made_run(
 
 
 def vary_metrics(run: RunDirectory, names: Iterable[str]) -> None:
-    """Give each of these metrics another value in every step: what never changes is not drawn."""
+    """Give each of these metrics a different value in every step: constant metrics are not drawn."""
     journal = open_for_writing(run.path / FILE)
     for step, text in journal.execute("SELECT step, metrics FROM batches WHERE metrics IS NOT NULL").fetchall():
         values = {name: (step + 1) / 20 + at / 100 for at, name in enumerate(names)}

@@ -1,4 +1,4 @@
-"""What limited the speed of a run: the pure rule, and made runs of which it is known."""
+"""What limited the speed of a run: the rule itself, and simulated runs whose bottleneck is known."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_waits(times: tuple[float, ...], cut: dict[Part, float]) -> None:
 def test_waiting_for_due_groups_is_what_the_ledger_calls_missing(
     seconds: list[int], bound: int, every: int, per_step: int
 ) -> None:
-    """Against the real ledger: from the time that ``enough_finished`` says on, it lacks due groups and no others."""
+    """Compared with the real ledger: from the time that ``enough_finished`` returns, only due groups are missing."""
     steps, now = 6, 0
     ledger = Ledger(BufferSettings(per_step, every, bound, "wait", steps, 1, False))
     ends: dict[int, int] = {}
@@ -135,8 +135,8 @@ def test_waiting_for_due_groups_is_what_the_ledger_calls_missing(
         if ledger.publish_due:
             ledger.publish()
     rows = [(float(at), taken_by.get(group_id)) for at, group_id in finished]
-    told = enough_finished(rows, list(range(steps)), per_step)
-    asked = {step: max(at, told[step]) for step, at in enough.items()}
+    reported = enough_finished(rows, list(range(steps)), per_step)
+    asked = {step: max(at, reported[step]) for step, at in enough.items()}
     assert asked == enough
 
 
@@ -151,7 +151,7 @@ def test_the_advice_goes_by_what_engines_and_disk_did_and_fits_the_run() -> None
     assert "max_running_rollouts" not in advice("generation", others=busy)
     assert "max_running_rollouts" in advice("generation", others=busy, most_rollouts=64)
     assert "task.episode.workers" in advice("generation", others=idle, episodic=True)
-    assert "episode" not in advice("generation", others=idle), "the run has none"
+    assert "episode" not in advice("generation", others=idle), "the run has no episodes"
     assert "take turns" in advice("generation", others=idle, max_staleness=0)
     assert "take turns" in advice("training", max_staleness=0)
     assert "take turns" not in advice("training") + advice("reward", max_staleness=0)
@@ -172,9 +172,9 @@ def test_the_estimate_of_a_larger_bound_is_quoted() -> None:
         prediction = replace(own, bounds={at: 1.0} | dict(others)) if others else None
         return bottleneck(Activity(shares, None, None, None), circumstance(prediction=prediction)).advice
 
-    said = advice((3, 0.9), (4, 0.71), (6, 0.7))
-    assert said.startswith("With pipeline.max_staleness 4, a step would have taken 71% of its time.")
-    assert "an estimate" in said and "--what-if 4" in said
+    text = advice((3, 0.9), (4, 0.71), (6, 0.7))
+    assert text.startswith("With pipeline.max_staleness 4, a step would have taken 71% of its time.")
+    assert "an estimate" in text and "--what-if 4" in text
     assert "would not have helped" in advice((3, 0.99), (6, 0.96))
     assert "max_staleness" not in advice()
     assert helpful(circumstance()) is None
@@ -195,7 +195,7 @@ def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkey
 
 
 def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that its trainer bounds, and whose first rollouts take long."""
+    """A run whose bottleneck is the trainer, and whose first rollouts take long."""
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(max_staleness=2), lambda g: 40.0 if g < 6 else 1.0, 8)
     for _ in range(20):
         run.step()
@@ -221,7 +221,7 @@ def test_a_short_run_is_mostly_its_start() -> None:
 
 
 def test_the_quickstart_was_limited_by_its_bound(tmp_path: Path) -> None:
-    """The times of a real run of specs/quickstart.yaml, of its first 40 steps."""
+    """With the times of the first 40 steps of a real run of specs/quickstart.yaml."""
     run = quickstart_run(tmp_path)
     found = summarize(run).bottleneck
     assert found is not None
@@ -238,7 +238,7 @@ def test_the_bottleneck_of_a_made_run_is_found(name: str, tmp_path: Path, monkey
     assert found is not None
     assert (found.part, found.share > 0.4) == (situation.bottleneck, True)
     quoted = "would have taken" in found.advice
-    assert quoted is (name == "tight bound"), "a larger bound helps there alone"
+    assert quoted is (name == "tight bound"), "a larger bound helps only there"
 
 
 def test_the_trainers_time_is_the_runs_without_what_it_was_down(

@@ -45,20 +45,20 @@ def test_changes_are_symmetric_and_none_without_a_difference(a: float, b: float,
 
 def test_held_out_accuracy_decides() -> None:
     falling_reward = RISING[::-1]
-    said, tone = learned(falling_reward, [evaluation(0, 0.229), evaluation(10, 0.9, 128), evaluation(140, 0.975)], {})
+    text, tone = learned(falling_reward, [evaluation(0, 0.229), evaluation(10, 0.9, 128), evaluation(140, 0.975)], {})
     assert tone == "good"
-    assert said.startswith("Yes: held-out accuracy (greedy) rose from 0.229 (0.195 to 0.267, 512 prompts) at step 0")
-    assert "Mean training reward: 0.945 to 0.045" in said
-    said, tone = learned(RISING, [evaluation(0, 0.9), evaluation(140, 0.5)], {})
-    assert (said[:3], tone) == ("No:", "bad")
-    said, tone = learned(RISING, [evaluation(0, 0.50, 64), evaluation(3, 0.55, 64)], {})
-    assert (said[:13], tone) == ("Inconclusive:", "plain")
+    assert text.startswith("Yes: held-out accuracy (greedy) rose from 0.229 (0.195 to 0.267, 512 prompts) at step 0")
+    assert "Mean training reward: 0.945 to 0.045" in text
+    text, tone = learned(RISING, [evaluation(0, 0.9), evaluation(140, 0.5)], {})
+    assert (text[:3], tone) == ("No:", "bad")
+    text, tone = learned(RISING, [evaluation(0, 0.50, 64), evaluation(3, 0.55, 64)], {})
+    assert (text[:13], tone) == ("Inconclusive:", "plain")
 
 
 def test_a_run_whose_accuracy_fell_again_says_so() -> None:
-    said, tone = learned([], [evaluation(0, 0.2), evaluation(50, 0.95), evaluation(100, 0.6)], {})
+    text, tone = learned([], [evaluation(0, 0.2), evaluation(50, 0.95), evaluation(100, 0.6)], {})
     assert tone == "plain"
-    assert said.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in said
+    assert text.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in text
 
 
 def test_the_leading_evaluations_are_the_greedy_ones_or_those_of_most_points() -> None:
@@ -96,8 +96,8 @@ def test_few_steps_are_inconclusive_and_shown() -> None:
     ],
 )
 def test_rewards_that_cannot_be_compared_decide_nothing(spec: Any, reason: str) -> None:
-    said, tone = learned(RISING, [], spec)
-    assert said.startswith("Inconclusive") and reason in said and tone == "plain"
+    text, tone = learned(RISING, [], spec)
+    assert text.startswith("Inconclusive") and reason in text and tone == "plain"
     held_out = learned(RISING, [evaluation(0, 0.2), evaluation(10, 0.9)], spec)
     assert held_out[1] == "good" and "not comparable" in held_out[0]
 

@@ -1,4 +1,4 @@
-"""The report: what it says, what it draws, and that it is one file that nothing in a run can break out of."""
+"""The report: its texts, its charts, and that it is one file in which text of a run stays text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
-NASTY = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
+HTML_TEXT = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 
 
 class Elements(HTMLParser):
@@ -67,23 +67,23 @@ class Elements(HTMLParser):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run with nasty text wherever a run has text of its own."""
+    """A run with HTML and script in every text that a run can have."""
     run = made_run(tmp_path, monkeypatch, SITUATIONS["slow engines"])
     vary_metrics(run, SERIES)
-    (run.path / "spec.yaml").write_text(f"name: {json.dumps(NASTY)}\nstop: {{steps: 12}}\n")
+    (run.path / "spec.yaml").write_text(f"name: {json.dumps(HTML_TEXT)}\nstop: {{steps: 12}}\n")
     journal = open_for_writing(run.path / FILE)
     journal.execute(
         "UPDATE groups SET uid = ?, prompt = ?, fields = ?, crc = NULL",
-        (NASTY, json.dumps(NASTY), json.dumps({"answer": NASTY})),
+        (HTML_TEXT, json.dumps(HTML_TEXT), json.dumps({"answer": HTML_TEXT})),
     )
-    journal.execute("INSERT INTO failures (at, kind, part, message) VALUES (0, 'engine', 'engine-0', ?)", (NASTY,))
+    journal.execute("INSERT INTO failures (at, kind, part, message) VALUES (0, 'engine', 'engine-0', ?)", (HTML_TEXT,))
     for step, accuracy in ((0, 0.25), (10, 0.75)):
         journal.execute("INSERT INTO evaluations VALUES (?, 'greedy', 1790000100, ?, 0, 0, 8, 0, 0)", (step, accuracy))
     journal.close()
     (run.path / "evaluations").mkdir()
     for step, reward in ((0, 0.0), (10, 1.0)):
         head = {"kind": "greedy", "step": step, "samples": 1, "pass_at": []}
-        row = {"uid": "a", "prompt": NASTY, "response": NASTY, "answer": NASTY, "reward": reward}
+        row = {"uid": "a", "prompt": HTML_TEXT, "response": HTML_TEXT, "answer": HTML_TEXT, "reward": reward}
         run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", f"{json.dumps(head)}\n{json.dumps(row)}\n")
     return run
 
@@ -104,10 +104,10 @@ def test_the_page_is_one_file_and_text_of_a_run_stays_text(run: RunDirectory) ->
     assert len(anchors) > 6 and anchors <= {f"#{attributes.get('id')}" for _, attributes in found.elements}
     policy = next(a["content"] for _, a in found.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy is not None and policy.startswith("default-src 'none'")
-    assert NASTY in found.text["td"], "a fault"
-    assert found.text["p"].count(NASTY) >= 2, "a prompt and its reference"
-    assert found.text["div"].count(NASTY) == 4, "a held-out prompt, its reference and its answers"
-    assert NASTY in found.text["pre"].replace('\\"', '"'), "the spec"
+    assert HTML_TEXT in found.text["td"], "a fault"
+    assert found.text["p"].count(HTML_TEXT) >= 2, "a prompt and its reference"
+    assert found.text["div"].count(HTML_TEXT) == 4, "a held-out prompt, its reference and its answers"
+    assert HTML_TEXT in found.text["pre"].replace('\\"', '"'), "the spec"
 
 
 def test_the_page_answers_the_five_questions(run: RunDirectory) -> None:
@@ -132,7 +132,7 @@ def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDire
     assert len(charts) >= 8
     assert set(charts) == {a["id"] for _, a in Elements(page).elements if a.get("class") == "chart"}
     for chart in charts.values():
-        Figure(data=chart["data"], layout=chart["layout"])  # raises for what is no property of a figure
+        Figure(data=chart["data"], layout=chart["layout"])  # raises for properties that a figure does not have
         for xs in (chart["xs"] or {}).values():
             assert [len(x) for x in xs] == [len(trace["y"]) for trace in chart["data"]]
 
@@ -172,13 +172,13 @@ JSON = st.recursive(st.none() | st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(JSON)
-@example(NASTY)
+@example(HTML_TEXT)
 def test_embedded_json_closes_no_script(value: Any) -> None:
     text = embedded(value)
     assert "<" not in text and json.loads(text) == value
 
 
-# -- what is said
+# -- texts
 
 
 def test_failures_in_words() -> None:
@@ -189,12 +189,12 @@ def test_failures_in_words() -> None:
     assert failed("failed", "RunError: full disk", {}, "").answer.startswith("The run failed: RunError: full disk. ")
 
 
-# -- what is drawn
+# -- charts
 
 
 def test_histograms_count_every_trained_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RecordedRun(tmp_path / FILE, monkeypatch, settings(total_steps=200), lambda g: 1.0)
-    for _ in range(130):  # more than columns
+    for _ in range(130):  # more values than columns
         run.step()
     random = np.random.default_rng(0)
     journal = open_for_writing(tmp_path / FILE)
@@ -362,7 +362,7 @@ def test_a_damaged_journal_has_a_report_still(run: RunDirectory, damage: str) ->
     charts_of(render([summarize(run)]))
 
 
-# -- what charts show
+# -- data of charts
 
 
 @given(st.lists(st.none() | st.floats(-1, 1), max_size=120))

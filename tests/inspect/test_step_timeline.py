@@ -1,4 +1,4 @@
-"""What the trainer did when."""
+"""The trainer's activities and their times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_spans_are_the_recorded_times(tmp_path: Path, monkeypatch: pytest.Monkey
     for _ in range(5):
         run.step()
         ended.append(run.now)
-    run.take()  # and not trained
+    run.take()  # it is not trained
     with snapshot(tmp_path / FILE) as connection:
         first = first_publish(connection)
         spans = list(step_spans(connection, 2))

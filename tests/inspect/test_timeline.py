@@ -1,4 +1,4 @@
-"""The trace of a run: whole, well-formed, and true to the journal."""
+"""The trace of a run: complete, well-formed, and consistent with the journal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STAYS = [
     EngineRequest("0-1", "engine-0", STARTED + 2, STARTED + 3, "aborted"),
     EngineRequest("0-1", "engine-2", STARTED + 3, STARTED + 6, "length"),
     EngineRequest("1-0", "engine-0", STARTED + 4, STARTED + 5, "lost"),
-    EngineRequest("eval:0:7", "engine-3", STARTED + 4, STARTED + 5, "stop"),  # the run had four engines once
+    EngineRequest("eval:0:7", "engine-3", STARTED + 4, STARTED + 5, "stop"),  # the run had four engines at some time
 ]
 
 
@@ -85,7 +85,7 @@ def trace_of(run: RunDirectory, path: Path) -> list[dict[str, Any]]:
     raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
     def refuse(constant: str) -> float:
-        raise AssertionError(f"{constant} is no JSON")
+        raise AssertionError(f"{constant} is not JSON")
 
     events: list[dict[str, Any]] = json.loads(raw, parse_constant=refuse)["traceEvents"]
     assert len(events) == count
@@ -194,4 +194,4 @@ def test_a_clock_that_was_set_back_overlaps_nothing(run: RunDirectory, tmp_path:
 
 def test_a_gzipped_trace_is_the_same(run: RunDirectory, events: list[dict[str, Any]], tmp_path: Path) -> None:
     assert trace_of(run, tmp_path / "t.json.gz") == events
-    assert not list(tmp_path.glob(".*")), "nothing is left beside it"
+    assert not list(tmp_path.glob(".*")), "no temporary file remains"

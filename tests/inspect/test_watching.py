@@ -1,4 +1,4 @@
-"""A run watched from outside: what is shown is the journal's, at the same cost for a run of any length."""
+"""Watching a run from another process: it shows the journal's data, at the same cost for a run of any length."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,15 @@ def test_a_look_is_the_journals(run: RunDirectory, recorded: RecordedRun) -> Non
     assert shown.counts.taken == by_state["trained"] == 6
 
 
+def test_the_run_that_a_benchmark_makes_can_be_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks/looking.py writes rows of the journal by itself, so it has to follow the journal's schema."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    run = RunDirectory(import_module("looking").make_run(tmp_path / "run", rollouts=512))
+    assert (look(run).step, look(run).version) == (2, 2)
+
+
 def test_what_the_trainer_does_while_the_run_is_driven(run: RunDirectory, recorded: RecordedRun) -> None:
-    assert look(run).trainer == "", "nobody drives it"
+    assert look(run).trainer == "", "it has no driver"
     run.lock()
     assert look(run, recorded.now + 2.0).trainer == "waits for the batch of step 4 for 2.0 s"
     left = look(run).remaining_s
@@ -96,7 +104,7 @@ def test_what_the_trainer_does_while_the_run_is_driven(run: RunDirectory, record
 def test_a_look_costs_the_same_for_a_run_of_any_length(
     run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in instructions of SQLite's machine, which are the same every time."""
+    """Measured in instructions of SQLite's virtual machine, whose number is the same every time."""
 
     def cost() -> int:
         count = 0
@@ -230,7 +238,7 @@ def test_a_page_has_the_rollout_in_colours(run: RunDirectory, recorded: Recorded
     assert pager.colouring == "weight version" and {str(span.style) for span in pager.page().spans} != before
     for _ in range(3):
         pager.turn(older=False)
-    assert pager.page().plain.splitlines()[0] == page.plain.splitlines()[0], "there is no newer one"
+    assert pager.page().plain.splitlines()[0] == page.plain.splitlines()[0], "there is no newer rollout"
 
 
 def test_colours_say_how_likely_a_token_was_and_how_old() -> None:
@@ -271,13 +279,13 @@ def test_keys_page_recolour_and_quit(run: RunDirectory, recorded: RecordedRun) -
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
     os.close(theirs)
-    said = b""
+    printed = b""
 
     def until(text: bytes) -> None:
-        nonlocal said
-        while text not in said:
-            said += os.read(ours, 65536)
-        said = b""
+        nonlocal printed
+        while text not in printed:
+            printed += os.read(ours, 65536)
+        printed = b""
 
     try:
         until(b"weight version 3")

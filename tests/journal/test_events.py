@@ -1,4 +1,4 @@
-"""The stream of events: everything that the journal knows, in order, each once."""
+"""The stream of events: everything in the journal, in order, each event once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 
 def five_steps(recorded: RecordedRun, path: Path) -> None:
-    """Five steps with a crash between, and one of everything else."""
+    """Five steps with a crash, and one event of every other kind."""
     journal = recorded.book.journal
     for _ in range(3):
         recorded.step()

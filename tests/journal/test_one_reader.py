@@ -13,7 +13,7 @@ import asyncrl_cli
 
 PACKAGE = Path(asyncrl_cli.__file__).parent
 OWN_DATABASE = "doctor/checks.py"
-"""Measures a disk with a database that it makes and removes."""
+"""Measures a disk with a temporary database of its own."""
 WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE|DROP|ALTER|CREATE)\b")
 
 
@@ -40,5 +40,5 @@ def test_readers_do_not_write() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and WRITES.search(node.value)
     }
-    # The schema is what both sides agree on; the writer's connection migrates.
+    # The schema is shared by both sides; the writer's connection migrates it.
     assert {name for name in found if name.startswith("journal/")} == {"journal/schema.py"}

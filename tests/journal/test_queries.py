@@ -1,4 +1,4 @@
-"""What inspection reads from a journal that the buffer wrote."""
+"""What the inspection commands read from a journal that the buffer wrote."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_distributions(journal: sqlite3.Connection) -> None:
 
 def test_rejected_by_reason_and_requeued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = settings(on_stale="requeue", reject_uniform=True)
-    # Group 0 is so long that its prompt has to start again.
+    # Group 0 takes so long that its prompt is requeued.
     run = RecordedRun(path, monkeypatch, of, lambda g: 1000.0 if g == 0 else 3.0, concurrency=4)
     run.step()
     run.step()
@@ -198,7 +198,7 @@ def test_one_group_with_its_rollouts(run: RecordedRun, journal: sqlite3.Connecti
 
 @pytest.fixture
 def episodes(path: Path, monkeypatch: pytest.MonkeyPatch) -> EpisodeRun:
-    """The same run, of episodes."""
+    """The same run with episodes."""
     run = EpisodeRun(path, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), concurrency=4)
     for _ in range(3):
         run.step()
@@ -255,12 +255,12 @@ def test_groups_by_id_or_uid(journal: sqlite3.Connection) -> None:
 
 
 def test_damaged_tokens_are_not_shown(run: RecordedRun, path: Path) -> None:
-    spoil(path, "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE group_id = 0")
+    damage(path, "UPDATE segments SET tokens = zeroblob(length(tokens)) WHERE group_id = 0")
     with pytest.raises(JournalError, match="malformed"), queries.snapshot(path) as connection:
         group_record(connection, 0)
 
 
-def spoil(path: Path, sql: str) -> None:
+def damage(path: Path, sql: str) -> None:
     connection = sqlite3.connect(path)
     with connection:
         assert connection.execute(sql).rowcount > 0
@@ -277,12 +277,12 @@ def test_staleness_is_that_of_the_rows(run: RecordedRun, journal: sqlite3.Connec
     assert [step.first for step in report.steps] == [0, 1, 2, 3]
     for step in report.steps:
         batch = run.book.journal.batch(step.first)
-        lags = [int(batch.version - version) for g in batch.groups for r in g.rollouts for version in r.versions]
-        assert sorted(step.tokens.elements()) == sorted(lags)
+        found = [int(batch.version - version) for g in batch.groups for r in g.rollouts for version in r.versions]
+        assert sorted(step.tokens.elements()) == sorted(found)
         assert sorted(step.groups.elements()) == sorted(batch.version - group.version for group in batch.groups)
         rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
         assert (step.rollouts, step.crossed) == (4, sum(r.versions[0] != r.versions[-1] for r in rollouts))
-    assert max(lag for step in report.steps for lag in step.groups) > 0
+    assert max(staleness for step in report.steps for staleness in step.groups) > 0
     assert any(step.crossed for step in report.steps)
 
 
@@ -308,7 +308,7 @@ def test_staleness_is_that_of_the_rows(run: RecordedRun, journal: sqlite3.Connec
     ],
 )
 def test_a_violation_of_the_guarantee_is_found(run: RecordedRun, path: Path, sql: str, what: str) -> None:
-    spoil(path, sql)
+    damage(path, sql)
     with queries.snapshot(path) as connection:
         violations = staleness_report(connection).violations
     assert any(what in violation.what for violation in violations), violations
@@ -327,7 +327,7 @@ def test_late_groups_are_not_violations_when_they_are_allowed(path: Path, monkey
 
 
 def test_dropped_tokens_are_reported(run: RecordedRun, path: Path) -> None:
-    spoil(path, "DELETE FROM segments WHERE group_id IN (SELECT id FROM groups WHERE step = 0)")
+    damage(path, "DELETE FROM segments WHERE group_id IN (SELECT id FROM groups WHERE step = 0)")
     with queries.snapshot(path) as connection:
         report = staleness_report(connection)
     assert [step.dropped for step in report.steps] == [True, False, False, False]

@@ -1,4 +1,4 @@
-"""A run that does steps and evaluations on disk, and what MLflow has of it."""
+"""A run whose steps and evaluations are on disk, and what MLflow has received of it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 def started_run(folder: Path) -> RunDirectory:
-    """A run that has done no step yet."""
-    directory = RunDirectory(folder / "spell-1")
+    """A run without steps."""
+    directory = RunDirectory(folder / "spelling-1")
     for name in ("evaluations", "logs"):
         (directory.path / name).mkdir(parents=True)
     directory.write_json("manifest.json", {"started": "2026-01-01T00:00:00+00:00"})
@@ -44,7 +44,7 @@ def evaluate(run: RunDirectory, step: int, accuracy: float, samples: Sequence[Ma
 
 @cache
 def empty_store() -> bytes:
-    """The database of a store that has nothing yet. MLflow takes a second to make one."""
+    """The database of an empty store. MLflow takes a second to create one."""
     from mlflow.tracking import MlflowClient
 
     with TemporaryDirectory() as folder:
@@ -54,7 +54,7 @@ def empty_store() -> bytes:
 
 
 def local(folder: Path, model: str | None = None) -> Target:
-    """A store in this folder; it has its tables."""
+    """A store in this folder, with its tables."""
     if not (file := folder / "mlflow.db").exists():
         file.write_bytes(empty_store())
     return Target(f"sqlite:///{folder}/mlflow.db", "tests", (folder / "artifacts").as_uri(), model)
@@ -67,7 +67,7 @@ def spec_of(tracking: Mapping[str, Any], **sections: Any) -> ExperimentSpec:
 
 
 class Logged:
-    """What MLflow has of the one run in the experiment."""
+    """What MLflow has received of the only run in the experiment."""
 
     def __init__(self, uri: str) -> None:
         from mlflow.tracking import MlflowClient
@@ -93,7 +93,7 @@ class Logged:
 
 @contextmanager
 def tracking_at(uri: str) -> Iterator[None]:
-    """For what MLflow has only for the one store that a process works with."""
+    """Sets the store of this process, for functions of MLflow that use only that one."""
     import mlflow
 
     before = mlflow.get_tracking_uri()

@@ -1,4 +1,4 @@
-"""A real MLflow server that comes up when a test wants it to."""
+"""A real MLflow server that a test can start and stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import urllib.request
 from pathlib import Path
 
 START_S = 300.0
-"""Seconds that a server may take to answer, beside runs that use all processors."""
+"""Seconds that a server may take to answer while runs use all processors."""
 
 
 class Server:
@@ -27,7 +27,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Returns when it answers."""
+        """Start it, and return when it answers."""
         arguments = {
             "--host": "127.0.0.1",
             "--port": self._port,
@@ -46,7 +46,7 @@ class Server:
         deadline = time.monotonic() + START_S
         while not self._answers():
             assert self._process.poll() is None, (self._folder / "server.log").read_text()
-            assert time.monotonic() < deadline, "the server does not come up"
+            assert time.monotonic() < deadline, "the server does not start"
             time.sleep(0.1)
 
     def stop(self) -> None:

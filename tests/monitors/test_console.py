@@ -1,4 +1,4 @@
-"""What a person sees: sparklines, one line per step, and a panel that fits."""
+"""What a user sees: sparklines, one line per step, and a panel that fits the terminal."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_panel_is_that_of_watch_under_what_the_loop_does(
     shown = lines()
     assert all(len(line) <= width for line in shown)
     assert [label for line in shown if (label := re.split(r"  +", line)[0])] == LABELS
-    assert shown[0].startswith("now" + " " * (LABEL_WIDTH - 1) + "waiting: groups that would"), "of this moment"
+    assert shown[0].startswith("now" + " " * (LABEL_WIDTH - 1) + "waiting: groups that would"), "the present values"
     text = "\n".join(shown)
     assert re.search(r"^step +40 of 1000, weight version 40", text, re.MULTILINE)
     assert re.search(rf"^reward +0\.51\d  [{BARS}]{{{TREND_STEPS}}}$", text, re.MULTILINE)
@@ -151,8 +151,8 @@ def test_before_there_is_a_journal_the_panel_shows_the_status(run: RunDirectory)
         view.look()
         shown = lines()
         assert [line.split("  ")[0] for line in shown] == ["now"]
-        assert shown[0].endswith("  [/starting] engines"), "text, and no markup"
-        assert shown[0].index("[") == LABEL_WIDTH + 2, "where it stays when the longer labels come"
+        assert shown[0].endswith("  [/starting] engines"), "as text, not as markup"
+        assert shown[0].index("[") == LABEL_WIDTH + 2, "the same position as with the longer labels"
         (run.path / FILE).write_bytes(b"no journal at all" * 1000)
 
 
@@ -195,10 +195,10 @@ def test_warnings_stay_above_the_panel(run: RunDirectory) -> None:
     console = Console(file=io.StringIO(), width=60, record=True, force_terminal=True)
     view = LiveView(Live(console=console, auto_refresh=False), run)
     view.warn("engine-0: [the process] died")
-    assert console.export_text() == "! engine-0: [the process] died\n", "text, and no markup"
+    assert console.export_text() == "! engine-0: [the process] died\n", "as text, not as markup"
 
 
-# -- which of them
+# -- which view is chosen
 
 
 def test_a_pipe_gets_lines(run: RunDirectory, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +219,7 @@ def test_a_terminal_gets_the_panel(run: RunDirectory, recorded: RecordedRun, mon
     assert terminal.out.close() and terminal.err.close()
     os.close(theirs)
     shown = b""
-    with contextlib.suppress(OSError):  # the end of a terminal
+    with contextlib.suppress(OSError):  # a closed terminal
         while piece := os.read(ours, 4096):
             shown += piece
     os.close(ours)

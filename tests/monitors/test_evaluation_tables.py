@@ -1,4 +1,4 @@
-"""An evaluation as a table of MLflow's."""
+"""An evaluation as a table in MLflow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_row_for_each_response_with_all_that_is_known_of_it(tmp_path: Path) ->
     assert rows[0]["failure"] is None
     assert json.loads(rows[1]["prompt"]) == MESSAGES
     assert rows[1]["failure"] == "no time"
-    assert rows[2]["reward"] is None, "JSON has no such number"
+    assert rows[2]["reward"] is None, "JSON cannot represent this number"
     assert (rows[2]["oldest"], rows[2]["newest"]) == (3, 4)
     assert made["columns"][:7] == ["step", "kind", "uid", "prompt", "response", "reward", "finished"]
 
@@ -45,7 +45,7 @@ def test_the_tag_is_json_that_fits_and_names_the_last_tables(count: int) -> None
     named = [entry["path"] for entry in json.loads(value)]
     assert len(value) <= TAG_LENGTH
     assert named == names[count - len(named) :]
-    assert len(named) == count or len(value) > TAG_LENGTH - 100, "as many as there is room for"
+    assert len(named) == count or len(value) > TAG_LENGTH - 100, "as many tables as the tag has room for"
 
 
 @pytest.mark.stack
@@ -55,7 +55,7 @@ def test_mlflow_loads_each_table_once_however_often_it_was_sent(tmp_path: Path) 
     Sender(run, target).send("RUNNING")
     evaluate(run, 5, 0.5, SAMPLES[:1])
     Sender(run, target).send("RUNNING")
-    (run.path / FILE).unlink()  # killed before it could note what it had sent
+    (run.path / FILE).unlink()  # killed before it could record what it had sent
     Sender(run, target).send("FINISHED")
 
     logged = Logged(target.uri)

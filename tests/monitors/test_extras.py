@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases and the user's own monitors, told of a run by its reporter."""
+"""TensorBoard, Weights & Biases and the user's own monitors, which a run's reporter calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Warnings:
-    """What a quiet console shows."""
+    """A quiet console that keeps its warnings."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -38,7 +38,7 @@ class Warnings:
 
 
 def report(tracking: dict[str, Any], folder: Path, search_path: Path, steps: range = range(1, 4)) -> tuple[Any, ...]:
-    """A small run that its reporter tells of; its folder, the monitors' notes and the warnings."""
+    """Report a small run; returns its folder, what the monitors wrote, and the warnings."""
     run = RunDirectory(folder / "run-1")
     (run.path / "logs").mkdir(parents=True, exist_ok=True)
     run.write_text("spec.yaml", yaml.safe_dump({"seed": 3, "stop": {"steps": 3}, "tracking": tracking}))
@@ -61,7 +61,7 @@ def test_tensorboard_has_steps_and_evaluations(tmp_path: Path) -> None:
     from tensorboard.util.tensor_util import make_ndarray
 
     run, notes, warnings = report({"tensorboard": True}, tmp_path, tmp_path, range(1, 3))
-    report({"tensorboard": True}, tmp_path, tmp_path, range(3, 4))  # resumed
+    report({"tensorboard": True}, tmp_path, tmp_path, range(3, 4))  # the run was resumed
     assert warnings == [] and notes == {"TensorBoard": f"tensorboard --logdir {run.path}/tensorboard"}
     events = EventAccumulator(str(run.path / "tensorboard"))
     events.Reload()
@@ -75,7 +75,7 @@ def test_tensorboard_has_steps_and_evaluations(tmp_path: Path) -> None:
         *("version", "reward/mean", "eval/chain/sampled_accuracy", "eval/chain/sampled_tokens_mean"),
         *("eval/chain/sampled_reward_mean", "eval/chain/sampled_pass_at_1", "eval/chain/sampled_pass_at_2"),
         "eval/chain/sampled_turns",
-    }, "what is no number is left out"
+    }, "values that are not numbers are omitted"
 
 
 def records(path: Path) -> Iterator[bytes]:
@@ -89,7 +89,7 @@ def records(path: Path) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", data, at)
         record += data[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # a whole record, or its last part
             yield record
             record = b""
 
@@ -107,7 +107,7 @@ print(notes["W&B"], warnings)
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="asyncrl[wandb] is not installed")
 def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path: Path) -> None:
-    """In a process of its own: the library keeps a process of its own, until this one exits."""
+    """In a separate process: the library's own process runs until that one exits."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     program = [sys.executable, "-c", WANDB, str(tmp_path)]

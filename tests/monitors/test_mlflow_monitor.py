@@ -1,4 +1,4 @@
-"""What a run says about MLflow at its end."""
+"""The message about MLflow at the end of a run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .mlflow_runs import spec_of
 
 
 def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
-    """What is said when the actor's answer is ``problem``."""
+    """The message if the actor's answer is ``problem``."""
 
     class Answered(Mlflow):
         def _ended(self, status: str, timeout_s: float, reason: str) -> str:

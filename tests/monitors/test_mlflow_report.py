@@ -40,9 +40,9 @@ def test_mlflow_gets_the_report_of_a_run_as_it_ended_and_once(run: RunDirectory,
 
     again = Sender(run, target)
     again.send("FAILED", run)
-    assert not again.reported, "it has it"
+    assert not again.reported, "it has the report"
 
-    (run.path / FILE).unlink()  # killed before it could note what it had sent
+    (run.path / FILE).unlink()  # killed before it could record what it had sent
     files = logged.files()
     Sender(run, target).send("FAILED", run)
     assert Logged(target.uri).files() == files

@@ -28,7 +28,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def save_model(run: RunDirectory, weights: bytes) -> None:
-    """A folder as Hugging Face's, with weights that nothing loads."""
+    """A folder in Hugging Face's layout, with weights that are not loaded."""
     (run.path / "model").mkdir(exist_ok=True)
     run.write_text("model/config.json", '{"architectures": ["Qwen3ForCausalLM"]}')
     run.write_text("model/tokenizer.json", "{}")
@@ -47,11 +47,11 @@ def test_it_is_one_version_however_often_it_is_tried(run: RunDirectory, tmp_path
     first.send("FINISHED")
     assert first.version == "1"
     Sender(run, target).send("FINISHED")
-    (run.path / FILE).unlink()  # killed before it could note what it had sent
+    (run.path / FILE).unlink()  # killed before it could record what it had sent
     again = Sender(run, target)
     again.send("FINISHED")
     assert again.version == "1"
-    assert versions(target.uri) == {"1": {"asyncrl_run": "spell-1", "asyncrl_step": "3"}}
+    assert versions(target.uri) == {"1": {"asyncrl_run": "spelling-1", "asyncrl_step": "3"}}
     logged = Logged(target.uri)
     assert {name for name in logged.files() if name.startswith("models/")} == {
         f"{PLACE}/MLmodel",
@@ -97,14 +97,14 @@ def test_two_runs_are_versions_of_one_model(run: RunDirectory, tmp_path: Path) -
     target = local(tmp_path, NAME)
     Sender(run, target).send("FINISHED")
     other = started_run(tmp_path / "other")
-    other = RunDirectory(other.path.rename(other.path.with_name("spell-2")))
+    other = RunDirectory(other.path.rename(other.path.with_name("spelling-2")))
     other.update(step=3)
     save_model(other, b"other weights")
     Sender(other, target).send("FINISHED")
     from mlflow.tracking import MlflowClient
 
     found = MlflowClient(target.uri).search_model_versions(f"name = '{NAME}'")
-    assert {str(one.version): one.tags["asyncrl_run"] for one in found} == {"1": "spell-1", "2": "spell-2"}
+    assert {str(one.version): one.tags["asyncrl_run"] for one in found} == {"1": "spelling-1", "2": "spelling-2"}
 
 
 def test_what_has_arrived_of_a_large_model_is_not_sent_again(

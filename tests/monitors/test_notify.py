@@ -1,4 +1,4 @@
-"""Notices: what is sent, to whom, and that nothing rests on it."""
+"""Notices: what is sent, to whom, and that a failure to send has no effect on the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncrl_cli.system.reaper import MARK
 
 
 class Hook:
-    """A webhook that keeps what it gets, and answers ``status``."""
+    """A webhook that stores what it receives, and answers with ``status``."""
 
     def __init__(self) -> None:
         self.got: Queue[tuple[str | None, Any]] = Queue()
@@ -71,8 +71,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def told(spec: NotifySpec, run: RunDirectory, event: Any = "failure", message: str = "engine-0: gone") -> list[str]:
-    """The warnings of a notice."""
+def warned(spec: NotifySpec, run: RunDirectory, event: Any = "failure", message: str = "engine-0: gone") -> list[str]:
+    """Send a notice; returns the warnings."""
     warnings: list[str] = []
     notifier = Notifier(spec, run, warnings.append)
     notifier.tell(event, message)
@@ -81,7 +81,7 @@ def told(spec: NotifySpec, run: RunDirectory, event: Any = "failure", message: s
 
 
 def test_a_webhook_gets_json(run: RunDirectory, hook: Hook) -> None:
-    assert told(NotifySpec(webhook=hook.address), run) == []
+    assert warned(NotifySpec(webhook=hook.address), run) == []
     kind, notice = hook.got.get_nowait()
     assert kind == "application/json" and notice.pop("host")
     assert notice == {
@@ -99,11 +99,11 @@ def test_a_webhooks_address_may_stay_in_the_environment(
     run: RunDirectory, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = NotifySpec(webhook="env:MY_HOOK")
-    assert told(spec, run) == ["notify: the environment variable MY_HOOK holds no http address"]
+    assert warned(spec, run) == ["notify: the environment variable MY_HOOK holds no http address"]
     monkeypatch.setenv("MY_HOOK", hook.address)
-    assert told(spec, run) == [] and hook.got.qsize() == 1
+    assert warned(spec, run) == [] and hook.got.qsize() == 1
     monkeypatch.setenv("MY_HOOK", "file:///etc/passwd")
-    assert "no http address" in told(spec, run)[0]
+    assert "no http address" in warned(spec, run)[0]
 
 
 def test_a_webhook_that_never_finishes_its_answer_is_not_waited_for(
@@ -113,7 +113,7 @@ def test_a_webhook_that_never_finishes_its_answer_is_not_waited_for(
     monkeypatch.setattr(notify, "WAIT_S", 0.2)
     monkeypatch.setattr(notify, "AT_ONCE", 2)
     warnings: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as slow:  # accepts, and answers nothing
+    with socket.create_server(("127.0.0.1", 0)) as slow:  # accepts connections, and sends no answer
         spec = NotifySpec(webhook=f"http://127.0.0.1:{slow.getsockname()[1]}")
         notifier = Notifier(spec, run, warnings.append)
         for _ in range(3):
@@ -128,16 +128,16 @@ def test_a_webhook_that_never_finishes_its_answer_is_not_waited_for(
 def test_only_requested_events_are_sent(run: RunDirectory, hook: Hook) -> None:
     spec = NotifySpec(webhook=hook.address, on=["finish"])
     for event in ("finish", "failure", "stall"):
-        told(spec, run, event)
+        warned(spec, run, event)
     assert [hook.got.get_nowait()[1]["event"] for _ in range(hook.got.qsize())] == ["finish"]
 
 
 def test_a_webhook_that_fails_is_warned_of_without_its_address(run: RunDirectory, hook: Hook) -> None:
     hook.status = 500
-    (warning,) = told(NotifySpec(webhook=hook.address), run)
+    (warning,) = warned(NotifySpec(webhook=hook.address), run)
     assert "did not take the notice" in warning and "500" in warning and "secret" not in warning
     hook.close()
-    (warning,) = told(NotifySpec(webhook=hook.address), run)
+    (warning,) = warned(NotifySpec(webhook=hook.address), run)
     assert "did not take the notice" in warning and "secret" not in warning
 
 
@@ -145,17 +145,17 @@ def test_a_command_gets_the_notice_and_is_not_part_of_the_run(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MARK, "mark")
-    command = f'cat > "$ASYNCRL_FOLDER/stdin"; env > {tmp_path}/env; echo said'
-    assert told(NotifySpec(command=command), run, message='a "quoted" $(word)') == []
+    command = f'cat > "$ASYNCRL_FOLDER/stdin"; env > {tmp_path}/env; echo printed'
+    assert warned(NotifySpec(command=command), run, message='a "quoted" $(word)') == []
     assert json.loads((run.path / "stdin").read_text())["message"] == 'a "quoted" $(word)'
     lines = (tmp_path / "env").read_text().splitlines()
     assert {"ASYNCRL_EVENT=failure", f"ASYNCRL_RUN_ID={run.run_id}", 'ASYNCRL_MESSAGE=a "quoted" $(word)'} <= {*lines}
     assert not [line for line in lines if line.startswith(f"{MARK}=")]
-    assert (run.path / LOG).read_text() == "said\n"
+    assert (run.path / LOG).read_text() == "printed\n"
 
 
 def test_a_command_that_fails_is_warned_of(run: RunDirectory) -> None:
-    assert told(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; its output is in {LOG}"]
+    assert warned(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; its output is in {LOG}"]
 
 
 def test_a_command_that_hangs_is_ended_with_all_that_it_started(
@@ -165,18 +165,18 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_started(
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
     command = f"(echo up; exec sleep 60) > {tmp_path}/alive & wait"
-    assert "and was ended" in told(NotifySpec(command=command), run)[0]
+    assert "and was ended" in warned(NotifySpec(command=command), run)[0]
     os.set_blocking(alive, True)
     assert os.read(alive, 10) == b"up\n"
     before = time.monotonic()
-    assert os.read(alive, 10) == b"", "which comes when nobody can write any more"
+    assert os.read(alive, 10) == b"", "end of file: no process has it open for writing"
     os.close(alive)
-    assert time.monotonic() - before < 30, "and not because the sleep was over"
+    assert time.monotonic() - before < 30, "it was killed before the end of the sleep"
 
 
 def test_webhook_and_command_do_not_wait_for_each_other(run: RunDirectory, hook: Hook, tmp_path: Path) -> None:
-    spec = NotifySpec(webhook=hook.address, command=f"touch {tmp_path}/told; exit 1")
-    assert len(told(spec, run)) == 1 and hook.got.qsize() == 1 and (tmp_path / "told").exists()
+    spec = NotifySpec(webhook=hook.address, command=f"touch {tmp_path}/notified; exit 1")
+    assert len(warned(spec, run)) == 1 and hook.got.qsize() == 1 and (tmp_path / "notified").exists()
 
 
 def test_a_stall_is_shown_and_sent(run: RunDirectory, hook: Hook) -> None:

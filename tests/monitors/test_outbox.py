@@ -1,4 +1,4 @@
-"""What is still to be sent follows from the run's folder alone."""
+"""What remains to be sent is determined by the run's folder only."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_file_is_read_from_its_end(run: RunDirectory, block: int, monkeypatc
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 8, "ti')
     outbox = opened(run)
-    assert steps(outbox) == [1, 2, 3, 4, 5, 6, 7], "half a line does not count"
+    assert steps(outbox) == [1, 2, 3, 4, 5, 6, 7], "an incomplete line does not count"
     outbox.note(step=5, time=5.0)
     assert steps(outbox) == [6, 7]
 

@@ -1,4 +1,4 @@
-"""Output and files of a run that cannot be written: the run goes on, and says what is missing."""
+"""Output and files of a run that cannot be written: the run continues, and reports what is missing."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def gone_terminal() -> int:
 
 
 @pytest.fixture(params=[gone_reader, gone_terminal, lambda: os.open("/dev/full", os.O_WRONLY)])
-def dead_end(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A descriptor that takes nothing: the reader exited, the terminal hung up, the disk is full."""
+def unwritable(request: pytest.FixtureRequest) -> Iterator[int]:
+    """A descriptor to which nothing can be written: the reader exited, the terminal was closed, or the disk is full."""
     descriptor = request.param()
     yield descriptor
     os.close(descriptor)
 
 
-def test_output_that_fails_is_counted_and_nothing_else(dead_end: int, tmp_path: Path) -> None:
-    run, out = RunDirectory.create(tmp_path, "test"), Outlet(dead_end)
+def test_output_that_fails_is_counted_and_nothing_else(unwritable: int, tmp_path: Path) -> None:
+    run, out = RunDirectory.create(tmp_path, "test"), Outlet(unwritable)
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
     for step in range(1, 4):
@@ -91,7 +91,7 @@ def test_a_reader_that_never_reads_does_not_keep_the_process_from_ending(tmp_pat
         assert process.wait(60) == 0
     library, *lines, after = (tmp_path / "driver.log").read_text().splitlines()
     assert (library, after) == ("what a library prints", "after the run")
-    assert len(lines) > 900 and set(lines) == {1000 * "x"}, "what nobody read"
+    assert len(lines) > 900 and set(lines) == {1000 * "x"}, "what was not read"
 
 
 ENDED = """
@@ -150,7 +150,7 @@ def test_an_error_that_a_job_does_not_handle_ends_no_thread_and_nothing_is_taken
 
 
 def in_the_way(run: RunDirectory) -> Path:
-    """A folder where the state's file is to be."""
+    """A folder with the name of the state file."""
     path = run.path / "state.json"
     path.unlink(missing_ok=True)
     path.mkdir()

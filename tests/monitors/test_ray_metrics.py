@@ -1,4 +1,4 @@
-"""The run's numbers in Ray's metrics, and the dashboard that asks for them."""
+"""The run's numbers in Ray's metrics, and the dashboard that queries them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ INFO = RunInfo("run-1", Path("run-1"), 40, {})
 
 
 class Noted:
-    """What Ray was told: values by metric and tags."""
+    """What was passed to Ray: values by metric and tags."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         noted = self
@@ -124,7 +124,7 @@ def test_ray_gets_everything_that_is_reported(noted: Noted, run: RunDirectory) -
 def test_a_gauge_is_set_again_and_a_counter_is_not(
     noted: Noted, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray forgets a gauge that nobody sets."""
+    """Ray forgets a gauge that is not set for some time."""
     monkeypatch.setattr(ray_metrics, "AGAIN_S", 0.01)
     metrics = RayMetrics(run, SPEC, pytest.fail)
     metrics.stepped(1, 1, METRICS)
@@ -141,14 +141,14 @@ def test_a_gauge_is_set_again_and_a_counter_is_not(
 
 
 def test_errors_are_shown_once_and_end_nothing(noted: Noted, run: RunDirectory) -> None:
-    said: list[str] = []
-    metrics = RayMetrics(run, SPEC, said.append)
+    warnings: list[str] = []
+    metrics = RayMetrics(run, SPEC, warnings.append)
     noted.broken = True
     for step in (1, 2):
         metrics.stepped(step, step, METRICS)
         metrics.doing("training", COUNTS)
         metrics.faulted("engine")
-    assert said == ["metrics for Prometheus are not complete: RuntimeError: no agent"]
+    assert warnings == ["metrics for Prometheus are not complete: RuntimeError: no agent"]
     noted.broken = False
     metrics.stepped(3, 3, METRICS)
     assert noted.values["asyncrl_step"] == 3
@@ -180,7 +180,7 @@ def test_prometheus_targets_are_the_nodes_with_an_agent(
 
 
 def exported(noted: Noted, run: RunDirectory) -> set[str]:
-    """All names that Prometheus can have, with the metrics of a step as docs/metrics.md has them."""
+    """All names that Prometheus can have, with the metrics of a step from docs/metrics.md."""
     metrics = RayMetrics(run, SPEC, pytest.fail)
     metrics.started(INFO)
     metrics.finish(Ending("finished"))
@@ -268,9 +268,9 @@ except Exception as error:
 '''
 spec = {"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
 spec = ExperimentSpec.model_validate(spec | {"pipeline": {"mode": "async", "max_staleness": 2}})
-run, said, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), [], ""
+run, warnings, text = RunDirectory.create(Path(sys.argv[1]), "scraped"), [], ""
 with ray_cluster(spec, run.path / "logs"):
-    metrics = RayMetrics(run, spec, said.append)
+    metrics = RayMetrics(run, spec, warnings.append)
     metrics.started(RunInfo(run.run_id, run.path, 10, {}))
     metrics.faulted("engine")
     token, temporary = Path(os.environ["RAY_AUTH_TOKEN_PATH"]), Path(os.environ["TMPDIR"])
@@ -292,26 +292,26 @@ with ray_cluster(spec, run.path / "logs"):
     metrics.finish(Ending("finished"))
     addresses = listening()
 assert get_authentication_mode() != AuthenticationMode.TOKEN  # another Ray of this process is as its environment says
-seen = {"private": private, "strangers": strangers, "addresses": addresses, "said": said, "steps": step, "text": text}
-print(json.dumps(seen | {"left": file.exists()}))
+seen = {"private": private, "strangers": strangers, "addresses": addresses, "warnings": warnings}
+print(json.dumps(seen | {"steps": step, "text": text, "left": file.exists()}))
 """
 
 
 @pytest.mark.stack
 def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) -> None:
-    """Ray's agent needs packages (`asyncrl[prometheus]`) without which Ray takes the numbers, and nobody is told.
+    """Ray's agent needs packages (`asyncrl[prometheus]`). Without them Ray accepts the numbers and drops them silently.
 
-    Nobody else can use this Ray: it asks for its token, and listens on loopback alone.
+    No other process can use this Ray: it requires its token, and listens on loopback only.
     """
     program = [sys.executable, "-c", SCRAPED, str(tmp_path)]
-    # What another Ray of this process has set (it asks for its token, too) is none of this one's.
+    # Another Ray of this process has set these variables (it requires its token, too); this one must not use them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     out = subprocess.run(program, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
     seen = json.loads(out.splitlines()[-1])
     assert seen["private"] == {"token": "0o600", "tmp": "0o700", "folder": "0o700"}
     assert seen["strangers"] == ["AuthenticationError", "AuthenticationError", "in"]
     assert seen["addresses"] and set(seen["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert seen["said"] == [] and not seen["left"]
+    assert seen["warnings"] == [] and not seen["left"]
     if find_spec("opencensus") is None:
         assert seen["text"] == ""
         return

@@ -1,4 +1,4 @@
-"""The reporter tells everyone: the run's folder and the view."""
+"""The reporter reports to the run's folder and to the view."""
 
 from __future__ import annotations
 
@@ -95,11 +95,11 @@ def test_mlflow_is_notified_after_steps_and_evaluations_are_on_disk(tmp_path: Pa
     assert sent == [(1, {}), (1, {"greedy": 0.75})]
 
 
-# -- monitors that misbehave
+# -- faulty monitors
 
 
-class Heard(Monitor):
-    """Keeps the names of what it is told; ``breaks`` at one of them."""
+class RecordingMonitor(Monitor):
+    """Records the names of the calls that it receives; raises at the call ``breaks``."""
 
     def __init__(self, breaks: str = "", wait: Event | None = None) -> None:
         self.name = f"breaks-{breaks}"
@@ -125,7 +125,7 @@ class Heard(Monitor):
 EVENTS = {name for name, member in vars(Monitor).items() if callable(member) and not name.startswith("_")}
 
 
-def tell_everything(reporter: Reporter) -> None:
+def call_everything(reporter: Reporter) -> None:
     reporter.status("starting")
     reporter.doing("training", Counts(1, 2, 3, 4, 5, 6))
     reporter.stepped(1, 1, METRICS, 1234.5)
@@ -143,20 +143,20 @@ def test_a_monitor_that_raises_is_switched_off_with_one_warning_and_a_row(
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
-    broken, sound = Heard(breaks), Heard()
-    for monitor in (broken, sound):
+    broken, intact = RecordingMonitor(breaks), RecordingMonitor()
+    for monitor in (broken, intact):
         reporter.join(monitor, in_thread)
-    tell_everything(reporter)
+    call_everything(reporter)
     reporter.finish(Ending("finished"))
     assert recorder.close() == ""
-    assert broken.calls[-1] == breaks, "and nothing after it"
-    assert set(sound.calls) == EVENTS
-    assert sound.calls[0] == "started" and sound.calls[-1] == "finish"
+    assert broken.calls[-1] == breaks, "and no later call"
+    assert set(intact.calls) == EVENTS
+    assert intact.calls[0] == "started" and intact.calls[-1] == "finish"
     (warning,) = [line for line in out.getvalue().splitlines() if "switched off" in line]
     (row,) = RunDirectory(run.path).read(LOG)
     assert row["monitor"] == broken.name in warning
     assert row["reason"] in warning and 'raise SystemExit("enough")' in row["traceback"]
-    assert reporter.notes == {sound.name: "all is well"}
+    assert reporter.notes == {intact.name: "all is well"}
 
 
 def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,24 +173,24 @@ def test_a_monitor_that_hangs_delays_nothing(tmp_path: Path, monkeypatch: pytest
     run, out, wait = RunDirectory.create(tmp_path, "test"), io.StringIO(), Event()
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
-    reporter.join(Heard(wait=wait), in_thread=True)
-    tell_everything(reporter)
+    reporter.join(RecordingMonitor(wait=wait), in_thread=True)
+    call_everything(reporter)
     assert out.getvalue().count("it does not keep up: 3 calls wait for it") == 1
-    sound = Heard("nothing")
-    for monitor in (Heard("started", wait), sound):
+    intact = RecordingMonitor("nothing")
+    for monitor in (RecordingMonitor("started", wait), intact):
         reporter.join(monitor, in_thread=True)
     reporter.finish(Ending("failed"))
-    assert out.getvalue().count("it has not finished in time") == 1, "and not for the one that has finished"
-    assert reporter.notes == {sound.name: "all is well"}
+    assert out.getvalue().count("it has not finished in time") == 1, "but not for the monitor that has finished"
+    assert reporter.notes == {intact.name: "all is well"}
     wait.set()
     assert all(thread.wait(30) for thread in threads[:2])
-    assert out.getvalue().count("is switched off") == 2, "one warning each, also for one that fails in the end"
+    assert out.getvalue().count("is switched off") == 2, "one warning each, also for a monitor that fails at the end"
 
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_named_monitors_finish_first_and_get_no_further_calls(in_thread: bool, tmp_path: Path) -> None:
     recorder = Recorder(RunDirectory.create(tmp_path, "test"), pytest.fail)
-    console, early = Heard(), Heard("nothing")
+    console, early = RecordingMonitor(), RecordingMonitor("nothing")
     reporter = Reporter(recorder, console)
     reporter.join(early, in_thread)
     reporter.finish(Ending("failed"), [early])
@@ -198,5 +198,5 @@ def test_named_monitors_finish_first_and_get_no_further_calls(in_thread: bool, t
     reporter.status("stopping")
     reporter.finish(Ending("failed"))
     assert early.calls == ["started", "finish"]
-    assert console.calls == ["started", "status", "finish"], "and no warning of a thread that has ended"
+    assert console.calls == ["started", "status", "finish"], "and no warning from a thread that has ended"
     assert recorder.close() == ""

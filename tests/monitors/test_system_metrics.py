@@ -1,4 +1,4 @@
-"""What the machine did while a run ran, measured, kept and sent."""
+"""Metrics of the machine during a run: measured, stored and sent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def sampled(run: RunDirectory, count: int) -> list[dict[str, Any]]:
-    """At least so many samples, of a sampler that is stopped then."""
+    """At least this many samples from a sampler, which is then stopped."""
     there = threading.Semaphore(0)
     sampler = MachineSampler(run, there.release, every_s=0.01)
     for _ in range(count):
@@ -60,7 +60,7 @@ def test_shares_of_time_are_those_since_the_sample_before(run: RunDirectory, mon
 
     askers: list[int] = []
 
-    def cpu_percent() -> float:  # psutil knows when each thread asked last, and says 0 to one that never did
+    def cpu_percent() -> float:  # psutil remembers the last call of each thread, and returns 0 for the first one
         askers.append(threading.get_ident())
         return float(askers.count(threading.get_ident()) - 1)
 
@@ -102,7 +102,7 @@ def test_samples_are_sent_once_however_often_it_is_tried(run: RunDirectory, tmp_
     expected = [(1, 10.0), (1, 20.0), (1, 30.0), (2, 40.0)]
     assert Logged(target.uri).history(CPU) == expected
 
-    (run.path / FILE).unlink()  # killed before it could note what it had sent
+    (run.path / FILE).unlink()  # killed before it could record what it had sent
     Sender(run, target).send("FINISHED")
     logged = Logged(target.uri)
     assert logged.history(CPU) == expected

@@ -1,4 +1,4 @@
-"""A run's numbers reach a real MLflow, whenever that can be reached."""
+"""A run's numbers arrive at a real MLflow as soon as it is available."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ def test_everything_is_sent_once_however_often_it_is_tried(run: RunDirectory, tm
     again.send("RUNNING")
     assert (again.steps, again.evaluations) == (2, 1)
 
-    # Killed before it could note what it had sent, and before it knew the MLflow run.
+    # Killed before it could record what it had sent, and before it knew the MLflow run.
     (run.path / FILE).unlink()
     Sender(run, target).send("FINISHED")
     logged = Logged(target.uri)
     assert logged.run.info.run_id == noted["run_id"] == sent(run)["run_id"]
     assert logged.run.info.status == "FINISHED"
-    assert logged.run.info.run_name == "spell-1"
+    assert logged.run.info.run_name == "spelling-1"
     assert logged.run.info.start_time == 1767225600000
     assert logged.run.info.end_time == int(run.state.updated * 1000)
     assert logged.run.data.params["seed"] == "3"
@@ -160,7 +160,7 @@ def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: S
 
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run that leaves something of every kind: it has a journal, an evaluation and a model."""
+    """A run that has files of every kind: a journal, an evaluation and a model."""
     monkeypatch.setattr(tracker_module, "MachineSampler", partial(MachineSampler, every_s=0.01))
     run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"])
     for name in ("evaluations", "model"):
@@ -193,11 +193,11 @@ def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirect
     for thread in threading.enumerate():
         if thread.name == "machine":
             thread.join(LIMIT_S)
-            assert not thread.is_alive(), "a run that has ended is not measured"
+            assert not thread.is_alive(), "no system metrics after the end of the run"
     server.start()
     assert tracker.finish("FINISHED", LIMIT_S) == ""
 
-    (whole.path / FILE).unlink()  # killed before it could note what it had sent
+    (whole.path / FILE).unlink()  # killed before it could record what it had sent
     Sender(whole, target).send("FINISHED", whole.as_if(phase="finished"))
     logged = Logged(server.uri)
     assert logged.run.info.status == "FINISHED"
@@ -221,22 +221,22 @@ def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         target = Target(f"http://127.0.0.1:{silent.getsockname()[1]}", "tests", model="speller")
         tracker = Tracker(whole, target, system_metrics=True)
-        connection, _ = silent.accept()  # it has asked
+        connection, _ = silent.accept()  # it has connected
         with connection:
             assert tracker.finish("FINISHED", 0.1) == "not done within 0 s"
-            monkeypatch.setattr(tracker_module, "failure", lambda *_: "")  # it tries no more
+            monkeypatch.setattr(tracker_module, "failure", lambda *_: "")  # it does not try again
     for thread in set(threading.enumerate()) - others:
         thread.join(LIMIT_S)
         assert not thread.is_alive()
 
 
 @pytest.mark.parametrize(
-    ("status", "said"), [("FINISHED", "Nothing. No part had a fault."), ("FAILED", "The run failed: no disk.")]
+    ("status", "text"), [("FINISHED", "Nothing. No part had a fault."), ("FAILED", "The run failed: no disk.")]
 )
-def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, status: str, said: str) -> None:
+def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, status: str, text: str) -> None:
     tracker = Tracker(whole, local(tmp_path))
     assert tracker.finish(status, LIMIT_S, "no disk" if status == "FAILED" else "") == ""
-    assert said in Logged(local(tmp_path).uri).content("report.html").decode()
+    assert text in Logged(local(tmp_path).uri).content("report.html").decode()
 
 
 def test_a_killed_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_killed_tracker_starts_again_and_sends_the_rest(run: RunDirectory, tmp
         def is_tracker(process: psutil.Process) -> bool:
             try:
                 return "TrackerActor" in " ".join(process.cmdline())
-            except psutil.Error:  # it has ended, or waits for its parent
+            except psutil.Error:  # it has ended, or is a zombie
                 return False
 
         [process] = filter(is_tracker, psutil.Process(os.getpid()).children(recursive=True))

@@ -1,8 +1,8 @@
 """A complete run without Ray, vLLM and DeepSpeed, in one thread: the driver's real code, the real buffer with its
-journal, real checkpoints; engines and trainer ranks that compute next to nothing, and die as ``Fate`` has it.
+journal, and real checkpoints; simulated engines and trainer ranks, which die when ``Fate`` decides.
 
-A rank's weights are the digests of the batches it was trained on. A token follows from its rollout's seed, its place
-and the weights that sample it, so that every token of a batch can be worked out afterwards from the journal alone.
+A rank's weights are the digests of the batches it was trained on. A token depends only on its rollout's seed, its index
+and the weights that sample it, so every token of a batch can be computed afterwards from the journal alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 from stand_in_hosts import StandInAgent, StandInHosts, layout
-from stand_ins import Actor, RoomyGroup, StandInBuffer, StandInProcess, prompts, remote
+from stand_ins import Actor, ReadyGroup, StandInBuffer, StandInProcess, prompts, remote
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.monitors.base import Monitor
@@ -67,12 +67,12 @@ LIMIT_S = 120.0
 
 
 def number(*parts: object) -> int:
-    """A number that follows from all of these."""
+    """A number that depends on all of these."""
     return zlib.crc32(repr(parts).encode())
 
 
 def token(request_seed: int | None, place: int, weights: Weights) -> int:
-    """The token that these weights sample at a place of a rollout."""
+    """The token that these weights sample at an index of a rollout."""
     return number(request_seed, place, weights) % 90 + 5
 
 
@@ -88,13 +88,13 @@ def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 RANK_0 = "host-0"
 TRAINING_TURNS = 5
-"""Turns of the event loop that a step takes: time enough for engines to generate meanwhile."""
+"""Iterations of the event loop that a step takes: enough for engines to generate meanwhile."""
 LOADING_TURNS = 8
-"""Turns that an engine takes to load a version."""
+"""Iterations of the event loop that an engine takes to load a version."""
 
 
 class Fate:
-    """Decides who dies and when; at most ``faults`` times, so that every run comes to its end."""
+    """Decides which process dies and when; at most ``faults`` times, so that every run ends."""
 
     def __init__(self, random: Random, faults: int, victims: Iterable[str] = ()) -> None:
         self.random = random
@@ -102,7 +102,7 @@ class Fate:
         self.faults = faults
         self.met: list[str] = []
         self.interrupts = 0.5
-        """Probability that the end of a driver is Ctrl-C and no SIGKILL."""
+        """Probability that a driver is ended by Ctrl-C and not by SIGKILL."""
         self.gone: set[str] = set()
         self.driver = asyncio.Event()
         self.training = 0
@@ -112,23 +112,23 @@ class Fate:
         self.loaded_meanwhile = False
         """Whether a rank trained while an engine that serves loaded the next version."""
         self.awake: set[Engine] = set()
-        """Engines that use their GPU."""
+        """Engines that are using their GPU."""
 
     def strikes(self, victim: str, chance: float) -> bool:
-        """Whether this is the end of it."""
+        """Whether the victim dies now."""
         struck = self.faults > 0 and victim in self.victims and self.random.random() < chance
         self.faults -= struck
         self.met += [victim] * struck
         return struck
 
     def pass_by(self) -> None:
-        """The driver may die at any call of one of its actors."""
+        """The driver may die at any call to one of its actors."""
         if self.strikes("driver", 0.003):
             self.driver.set()
 
 
 class Engine(Actor):
-    """Generates a few tokens of some rollouts at a time. It may die with its node, and be told to leave."""
+    """Generates a few tokens of some rollouts at a time. It may die with its node, and may be asked to leave."""
 
     def __init__(self, fate: Fate, hosts: StandInHosts, node: str) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ class Engine(Actor):
 
     @remote
     async def submit(self, requests: list[RolloutRequest]) -> None:
-        assert self._version >= 0, "it has weights before it has requests"
+        assert self._version >= 0, "it has weights before it gets requests"
         self._may_die(0.02)
         for request in requests:
             self._running[request.rollout_id] = (request, _joined(request))
@@ -256,7 +256,7 @@ class Engine(Actor):
     def _may_die(self, chance: float) -> None:
         if self._fate.strikes("node", chance):
             self._fate.gone.add(self._node)
-            if self._node != RANK_0:  # whose rank would be lost, too
+            if self._node != RANK_0:  # the node of a rank: the rank would be lost, too
                 self._hosts.lose(self._node)
             self.die()
         if self._fate.strikes("engine", chance):
@@ -264,13 +264,13 @@ class Engine(Actor):
 
 
 class Cluster:
-    """Has room for further engines, each on a node of its own, and takes nodes back; sometimes the run is scaled."""
+    """Has room for more engines, each on its own node, and reclaims nodes; sometimes the run is scaled."""
 
     def __init__(self, fate: Fate, make: Callable[[str, str], StandInProcess]) -> None:
         """``make(name, node)``: an engine on a node."""
         self._fate = fate
         self._make = make
-        # The first engine is where rank 0 is, the others where no rank is.
+        # The first engine is on the node of rank 0, the others are on nodes without ranks.
         self._nodes = (f"host-{9 * number}" for number in count())
         self._processes: list[StandInProcess] = []
         self.pool: EnginePool | None = None
@@ -355,11 +355,11 @@ class Rank(Actor):
     async def train_step(self, batch: TrainingBatch) -> StepReport:
         async with self._turn:
             await self._work(0.05)
-            assert batch.step == len(self._weights), "each batch once, and in order"
+            assert batch.step == len(self._weights), "each batch once and in order"
             self._fate.training += 1
             try:
                 for _ in range(TRAINING_TURNS):
-                    assert not (self._shares and self._fate.awake), "the engines' memory is the trainer's for the step"
+                    assert not (self._shares and self._fate.awake), "engines must not use the GPUs during a step"
                     self._fate.loaded_meanwhile |= self._fate.loading > 0
                     await asyncio.sleep(0)
             finally:
@@ -402,7 +402,7 @@ class Rank(Actor):
 
 
 class Buffer(StandInBuffer):
-    """The real buffer; dies before or after any of its calls."""
+    """The real buffer; it may die before or after any of its calls."""
 
     def __init__(self, path: Path, spec: ExperimentSpec, fate: Fate) -> None:
         super().__init__(path, spec)
@@ -421,7 +421,7 @@ class Buffer(StandInBuffer):
 
 
 class Encoder:
-    """Prompt ``p7`` has the tokens (7, 7); a text is its tokens' numbers."""
+    """Prompt ``p7`` has the tokens (7, 7); the text of tokens is their numbers."""
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return (int(prompt.uid[1:]),) * 2
@@ -431,7 +431,7 @@ class Encoder:
 
 
 class Scorer:
-    """Scores what is generated, in a while."""
+    """Scores responses after a short time."""
 
     async def score(self, responses: list[Response]) -> list[Scored]:
         for _ in range(len(responses)):
@@ -446,7 +446,7 @@ def loader_of(spec: ExperimentSpec) -> PromptLoader:
 
 
 class View(Monitor):
-    """Keeps what a person would see."""
+    """Keeps what a user would see."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -462,7 +462,7 @@ class View(Monitor):
 
 
 class Simulation:
-    """A run in a folder, driven by one driver after the other until it is finished."""
+    """A run in a folder, with one driver after another until it is finished."""
 
     def __init__(self, folder: Path, spec: ExperimentSpec, fate: Fate) -> None:
         self.run = RunDirectory.create(folder, "simulated")
@@ -474,7 +474,7 @@ class Simulation:
         self._actors: list[Actor] = []
 
     def play(self) -> None:
-        """To the last step, through the deaths of drivers."""
+        """Run to the last step, with a new driver after each death."""
         with _in_one_thread():
             asyncio.run(asyncio.wait_for(self._play(), LIMIT_S))
 
@@ -484,7 +484,7 @@ class Simulation:
             start = prepare(self.run, self.spec, None, "", without_journal=False).carry_out(self.run)
 
     async def _drive(self, start: Start) -> bool:
-        """One driver's life; whether it reached the end."""
+        """Run one driver; returns whether it reached the end."""
         self.drivers += 1
         self.starts.append(start)
         self.fate.driver.clear()
@@ -504,7 +504,7 @@ class Simulation:
         dying.cancel()
         for actor in self._actors:
             actor.die()
-        left = asyncio.all_tasks() - before  # a dead driver starts no other buffer
+        left = asyncio.all_tasks() - before  # a dead driver starts no new buffer
         for task in left:
             task.cancel()
         if left:
@@ -528,7 +528,7 @@ class Simulation:
         hosts.works = self._agent_works
         ranks = TrainerRanks(
             lambda group, rank: self._noted(Rank(self.fate, hosts, spec, rank)),
-            RoomyGroup("the trainer", spec.trainer.ranks),
+            ReadyGroup("the trainer", spec.trainer.ranks),
             Path(),
             600.0,
             lambda text: None,

@@ -15,7 +15,7 @@ from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, ReplicaGone
 
 Shards = dict[int, Any]
-"""What each rank has written, by rank."""
+"""The data of each rank, by rank."""
 
 
 def layout(ranks: int) -> tuple[TensorSlot, ...]:
@@ -24,7 +24,7 @@ def layout(ranks: int) -> tuple[TensorSlot, ...]:
 
 
 def checksum(shards: Iterable[Any]) -> str:
-    """The checksum of a version whose ranks have written these."""
+    """The checksum of a version with these shards."""
     digests = tuple(map(digest, shards))
     return Manifest(0, layout(len(digests)), len(digests), digests).checksum
 
@@ -35,16 +35,17 @@ def digest(shard: Any) -> str:
 
 
 class StandInAgent(Actor):
-    """Has two versions at most. ``may_fetch`` lets pulls fetch what is missing; ``works`` is called at every call."""
+    """Has two versions at most. Pulls fetch missing chunks while ``may_fetch`` is set; ``works`` is called at every
+    call."""
 
     def __init__(self, hosts: StandInHosts, node: str) -> None:
         super().__init__()
         self._hosts = hosts
         self._node = node
-        self.versions: dict[str, tuple[int, dict[int, str]]] = {}  # by path: the version, digests by rank
+        self.versions: dict[str, tuple[int, dict[int, str]]] = {}  # for each path: the version, and digests by rank
         self.may_fetch = asyncio.Event()
         self.may_fetch.set()
-        self._written = ""  # the path that ranks were given last
+        self._written = ""  # the last path that was given to ranks
 
     @remote
     async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str, mover: str) -> Endpoint:
@@ -94,7 +95,7 @@ class StandInAgent(Actor):
         self.versions = {}
 
     def _having(self, manifest: Manifest, chunks: int) -> str | None:
-        """The path of a version of which at least so many chunks are here."""
+        """The path of a version of which at least this many chunks are on this host."""
         for path, (version, digests) in self.versions.items():
             same = sum(manifest.digests[rank] == found for rank, found in digests.items())
             if version == manifest.version and same >= chunks:
@@ -111,7 +112,7 @@ class StandInAgent(Actor):
 
 
 class StandInHosts:
-    """The memory of hosts by path, the agents that were made, by node, and the nodes that are gone."""
+    """The memory of hosts by path, the agents by node, and the nodes that are gone."""
 
     def __init__(self, budget: RestartBudget | None = None) -> None:
         self.gone: set[str] = set()
@@ -132,7 +133,7 @@ class StandInHosts:
         return self.agents[node][-1]
 
     def lent(self, holders: Sequence[Endpoint], manifest: Manifest, rank: int) -> Iterator[Any]:
-        """The shard of a rank, from every holder that has it."""
+        """The shard of a rank, for every holder that has it."""
         for holder in holders:
             agent = self.agent(holder.node_id)
             for path, (version, digests) in agent.versions.items():

@@ -51,14 +51,14 @@ def run(test: Coroutine[Any, Any, T]) -> T:
 
 
 async def turns(count: int = 10) -> None:
-    """Let everything that can proceed do so."""
+    """Run the event loop this many times, so that everything that can proceed does."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class Actor:
-    """Calls begin in their order, and continue when their caller has gone. After ``die`` every call fails, also
-    one that is under way."""
+    """Calls begin in their order, and continue when their caller is cancelled. After ``die`` every call fails, also
+    running ones."""
 
     def __init__(self) -> None:
         self.dead = False
@@ -94,7 +94,7 @@ class Actor:
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # retrieved: there may be no waiter
+        answer.exception()  # retrieved here, because possibly no caller waits
 
 
 class RemoteMethod:
@@ -103,7 +103,7 @@ class RemoteMethod:
         self._function = function
 
     def remote(self, *arguments: Any) -> asyncio.Future[Any]:
-        return Actor.begin(self._actor, self._function(*arguments))  # an actor may have a method of this name
+        return Actor.begin(self._actor, self._function(*arguments))  # an actor may have a method `begin`
 
     def options(self, **_: Any) -> RemoteMethod:
         return self
@@ -123,7 +123,7 @@ class remote:
 
 
 class StandInGateway(Actor):
-    """The real gateway in the test's own loop, but for its server: agents find their sessions in ``sessions``."""
+    """The real gateway without its server, in the test's own loop: agents find their sessions in ``sessions``."""
 
     def __init__(self, chat: ChatFormat) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class StandInGateway(Actor):
 
 
 class StandInEngine(Actor):
-    """Records its calls; ``deliver`` says what ``collect`` brings."""
+    """Records its calls; ``deliver`` determines what ``collect`` returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class StandInEngine(Actor):
         told_to_leave: bool = False,
         residences: Iterable[Residence] = (),
     ) -> None:
-        """Have these delivered, without their prompts, as a worker does."""
+        """Queue these for delivery, without their prompts, as a worker does."""
         rollouts = [replace(entry, prompt_ids=()) for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
@@ -212,28 +212,28 @@ class StandInEngine(Actor):
         self._deliveries.put_nowait(delivery)
 
     async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
-        """Have these delivered, and wait until the caller of ``collect`` has dealt with them."""
+        """Deliver these, and wait until the caller of ``collect`` has processed them."""
         self.put(*ended, **more)
-        await self.dealt_with()
+        await self.processed()
 
-    async def dealt_with(self) -> None:
-        """Return when everything is delivered, and ``collect`` is called again, and what follows has been sent."""
+    async def processed(self) -> None:
+        """Return when everything is delivered, ``collect`` is called again, and the resulting requests are sent."""
         await self._idle.wait()
         await turns()
 
     def forget_collector(self) -> None:
-        """Whoever called ``collect`` is gone, and gets nothing any more."""
+        """The caller of ``collect`` is gone and gets no more deliveries."""
         if self._collecting is not None:
             self._collecting.cancel()
 
     @property
     def ids(self) -> list[str]:
-        """What was submitted, in order."""
+        """The submitted ids, in order."""
         return [request.rollout_id for request in self.submitted]
 
 
-class RoomyGroup(PlacementGroup):
-    """A placement group for which there is room at once."""
+class ReadyGroup(PlacementGroup):
+    """A placement group that is ready at once."""
 
     def __init__(self, who: str, count: int = 1) -> None:
         super().__init__(who, {"CPU": 1}, NodeSelector(), count)
@@ -261,10 +261,10 @@ class StandInProcess(SupervisedActor):
         self.started = True
 
     async def start(self, actor: Any) -> None:
-        """The actor is there at once."""
+        """The actor is ready at once."""
 
     async def replace(self) -> None:
-        """Another actor in place of the present one."""
+        """Replace the present actor with a new one."""
         await self.lose(self.actor, "replaced")
         await self.running()
 
@@ -273,7 +273,7 @@ class StandInProcess(SupervisedActor):
             self.actor.die()
 
     async def dismiss(self) -> None:
-        """End for good."""
+        """End it permanently."""
         self.release()
 
 
@@ -285,7 +285,7 @@ def client_over(
     make_actor: Callable[[], Actor] = StandInEngine,
     slots: int = 256,
 ) -> GenerationClient:
-    """A client whose engines are called ``engine-0`` and so on, and serve."""
+    """A client with serving engines, whose names are ``engine-0``, ``engine-1``, ..."""
     processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
     client = GenerationClient(
         processes, slots=slots, retries=retries, hang_s=hang_s, decode=text_of, on_progress=on_progress
@@ -296,7 +296,7 @@ def client_over(
 
 
 def text_of(ids: Iterable[int]) -> str:
-    """A text in which every token has its place."""
+    """A text in which every token can be recognized."""
     return "".join(f"<{token}>" for token in ids)
 
 
@@ -307,7 +307,7 @@ def actors(client: GenerationClient) -> list[Any]:
 
 @asynccontextmanager
 async def collecting(client: GenerationClient) -> AsyncIterator[None]:
-    """Collects from every engine, for the length of the block."""
+    """Collects from every engine for the duration of the block."""
     async with asyncio.TaskGroup() as tasks:
         collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
         yield
@@ -320,7 +320,7 @@ async def collecting(client: GenerationClient) -> AsyncIterator[None]:
 
 
 class _Here(Executor):
-    """Does at once what it is given, so that no thread decides what comes first."""
+    """Runs functions at once in this thread, so that their order is deterministic."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -352,14 +352,14 @@ class StandInBuffer(Actor):
         return self.die() if method == self.dies_at else answer
 
     def die(self) -> None:
-        """End at once; what is not committed is lost."""
+        """End at once; uncommitted data is lost."""
         super().die()
         if hasattr(self._buffer, "_book"):
             self._buffer._book.journal.close()
 
 
 class Notes(list[tuple[str, str, str]]):
-    """What became durable of faults; ``warnings`` is what was shown of them."""
+    """The recorded faults; ``warnings`` are the displayed ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class Notes(list[tuple[str, str, str]]):
 
 
 class BufferActors:
-    """Makes a buffer's actors, one after another on the same journal."""
+    """Creates a buffer's actors, one after another, on the same journal."""
 
     def __init__(self, path: Path, spec: ExperimentSpec) -> None:
         self._path = path
@@ -389,7 +389,7 @@ class BufferActors:
         return self.made[-1]
 
     def client(self, notes: Notes | None = None, max_restarts: int = 10) -> BufferClient:
-        """A client, of which deaths of the buffer are counted in ``notes``."""
+        """A client; deaths of the buffer are recorded in ``notes``."""
         return BufferClient(self, 600.0, (notes if notes is not None else Notes()).budget(max_restarts))
 
 

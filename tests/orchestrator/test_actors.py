@@ -1,4 +1,4 @@
-"""Engines and trainer start side by side; what dies meanwhile is started again, what fails is named."""
+"""Engines and trainer start in parallel; what dies meanwhile is started again, and what fails is named."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from stand_in_hosts import StandInHosts
-from stand_ins import Actor, Notes, RoomyGroup, remote, run
+from stand_ins import Actor, Notes, ReadyGroup, remote, run
 
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.orchestrator.actors import start_all
@@ -23,7 +23,7 @@ from asyncrl_cli.system import supervised_actor
 
 
 class EngineActor(Actor):
-    """``fate`` may end it, or raise, when it is told to start."""
+    """``fate`` is called at its start, and may kill it or raise an error."""
 
     def __init__(self, name: str, pid: int, fate: Callable[[EngineActor], None]) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class EngineActor(Actor):
 
 
 class Factory:
-    """Makes the actors of engines; their process ids are 1001, 1002, ..."""
+    """Creates the actors of engines; their process ids are 1001, 1002, ..."""
 
     def __init__(self, fate: Callable[[EngineActor], None] = lambda actor: None, address: str | None = None) -> None:
         self.spec = SimpleNamespace(
@@ -63,11 +63,11 @@ class Factory:
     def process(self, name: str) -> EngineProcess:
         folder = asyncio.sleep(0, Path("/model_stub"))
         spec: Any = self.spec
-        return EngineProcess(spec, name, partial(self.engine, name), folder, Notes().budget(), RoomyGroup(name))
+        return EngineProcess(spec, name, partial(self.engine, name), folder, Notes().budget(), ReadyGroup(name))
 
 
 class Trainers:
-    """Trainer ranks; ``dies_at`` are the calls in which they die, one after the other."""
+    """Trainer ranks; ``dies_at`` lists the calls in which they die, one after another."""
 
     def __init__(self, *dies_at: str) -> None:
         self.seats: tuple[Seat, ...] = ()
@@ -118,7 +118,7 @@ def started(
     notes: Notes | None = None,
     shared_gpus: bool = False,
 ) -> tuple[str, Notes, list[str]]:
-    """Start such a fleet; returns the model's folder, what was noted of faults, and what was shown."""
+    """Start these actors; returns the model's folder, the recorded faults, and the displayed messages."""
 
     async def start() -> tuple[str, Notes, list[str]]:
         noted, shown = Notes() if notes is None else notes, list[str]()
@@ -127,7 +127,7 @@ def started(
         hosts = StandInHosts(budget)
         names = [f"engine-{index}" for index in range(engines)]
         processes = [
-            EngineProcess(spec, name, partial(factory.engine, name), folder, budget, RoomyGroup(name)) for name in names
+            EngineProcess(spec, name, partial(factory.engine, name), folder, budget, ReadyGroup(name)) for name in names
         ]
         model = await start_all(
             processes,
@@ -141,14 +141,14 @@ def started(
         )
         assert all(process.actor.started_on == "/model_stub" for process in processes)
         assert initial.result() == Path(model)
-        assert list(hosts.agents) == ["node-0"], "an agent for the host of the ranks, whatever died"
+        assert list(hosts.agents) == ["node-0"], "one agent for the host of the ranks, whatever died"
         return model, noted, shown
 
     return run(start())
 
 
 def once(name: str) -> Callable[[EngineActor], None]:
-    """The first start of an engine of this name is its end."""
+    """An engine with this name dies at its first start."""
     left = [name]
 
     def fate(actor: EngineActor) -> None:
@@ -170,7 +170,7 @@ def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
 
 @pytest.mark.parametrize("shared_gpus", [False, True])
 def test_ranks_load_after_the_engines_with_which_they_share_gpus(shared_gpus: bool, killed: list[Any]) -> None:
-    """Also after one that dies and starts again; otherwise at once."""
+    """Also after an engine that dies and starts again. Without shared GPUs they load at once."""
     factory = Factory(once("engine-1"))
     up: list[bool] = []
 
@@ -225,7 +225,7 @@ def test_an_error_that_would_come_back_is_not_retried(error: Exception, shown: s
     factory, notes = Factory(fails), Notes()
     with pytest.raises(UserError, match=shown):
         started(factory, Trainers(), notes=notes)
-    assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "none was started a second time"
+    assert [actor.name for actor in factory.made] == ["engine-0", "engine-1"], "no engine was started a second time"
     assert notes == []
 
 
@@ -254,7 +254,7 @@ def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any
 
 
 def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
-    """The number may be another process's by the second time."""
+    """The second time, the number may belong to another process."""
 
     async def check() -> None:
         process = Factory().process("engine-0")

@@ -1,4 +1,4 @@
-"""Calls to the buffer survive its death: each is answered once, by an actor that has read the journal."""
+"""Calls to the buffer survive its death: each is answered once, by an actor that has opened the journal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CANDIDATES = [
 
 
 class Harness:
-    """A client of an open buffer, and what it tells."""
+    """A client of an open buffer, and what it reports."""
 
     def __init__(self, path: Path, max_restarts: int) -> None:
         self.notes = Notes()
@@ -77,7 +77,7 @@ def test_a_call_that_died_is_made_again_after_the_driver_heard_of_the_opening(
         harness.client.on_reopen = lambda opening: heard.extend(
             group.admission.group_id for group in opening.groups if not admitted.done()
         )
-        # Groups of which the answer got lost are in the opening; the others are in the answer.
+        # Groups whose answer was lost are in the opening; the others are in the answer.
         assert (await admitted, heard) == (([], [0, 1, 2]) if does_it_first else ([1, 2], [0]))
         assert await admit(harness.client, 3, 9) == [3]
         assert harness.notes == [("buffer", "buffer", "the process died")]
@@ -152,7 +152,7 @@ def test_a_buffer_that_dies_while_it_opens_is_replaced_like_any_other(tmp_path: 
         assert await admit(harness.client, 0, 2) == [0, 1]
         assert len(harness.actors.made) == 4
         assert len(harness.notes) == 3
-        assert [opening.serial for opening in harness.reopened] == [0], "only of the one that opened"
+        assert [opening.serial for opening in harness.reopened] == [0], "only for the actor that opened"
 
     play(tmp_path, test)
 

@@ -1,4 +1,4 @@
-"""How prompts are written by a model's chat template, and what a start says of templates that do not fit."""
+"""How a model's chat template renders prompts, and the messages at the start for templates that do not fit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from asyncrl_cli.train.model.tokenizer import character_tokenizer, end_tokens
 from asyncrl_cli.train.warm_start import _Chat, _tokenized
 
 MODEL = Path(__file__).parents[2] / "templates/saved-model/model"
-"""A byte-level BPE tokenizer, and a chat template with tools and reasoning, as Qwen3's has them."""
+"""A byte-level BPE tokenizer, and a chat template with tools and reasoning like Qwen3's."""
 TEXT = Prompt("text", "2 + 2?")
 NO_SYSTEM = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}"
@@ -37,7 +37,7 @@ NO_SYSTEM = (
     "[{{ message.role }}]{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-"""As Gemma's: no system message, and the template writes the first token itself."""
+"""Like Gemma's: without system messages, and with the first token in the template."""
 HI = "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}"
 
 
@@ -65,7 +65,7 @@ def test_a_text_is_a_users_message() -> None:
 def test_a_text_is_unchanged_where_the_spec_says_so_and_where_there_is_no_template() -> None:
     assert rendered(tokenizer(), TEXT, apply_chat_template=False) == "2 + 2?"
     assert rendered(tokenizer(None), TEXT) == "2 + 2?"
-    assert rendered(character_tokenizer(99), TEXT) == "2 + 2?", "the built-in template leaves a text as it is"
+    assert rendered(character_tokenizer(99), TEXT) == "2 + 2?", "the built-in template does not change a text"
 
 
 def test_the_gateway_writes_the_same_prompt_as_the_encoder() -> None:
@@ -87,7 +87,7 @@ def test_the_first_token_is_written_once() -> None:
     pairs = [("2 + 2?", "4"), [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
     for demonstration in pairs:
         ((ids, count),) = _tokenized([demonstration], _Chat(loaded, True, {}), 99, frozenset({number}))
-        assert ids[:count].count(number) == 1, "so do the demonstrations of a warm start"
+        assert ids[:count].count(number) == 1, "the same holds for the demonstrations of a warm start"
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
@@ -122,7 +122,7 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         check_template_kwargs(tokenizer(None), {"x": 1})
     assert refused.value.hint == "remove it: the template reads no variables"
-    check_template_kwargs(tokenizer("{% unknown_tag %}{{ x }}"), {"x": 1})  # whether it reads x cannot be known
+    check_template_kwargs(tokenizer("{% unknown_tag %}{{ x }}"), {"x": 1})  # it is unknown whether it reads x
     marked = "{% generation %}{{ x }}{%- endgeneration -%}{% for m in messages %}{% break %}{% endfor %}"
     assert template_variables(tokenizer(marked)) == {"x"}
 
@@ -132,9 +132,9 @@ def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() ->
     ends = end_tokens(MODEL, loaded)
     assert loaded.convert_ids_to_tokens(sorted(ends)) == ["<|endoftext|>", "<|im_end|>"]
     assert check_reply_end(loaded, ends, {}) == "replies end at '<|endoftext|>', '<|im_end|>'"
-    assert isinstance(check_reply_end(tokenizer(HI), ends, {}), str), "no end of a turn, as GLM's"
+    assert isinstance(check_reply_end(tokenizer(HI), ends, {}), str), "a template without an end of turns, like GLM's"
     lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    assert isinstance(check_reply_end(tokenizer(lines), ends, {}), str), "a line break is no end token"
+    assert isinstance(check_reply_end(tokenizer(lines), ends, {}), str), "a line break is not an end token"
     only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
     found = check_reply_end(loaded, only_text, {})
     assert isinstance(found, Finding) and found.status == "warning"

@@ -1,4 +1,4 @@
-"""Saving during a run: completely or not at all, and the driver's loop never waits for a disk."""
+"""Saving during a run is atomic, and the driver's event loop never waits for a disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 
 import asyncrl_cli.orchestrator.checkpoints as subject
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.journal.schema import FILE, open_for_writing
-from asyncrl_cli.orchestrator.checkpoints import Checkpoints, unrecorded
+from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, verified_checkpoint, verify
 from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
@@ -23,7 +21,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class StandInRanks:
-    """Trainer ranks that save one file, or die half way."""
+    """Trainer ranks that save one file, or die while they write it."""
 
     def __init__(self, size: int = 10) -> None:
         self.saves: list[str] = []
@@ -88,7 +86,7 @@ def test_a_save_that_fails_leaves_the_older_one(run: RunDirectory, ranks: StandI
         save(run, ranks, 2)
     assert complete_checkpoints(run.path / "checkpoints") == [first]
     ranks.dies = False
-    assert save(run, ranks, 2).folder.name == "step-000002", "the remains of the failed one are no hindrance"
+    assert save(run, ranks, 2).folder.name == "step-000002", "leftover files of the failed save do not matter"
     assert names(run) == ["step-000001", "step-000002"]
 
 
@@ -144,7 +142,7 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
 
     monkeypatch.setattr(subject, "seal", seal_slowly)
 
-    async def go() -> None:
+    async def scenario() -> None:
         saving = asyncio.create_task(checkpoints_of(run, StandInRanks()).save(40, {}))
         await asyncio.to_thread(reading.wait, 60)
         saving.cancel()
@@ -153,27 +151,14 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
         cancelled.set()
         assert await asyncio.to_thread(ended.wait, 60)
 
-    asyncio.run(go())
+    asyncio.run(scenario())
     assert names(run) == [".saving-step-000040"]
-
-
-def test_a_checkpoint_that_the_journal_does_not_know_is_found(run: RunDirectory, ranks: StandInRanks) -> None:
-    for step in (1, 2, 3, 4):
-        save(run, ranks, step)
-    with closing(open_for_writing(run.path / FILE)) as journal, journal:
-        rows = [
-            (1, 0.0, "step-000001", 0.5, None),
-            (2, 0.0, "step-000002", 0.5, 9.0),
-            (9, 0.0, "step-000009", 0.5, None),
-        ]
-        journal.executemany("INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?)", rows)
-    assert [found.step for found in unrecorded(run)] == [2, 3, 4]
 
 
 def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> None:
     checkpoints = checkpoints_of(run, ranks, keep_last=2, keep_every=4, keep_best=1)
 
-    async def go() -> list[list[int]]:
+    async def scenario() -> list[list[int]]:
         removed = []
         for step in range(1, 10):
             await checkpoints.save(step, {})
@@ -181,7 +166,7 @@ def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> N
             removed.append(await checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
         return removed
 
-    removed = asyncio.run(go())
+    removed = asyncio.run(scenario())
     assert names(run) == [f"step-{step:06d}" for step in (4, 5, 8, 9)]
     assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
 
@@ -189,13 +174,13 @@ def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> N
 def test_the_best_are_not_gone_before_they_are_known(run: RunDirectory, ranks: StandInRanks) -> None:
     checkpoints = checkpoints_of(run, ranks, keep_last=1, keep_best=1)
 
-    async def go() -> None:
+    async def scenario() -> None:
         for step in (1, 2, 3):
             await checkpoints.save(step, {})
             await checkpoints.prune({}, awaited=[1])
         await checkpoints.prune({1: 0.5})
 
-    asyncio.run(go())
+    asyncio.run(scenario())
     assert names(run) == ["step-000001", "step-000003"]
 
 
@@ -218,7 +203,7 @@ def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
             ticks.append(time.monotonic())
             await asyncio.sleep(0.005)
 
-    async def go() -> float:
+    async def scenario() -> float:
         await asyncio.sleep(0)
         ticking = asyncio.create_task(tick())
         started = time.monotonic()
@@ -228,6 +213,6 @@ def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
         ticking.cancel()
         return time.monotonic() - started
 
-    seconds = asyncio.run(go())
+    seconds = asyncio.run(scenario())
     assert seconds > 2.0
     assert max(after - before for before, after in itertools.pairwise(ticks)) < 0.8

@@ -1,4 +1,4 @@
-"""Scoring continues whatever happens to the scorer: first with stand-ins for the actor, then with real ones."""
+"""Scoring continues whatever happens to the scorer: with stand-ins for the actor, then with real actors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def responses(*texts: str) -> list[Response]:
 
 
 class StandIn:
-    """An actor whose ``score`` is what ``answer`` makes of the texts. As Ray's, no answer is there at once."""
+    """An actor whose ``score`` returns ``answer(texts)``. As with Ray, no answer is ready at once."""
 
     def __init__(self, answer: Callable[[list[str]], Awaitable[list[Any]]], start: BaseException | None = None) -> None:
         self._answer = answer
@@ -51,7 +51,7 @@ class StandIn:
         return self._answered(self.calls[-1])
 
     async def _answered(self, texts: list[str]) -> list[Any]:
-        await asyncio.sleep(0)  # the other callers come to ask
+        await asyncio.sleep(0)  # so that the other callers can call it
         return await self._answer(texts)
 
     async def _started(self) -> None:
@@ -103,7 +103,7 @@ def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> Non
 
 
 def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) -> None:
-    """Six rewards that are there when all six have been asked for: three workers, with two places each."""
+    """Six rewards that are ready once all six are requested: three workers run two rewards each."""
     everything = asyncio.Event()
 
     async def when_all_are_there(texts: list[str]) -> list[Any]:
@@ -124,7 +124,7 @@ def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) 
 
 
 def test_many_small_calls_share_the_room_of_the_actor(killed: list[Any]) -> None:
-    """One worker process, and callers with one response each, as engines deliver them."""
+    """One worker process, and callers with one response each, as with responses that engines deliver."""
     most = asyncio.Event()
 
     async def when_the_room_is_full(texts: list[str]) -> list[Any]:
@@ -239,8 +239,8 @@ def test_actors_lost_while_they_start_count(killed: list[Any]) -> None:
 def cluster() -> Iterator[None]:
     import ray
 
-    folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie below it, and their paths must be short
-    # Killed actors remove nothing, so what they write is below the folder, too.
+    folder = tempfile.mkdtemp(prefix="ray-")  # it contains sockets, whose paths must be short
+    # Killed actors do not remove their files, so these are written below the folder, too.
     environment = {"env_vars": {"TMPDIR": folder}}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=environment)
     yield
@@ -296,7 +296,7 @@ def test_every_fault_of_a_reward_is_a_failure_with_its_reason(real: tuple[Scorin
         assert failure.reason.startswith("user_rewards:reward ")
         assert says in failure.reason
         assert repr(f"uid of {fault}") in failure.reason
-    assert notes == [], "the actor itself never died"
+    assert notes == [], "the actor itself did not die"
 
 
 @pytest.mark.stack
@@ -313,7 +313,7 @@ def test_the_actor_itself_may_be_killed_at_any_time(
         assert isinstance(pid, Scored)
         owner = psutil.Process(int(pid.reward))
         calls = asyncio.gather(asked.score(responses("1", "time.sleep(0.5)", "1")), asked.score(responses("1")))
-        await asyncio.sleep(0)  # the calls are under way
+        await asyncio.sleep(0)  # the calls are running
         os.kill(owner.pid, number)
         return owner, [reward for scored in await calls for reward in scored]
 

@@ -1,4 +1,4 @@
-"""Engines join and leave while a run continues: nothing recorded is lost, nobody else is disturbed."""
+"""Engines join and leave while a run continues: no recorded token is lost, and other engines are not disturbed."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_the_pool_joins_and_leaves_until_as_many_stay_as_are_wanted(wanted: int,
     staying = {number for number, phase in phases.items() if phase != "leaving"}
     assert len(staying) + len(joins) - len(leaves) == wanted
     assert not (joins and leaves)
-    assert not set(joins) & set(phases), "a number is free once its engine is gone"
+    assert not set(joins) & set(phases), "a number is free once its engine has left"
     assert set(range(max(joins, default=0))) <= {*phases, *joins}, "the lowest free ones are used"
     assert set(leaves) <= staying
     if any(phases[number] == "serving" for number in leaves):
-        assert all(phases[number] == "serving" for number in staying - set(leaves)), "what serves leaves last"
+        assert all(phases[number] == "serving" for number in staying - set(leaves)), "serving engines leave last"
     for kind in PHASES[:2]:
         left = [number for number in leaves if phases[number] == kind]
         stay = [number for number in staying - set(leaves) if phases[number] == kind]
@@ -53,13 +53,13 @@ class OwnWeights:
 
 
 class Scene:
-    """A pool whose cluster has ``room`` for further engines; they have nodes of their own."""
+    """A pool whose cluster has ``room`` for more engines, each on its own node."""
 
     def __init__(self, bounds: tuple[int, int], room: int) -> None:
         self.notes = Notes()
         self.changes: list[tuple[str, str, str]] = []
         self.counts: list[tuple[int, int]] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.room = asyncio.Semaphore(room)
         self.failing = 0
         self.drained: dict[str, str] = {}
@@ -67,7 +67,7 @@ class Scene:
         self.budget = self.notes.budget(0)
         processes = [self.process(f"engine-{index}") for index in range(bounds[0])]
         self.client = GenerationClient(processes, slots=4, retries=0, hang_s=600.0, decode=str)
-        events = PoolEvents(self._record, self._failed, self.said.append, self._counted)
+        events = PoolEvents(self._record, self._failed, self.messages.append, self._counted)
         self.pool = EnginePool(bounds, self.client, EngineKeeper(self.client, OwnWeights()), self, events)
 
     def process(self, name: str) -> StandInProcess:
@@ -107,7 +107,7 @@ class Scene:
         return found  # type: ignore[no-any-return]
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for something that the pool brings about."""
+        """Wait for a condition that the pool must fulfil."""
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -118,7 +118,7 @@ class Scene:
 
 @asynccontextmanager
 async def pooled(least: int, most: int, room: int = 10) -> AsyncIterator[Scene]:
-    """A pool at work, with its first engines."""
+    """A running pool with its first engines."""
     scene = Scene((least, most), room)
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(scene.pool.run())
@@ -136,8 +136,8 @@ def play(test: Callable[[Scene], Awaitable[None]], least: int, most: int, room: 
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks and retries come at once."""
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool checks and retries without delay."""
     for name in ("LOOK_S", "RETRY_S"):
         monkeypatch.setattr(engine_pool, name, 0.001)
 
@@ -148,7 +148,7 @@ def test_engines_join_as_there_is_room_and_the_wait_is_reported_once() -> None:
         await scene.ask("a", "b")
         assert sorted(scene.engine("engine-0").ids + scene.engine("engine-1").ids) == ["a", "b"]
         await scene.until(lambda: scene.counts[-1] == (2, 4))
-        assert len([text for text in scene.said if "no room" in text]) == 2, "once before engine-1, once after it"
+        assert len([text for text in scene.messages if "no room" in text]) == 2, "once before engine-1, once after it"
         scene.room.release()
         scene.room.release()
         await scene.until(lambda: scene.counts[-1] == (4, 4))
@@ -191,7 +191,7 @@ def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens()
         assert (stays.ids, leaves.ids) == (["a"], ["b"])
         scene.pool.want(1)
         await scene.until(lambda: leaves.aborts)
-        assert scene.serving == ["engine-0"], "nothing is sent to it from the first moment on"
+        assert scene.serving == ["engine-0"], "no request is sent to it from the start"
         await scene.ask("c")
         assert stays.ids == ["a", "c"]
         leaves.put(segments=[segment("b", 0, 3)], aborted=["b"])
@@ -253,7 +253,7 @@ def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
         await turns()
         (asked,) = scene.engine("engine-0").submitted
         assert asked.generated == 2
-        assert not scene.notes, "or the run would have ended: it has no restart"
+        assert not scene.notes, "otherwise the run would have ended, because no restart is allowed"
 
     play(check, 1, 1)
 
@@ -301,6 +301,19 @@ def test_an_engine_that_cannot_join_ends_no_run_and_is_asked_for_again() -> None
     play(check, 1, 2, room=0)
 
 
+def test_engines_may_fail_to_join_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_pool, "LONGEST_RETRY_S", 0.0)
+
+    async def check(scene: Scene) -> None:
+        scene.failing = 2000
+        for _ in range(scene.failing + 49):
+            scene.room.release()
+        await scene.until(lambda: len(scene.serving) == 50)
+        assert len(scene.notes) == 2000
+
+    play(check, 1, 50, room=0)
+
+
 def test_a_run_without_an_engine_says_what_it_waits_for() -> None:
     async def check(scene: Scene) -> None:
         assert scene.pool.missing() == ""
@@ -325,6 +338,6 @@ def test_an_engine_that_waits_for_room_is_dropped_first() -> None:
         scene.room.release()
         await turns()
         assert scene.serving == ["engine-0", "engine-1"]
-        assert not [change for change in scene.changes if change[1] == "leave"], "one that never served has not left"
+        assert not [change for change in scene.changes if change[1] == "leave"], "it never served"
 
     play(check, 1, 3, room=1)

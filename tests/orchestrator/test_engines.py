@@ -1,4 +1,4 @@
-"""Engines are kept serving: a lost one is started again alone, and its requests lose no token."""
+"""Engines are kept serving: a lost engine is restarted alone, and its requests lose no token."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROBE = np.zeros(3, np.float32)
 
 
 class LoadingEngine(StandInEngine):
-    """Loads weights, too; ``off`` nats are between what it serves and what it should."""
+    """Also loads weights; its log-probs differ by ``off`` nats from the correct ones."""
 
     def __init__(self, off: float = 0.0) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LoadingEngine(StandInEngine):
 
 
 class FailingProcess(StandInProcess):
-    """Can be made to fail at its next starts, or to start engines that serve something else."""
+    """Can be set to fail at its next starts, or to start engines that serve wrong weights."""
 
     def __init__(self, name: str, budget: RestartBudget) -> None:
         self.offs: list[float] = []
@@ -169,7 +169,7 @@ def test_the_only_engine_continues_its_own_requests_under_the_present_weights() 
             await harness.serving.acquire()
             await turns()
             old, new = harness.processes[0].made
-            assert old.dead, "one that hangs is ended before another takes its place"
+            assert old.dead, "an engine that hangs is killed before it is replaced"
             assert (old.loaded, new.loaded) == ([0, 1], [1])
             assert [(part.start, part.end, part.version) for part in new.submitted[0].prefix] == [(0, 2, 1)]
             assert harness.notes[0][2] == "it has generated no token for 601 s"
@@ -211,7 +211,7 @@ def test_an_engine_that_cannot_be_brought_up_is_started_again() -> None:
                 "it does not serve weight version 0",
             ]
             await turns()
-            assert harness.processes[0].actor.ids == ["a"], "the request has come through all of that"
+            assert harness.processes[0].actor.ids == ["a"], "the request has survived all faults"
 
     run(check())
 
@@ -232,7 +232,7 @@ def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
 
 
 class CrashingEngine(LoadingEngine):
-    """Dies of its first request; ``number`` differs from one process to the next."""
+    """Dies at its first request; ``number`` is different for each process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def test_an_engine_that_crashes_in_the_same_way_before_anything_worked_ends_the_
     else:
         assert "it failed 3 times in the same way before any engine completed a request" in cause.message
         assert "ValueError: head size 24" in cause.message
-        assert len(crashes) == 3, "each is recorded"
+        assert len(crashes) == 3, "each crash is recorded"
 
 
 def test_a_model_that_no_engine_proves_ends_the_run_at_its_first_publish() -> None:

@@ -1,4 +1,4 @@
-"""Episodes from the driver: what is kept from one running to the next, what is tried again, and what it comes to."""
+"""Episodes in the driver: what is kept from one attempt to the next, what is retried, and the result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from stand_ins import turns as turns_of_the_loop
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.session import CallOptions, Limits, Session, SessionError
+from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.session import CallOptions, Limits, Session
 from asyncrl_cli.gateway.sessions import Sessions, session_key
 from asyncrl_cli.orchestrator.episodes import Episodes, _KnownTokens
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
@@ -42,7 +43,7 @@ Agent = Callable[[Session], Awaitable[Played]]
 
 
 class Model:
-    """Replies with letters that follow from the seed; ``held`` lets it reply."""
+    """Replies with letters that depend on the seed; it waits for ``held``."""
 
     def __init__(self) -> None:
         self.asked: list[RolloutRequest] = []
@@ -71,7 +72,7 @@ class Model:
 
 
 class Harness:
-    """Episodes whose playings are these agents, one after another."""
+    """Episodes whose attempts use these agents, one after another."""
 
     def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
         self.agents = list(agents)
@@ -132,7 +133,7 @@ class Harness:
 
 
 def turns(count: int, then: Played = FINE) -> Agent:
-    """Talks for so many turns."""
+    """An agent that makes this many calls."""
 
     async def agent(session: Session) -> Played:
         messages: list[Any] = [{"role": "user", "content": "begin"}]
@@ -155,7 +156,7 @@ def test_an_episode_is_one_rollout_with_its_score() -> None:
         assert score == FINE.score
         assert rollout is not None and rollout.rollout_id == "12-3" and rollout.prompt_ids == ()
         assert rollout.versions.tolist() == [CONTEXT] * 5 + [3] * 5 + [CONTEXT] * 6 + [3] * 5
-        assert np.array_equal(TokenSequence.join(harness.segments).ids, rollout.ids), "all of it is recorded"
+        assert np.array_equal(TokenSequence.join(harness.segments).ids, rollout.ids), "everything is recorded"
         assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1"]
         assert {request.priority for request in harness.model.asked} == {12}
         assert {request.sampling.max_tokens for request in harness.model.asked} == {8}
@@ -173,7 +174,7 @@ def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, isol
         assert score == FINE.score
         assert rollout is not None and expected is not None
         assert np.array_equal(rollout.ids, expected.ids)
-        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
         assert harness.played == [("12-3", False), ("12-3~1", isolated)]
 
     run(test())
@@ -249,14 +250,14 @@ def test_branches_are_kept_too() -> None:
         rollout, _ = await harness.run()
         assert rollout is not None
         assert [one.rollout_id for one in rollout.sequences] == ["12-3", "12-3.1", "12-3.2"]
-        assert len(harness.model.asked) == 3, "none is sampled again"
+        assert len(harness.model.asked) == 3, "no token is sampled again"
 
     run(test())
 
 
 def test_without_a_reply_there_is_no_rollout() -> None:
     async def too_long(session: Session) -> Played:
-        with pytest.raises(SessionError):
+        with pytest.raises(ApiError):
             await session.chat([{"role": "user", "content": "x" * 300}], None, CallOptions())
         return FINE
 
@@ -291,11 +292,11 @@ def test_a_cancelled_episode_leaves_no_session() -> None:
         running = asyncio.ensure_future(harness.run())
         while not harness.model.asked:
             await asyncio.sleep(0)
-        assert harness.episodes.resting == 0, "it asks for something"
+        assert harness.episodes.resting == 0, "it has a running request"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         assert len(harness.sessions) == 0
-        with pytest.raises(SessionError, match="has ended"):
+        with pytest.raises(ApiError, match="has ended"):
             harness.sessions.get("12-3")
 
     run(test())
@@ -307,7 +308,7 @@ def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> None:
 
         async def killed(session: Session) -> Played:
             await turns(2)(session)
-            await turns_of_the_loop(20)  # the driver has heard of it
+            await turns_of_the_loop(20)  # the driver has been notified
             harness.actors[-1].die()
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
@@ -324,7 +325,7 @@ def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> None:
         assert np.array_equal(rollout.logprobs, expected.logprobs) and np.array_equal(
             rollout.versions, expected.versions
         )
-        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "none twice"
+        assert [request.rollout_id for request in harness.model.asked] == ["12-3/0", "12-3/1", "12-3/2"], "all distinct"
         assert [name for name, _ in harness.played] == ["12-3", "12-3~1", "12-3~2"]
         assert harness.faults == ["gateway: the process died"] * 2
 
@@ -357,7 +358,7 @@ def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
         async def continues(session: Session) -> Played:
-            assert harness.episodes.resting == 1, "nothing is asked for"
+            assert harness.episodes.resting == 1, "no token is requested"
             harness.model.held.set()
             return await turns(1)(session)
 
@@ -375,7 +376,7 @@ def test_what_is_recorded_grows_without_being_copied_and_what_is_reported_again_
     looked = 0
 
     class Counted:
-        """A segment that counts how often its start is looked at."""
+        """A segment that counts how often its start is read."""
 
         def __init__(self, rollout_id: str, start: int) -> None:
             self.rollout_id, self._start = rollout_id, start

@@ -1,4 +1,4 @@
-"""Evaluations: what is asked for, how it is counted, and what is kept of it."""
+"""Evaluations: which responses are requested, how they are counted, and what is stored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.workers.scoring import Response
 
 VERSIONS = (3, 3, 4)
-"""Of a rollout's tokens."""
+"""The versions of a rollout's tokens."""
 
 
 class Engine(StandInEngine):
@@ -44,7 +44,7 @@ class FailingEngine(StandInEngine):
 
 
 class Scorer:
-    """The response at place 3 of an evaluation is right, that at place 5 has no reward, ..."""
+    """Responses with an index in ``right`` are correct, and those with an index in ``failed`` have no reward."""
 
     def __init__(self, right: set[int], failed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         self.right, self.failed = right, failed
@@ -58,7 +58,7 @@ class Scorer:
 
 
 class Player:
-    """Plays an episode of two sequences; in every third one the policy says nothing."""
+    """Plays an episode of two sequences; in every third episode the policy does not reply."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Sampling]] = []
@@ -101,7 +101,7 @@ def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path)
     result = evaluated(parts, "sampled", 2)
     assert (result.prompts, result.samples, result.oldest, result.newest) == (3, 4, 3, 4)
     assert result.accuracy == result.mean_reward == pytest.approx(3 / 12)
-    # One of 4, two of 4 and none are right.
+    # One of 4, two of 4 and none are correct.
     assert result.pass_at == pytest.approx(((1 / 4 + 2 / 4) / 3, (1 / 2 + 5 / 6) / 3, (3 / 4 + 1) / 3, 2 / 3))
     assert result.metrics == {"place": pytest.approx((66 - 1) / 11)}
     assert result.mean_length == 3.0
@@ -158,7 +158,7 @@ def test_a_set_of_episodes_is_played(tmp_path: Path) -> None:
     result = evaluated(parts, "tools:greedy", 0)
     assert [(name, uid) for name, uid, _ in player.asked] == [(f"eval:0:tools:greedy:{n}", f"p{n}") for n in range(3)]
     assert result.accuracy == pytest.approx(2 / 3)
-    assert (result.oldest, result.newest) == (1, 5), "of what was sampled, in all sequences"
+    assert (result.oldest, result.newest) == (1, 5), "of the sampled tokens in all sequences"
     assert result.mean_length == pytest.approx(2 * 3 / 3), "given tokens do not count"
     *_, silent = rows(parts[2], "step-000000-tools-greedy.jsonl")
     assert (silent["response"], silent["failure"]) == ("", "the agent never called")
@@ -181,7 +181,7 @@ def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
         evaluated(parts, "x:greedy", 0)
 
 
-# -- pass@k against its definition: all ways to choose k of n responses
+# -- pass@k compared with its definition: all ways to choose k of n responses
 
 
 @given(st.data(), st.integers(1, 8))

@@ -1,4 +1,4 @@
-"""A run ends for a share of its recent groups, however long it has been running."""
+"""A run ends if the share of failures among its recent groups is too large, however long it has been running."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from asyncrl_cli.spec.problems import SpecError
 
 
 def ended(failures: RecentFailures, groups: int, every: int) -> int | None:
-    """After how many groups, of which one in ``every`` fails, the run ends."""
+    """After how many groups the run ends, if one in ``every`` fails."""
     for number in range(1, groups + 1):
         failures.failed(f"group {number}") if number % every == 0 else failures.finished()
         if failures.too_many():
@@ -28,7 +28,7 @@ def test_a_cause_that_stays_ends_the_run_soon() -> None:
     assert ended(RecentFailures(0.25), 1_000, every=2) == 2 * LEAST
     failures = RecentFailures(0.25)
     assert ended(failures, 9_500, every=1_000) is None
-    assert ended(failures, WINDOW, every=1) == WINDOW // 4 + 1, "after a long good time"
+    assert ended(failures, WINDOW, every=1) == WINDOW // 4 + 1, "after a long time without failures"
     assert failures.too_many() == "26 of the last 100 groups were lost to failed rollouts; the first of them: group 1"
 
 

@@ -1,4 +1,4 @@
-"""What crosses between the driver and the gateway's process: in bulk, in order, each answer to its own question."""
+"""Messages between the driver and the gateway's process: in bulk, in order, and each answer for its own request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rollout(name: str, token: int) -> Rollout:
 
 
 class HeldGateway(StandInGateway):
-    """Takes orders when it is let."""
+    """Accepts orders when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(CHAT)
@@ -105,7 +105,7 @@ def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
             harness.actor.let.set()
             await turns()
             harness.actor.let.clear()
-            assert [len(orders.sessions) for orders in harness.actor.tells] == [1, 2], "what waits goes together"
+            assert [len(orders.sessions) for orders in harness.actor.tells] == [1, 2], "waiting orders go together"
             assert len(entered) == len(harness.actor.sessions) == 3
             for task in (first, *others):
                 task.cancel()
@@ -184,7 +184,7 @@ def test_an_answer_belongs_to_its_question_though_the_name_is_the_same() -> None
         third.cancel()
         await turns()
         news = await crossing.collect(0)
-        assert not news.requests and not news.cancelled, "what was never asked for need not be cancelled"
+        assert not news.requests and not news.cancelled, "a request that was never made is not cancelled"
         failed = asyncio.create_task(crossing.generate(1, request("1-0/2")))
         (number,) = (await crossing.collect(1)).requests
         crossing.answer(Orders(results=[(number, RolloutFailure("1-0/2", "no engine", refused="guided_json"))]))

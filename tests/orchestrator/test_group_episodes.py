@@ -1,4 +1,4 @@
-"""Groups of episodes: played instead of requested, recorded as they grow, settled, abandoned as a group."""
+"""Groups of episodes: played instead of requested, recorded while they run, scored, and abandoned as a group."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
             await end(harness, episodes, f"0-{place}", Scored(float(place)))
         assert await harness.train() == [0, 1]
         assert harness.table("rollouts", "rollout_index, reward, metrics, tokens")[-1] == (1, 1.0, '{"turns": 2.0}', 2)
-        assert {"4-0", "5-1"} <= set(episodes.open), "their room is filled"
+        assert {"4-0", "5-1"} <= set(episodes.open), "their room is used again"
 
     play(tmp_path, test, seed=7)
 
@@ -126,7 +126,7 @@ def test_a_failed_episode_takes_its_group_with_it(tmp_path: Path) -> None:
         assert episodes.cancelled == ["0-2"]
         assert harness.states()[0] == "rejected"
         assert harness.groups.failures.reasons == ["it never returned"]
-        assert "4-0" in episodes.open, "its room is given back"
+        assert "4-0" in episodes.open, "its room is free again"
 
     play(tmp_path, test, rollout={"group_size": 3})
 

@@ -1,4 +1,4 @@
-"""Which hosts are examined, and what is found on a real cluster of several nodes on this machine; nothing is left."""
+"""Which hosts are examined, and what is found on a real cluster of several nodes on this machine. No actor remains."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ NODES = (
 
 
 def placed(engines: NodeSelector, trainer: NodeSelector, gpus: int = 0, ranks: int = 1) -> Any:
-    wanting = spec()
-    rollout = wanting.rollout.model_copy(update={"gpus_per_engine": gpus})
-    trainers = wanting.trainer.model_copy(update={"ranks": ranks})
-    cluster = wanting.cluster.model_copy(update={"engines": engines, "trainer": trainer})
-    return wanting.model_copy(update={"rollout": rollout, "trainer": trainers, "cluster": cluster})
+    wanted = spec()
+    rollout = wanted.rollout.model_copy(update={"gpus_per_engine": gpus})
+    trainers = wanted.trainer.model_copy(update={"ranks": ranks})
+    cluster = wanted.cluster.model_copy(update={"engines": engines, "trainer": trainer})
+    return wanted.model_copy(update={"rollout": rollout, "trainer": trainers, "cluster": cluster})
 
 
 def test_only_hosts_that_the_run_may_use_are_examined() -> None:
@@ -40,14 +40,14 @@ def test_only_hosts_that_the_run_may_use_are_examined() -> None:
     named = [(host.name, host.share) for host in hosts_for(None, NODES, "3" * 40)]
     assert named == [("gpus (10.0.0.3)", 1.0), ("head (10.0.0.1)", 1.0), ("cpus (10.0.0.2)", 1.0)]
     trainer = NodeSelector(nodes=["10.0.0.2"])
-    for wanting, expected in (
+    for wanted, expected in (
         (placed(anywhere, anywhere), {"head": 0.0, "cpus": 1.0, "gpus": 1.0}),
         (placed(there, there, gpus=4), {"head": 0.0, "gpus": 1.0}),
         (placed(there, there), {"head": 0.0, "gpus": 1.0}),
         (placed(there, trainer), {"head": 0.0, "cpus": 1.0, "gpus": 1.0}),
         (placed(there, trainer, ranks=32), {"head": 0.0, "cpus": 8 / 32, "gpus": 1.0}),
     ):
-        assert {host.name.split()[0]: host.share for host in hosts_for(wanting, NODES, "1" * 40)} == expected
+        assert {host.name.split()[0]: host.share for host in hosts_for(wanted, NODES, "1" * 40)} == expected
     apart = placed(there, trainer)
     for actors, names in ((Actors(1, 0), ["head", "gpus"]), (Actors(0, 2), ["head", "cpus"])):
         found = hosts_for(apart, NODES, "1" * 40, actors)
@@ -104,7 +104,7 @@ def cluster() -> Iterator[str]:
 def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
     found = {finding.check: finding for finding in examine_cluster(cluster, None, tmp_path / "runs", 0)}
     assert found["cluster"].found == f"3 nodes at {cluster}"
-    # The token depends on this machine's environment; the speed on its load.
+    # The finding about the token depends on this machine's environment, that about the speed on its load.
     assert {name: one.status for name, one in found.items() if name not in ("token", "connections")} == dict.fromkeys(
         ("cluster", "versions", "clocks", "host memory", "shared folder"), "ok"
     )
@@ -138,14 +138,14 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
     assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
     (pairs,) = (finding for finding in findings if finding.check == "connections")
     assert pairs.found.startswith("2 of 2 pairs") and not alive
-    # Only its own pairs, and of the other hosts' problems none.
+    # Only its own pairs are reported, and no problems of the other hosts.
     found = {finding.check: finding for finding in joined}
     assert "hosts" not in found and found["connections"].found.startswith("4 of 4 pairs: ")
     assert {finding.status for finding in joined} <= {"ok", "warning"}
 
 
 def _states() -> list[str]:
-    """Of all actors of the cluster."""
+    """The states of all actors of the cluster."""
     from ray._private.state import actors
 
     return [actor["State"] for actor in actors().values()]

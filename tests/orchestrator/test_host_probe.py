@@ -1,4 +1,4 @@
-"""What one host measures of others, over real connections on this machine, and what it makes of those that fail."""
+"""What one host measures of others, over real connections on this machine, and how it classifies failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 def measured(serve: Serve) -> Speed | probe.Failure:
-    """What a probe makes of a server that does this."""
+    """The result of a probe of a server that does this."""
 
     async def measure() -> Speed | probe.Failure:
         async with await asyncio.start_server(serve, HERE, 0) as server:

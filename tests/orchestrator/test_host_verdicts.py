@@ -1,4 +1,4 @@
-"""What measurements of several hosts mean: each problem names its hosts and says what to do; pairs come in rounds."""
+"""Findings from measurements of several hosts: each problem names its hosts and has a hint; pairs come in rounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts import verdicts
-from asyncrl_cli.orchestrator.checks.hosts.pairs import rounds
+from asyncrl_cli.orchestrator.checks.hosts.examine import rounds
 from asyncrl_cli.orchestrator.checks.hosts.probe import Facts, Failure, Speed
 from asyncrl_cli.orchestrator.checks.hosts.verdicts import SHOWN, WHY, Offset
 from asyncrl_cli.orchestrator.checks.machine import GIB
@@ -36,7 +36,7 @@ def test_rounds_have_every_pair_once_and_every_host_at_most_once_in_each(count: 
     for pairs in made:
         hosts = [host for pair in pairs for host in pair]
         assert len(hosts) == len(set(hosts))
-    assert len(made) <= count, "as few rounds as can be"
+    assert len(made) <= count, "the smallest possible number of rounds"
 
 
 @given(
@@ -47,7 +47,7 @@ def test_rounds_have_every_pair_once_and_every_host_at_most_once_in_each(count: 
 def test_the_offset_of_a_clock_is_within_its_uncertainty(
     ahead: float, ways: list[tuple[float, float]], start: float
 ) -> None:
-    """However long question and answer took."""
+    """However long request and answer took."""
     samples = []
     for there, back in ways:
         samples.append((start, start + there + ahead, start + there + back))
@@ -138,7 +138,7 @@ def test_hosts_with_weights_need_two_versions_of_them() -> None:
     assert "a has" not in finding.found
     shards = verdicts.judge_memory({"a": 9 * GIB, "b": 3 * GIB}, {"a": 8 * GIB, "b": 1 * GIB})
     assert shards.status == "ok" and "9.0 GiB available (a); its part of two versions takes 8.0 GiB" in shards.found
-    assert verdicts.judge_memory({"a": 1}, {"a": 0}).status == "ok", "without a spec nothing is known of weights"
+    assert verdicts.judge_memory({"a": 1}, {"a": 0}).status == "ok", "without a spec the size of the weights is unknown"
     assert verdicts.judge_memory({}, {}).status == "ok"
 
 

@@ -1,4 +1,4 @@
-"""How a run is interrupted: what is under way ends, and a checkpoint is saved if there is time."""
+"""How a run is interrupted: running work ends, and a checkpoint is saved if there is time."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_what_work_raises_while_it_ends_is_ignored(caplog: pytest.LogCaptureFixt
 
 
 class Orchestrator:
-    """Saves, or does not come to it."""
+    """Saves a checkpoint, or fails or hangs before."""
 
     def __init__(self, settle: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.settle = settle
@@ -134,11 +134,11 @@ def test_before_anything_has_started_there_is_nothing_to_save() -> None:
     run(_save_before_leaving(None, None))  # type: ignore[arg-type]
 
 
-# -- Ctrl-C when the work is over
+# -- Ctrl-C after the work has ended
 
 
-class Heard(Monitor):
-    """A console that keeps what it shows."""
+class RecordingView(Monitor):
+    """A console that keeps its warnings."""
 
     def __init__(self) -> None:
         self.warned: list[str] = []
@@ -149,8 +149,8 @@ class Heard(Monitor):
 
 def ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, notify: NotifySpec, hit: bool
-) -> tuple[RunDirectory, Heard]:
-    """A run whose work ends with ``cause``; with ``hit``, Ctrl-C comes while the cluster ends."""
+) -> tuple[RunDirectory, RecordingView]:
+    """A run whose work ends with ``cause``; with ``hit``, Ctrl-C arrives while the cluster ends."""
 
     @contextmanager
     def cluster(*_: Any) -> Iterator[None]:
@@ -169,7 +169,7 @@ def ended(
     monkeypatch.setattr(launch, "ray_cluster", cluster)
     monkeypatch.setattr(launch, "_run", work)
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    directory, view = RunDirectory.create(tmp_path, "test"), Heard()
+    directory, view = RunDirectory.create(tmp_path, "test"), RecordingView()
     experiment: Any = SimpleNamespace(spec=SimpleNamespace(notify=notify), monitors=())
     try:
         with pytest.raises(type(cause)) if cause is not None else nullcontext():

@@ -1,4 +1,4 @@
-"""What this machine must have is looked at before anything starts."""
+"""The requirements of a run on this machine are checked before anything starts."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_gpu_engines_need_the_gpu_build_of_vllm(two_gpus: None, monkeypatch: pyt
 
 def test_gpus_of_a_cluster_are_not_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "installed_gpus", lambda: pytest.fail("this machine is not the cluster"))
-    wanting = changed("rollout", gpus_per_engine=8)
-    joined = wanting.model_copy(update={"cluster": wanting.cluster.model_copy(update={"address": "there:6379"})})
+    wanted = changed("rollout", gpus_per_engine=8)
+    joined = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"address": "there:6379"})})
     assert machine.check_devices(joined).startswith("8 GPUs wanted; the cluster")
 
 
@@ -107,7 +107,7 @@ def test_a_local_store_of_mlflow_needs_its_folder(tmp_path: Path) -> None:
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "package_versions", lambda: {"torch": "2", "ray": "2", "transformers": "5"})
     with pytest.raises(RunError, match="not installed: deepspeed, vllm"):
-        machine.check_packages(spec())
+        machine.check_packages()
 
 
 def test_memory_and_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

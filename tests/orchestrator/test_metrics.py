@@ -1,4 +1,4 @@
-"""The numbers of a step: shares of time, and what is computed from tokens and rewards."""
+"""The metrics of a step: shares of time, and numbers computed from tokens and rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl_cli.system.cpu_time import HostTime
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A simulated clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -58,7 +58,7 @@ def window(
 
 
 def steps_of(client: GenerationClient, processors: Iterable[tuple[float, HostTime]] = ()) -> StepClock:
-    """With the readings of processor time; the last one stays."""
+    """Metrics of steps with these readings of processor time; the last reading is repeated."""
     given, last = iter(processors), [(0.0, HostTime(0.0, 0.0))]
 
     def read() -> tuple[float, HostTime]:
@@ -72,7 +72,7 @@ def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
     client = client_over(2)
     one, other = client.engines
     one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
-    steps = steps_of(client)  # what was before does not count
+    steps = steps_of(client)  # earlier time does not count
     clock.now += 10.0
     one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
@@ -174,7 +174,7 @@ def test_the_numbers_of_a_step() -> None:
         "loss/policy": 0.125,
     }
     assert metrics == pytest.approx(expected)
-    assert all(type(value) is float for value in metrics.values()), "JSON and MLflow take no numpy numbers"
+    assert all(type(value) is float for value in metrics.values()), "JSON and MLflow do not accept numpy numbers"
 
 
 def episode(name: str, *sequences: tuple[int, ...]) -> Rollout:
@@ -237,7 +237,7 @@ def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -
         (replace(first, versions=first.versions - np.int32(1)), second),
         (replace(first, prompt_ids=(1, 3)), second),
         (second, first),
-        (  # the same numbers in a row, with a boundary elsewhere
+        (  # the same numbers in the same order, with a boundary at another position
             replace(first, ids=first.ids[:1], logprobs=first.logprobs[:1], versions=first.versions[:1]),
             replace(second, prompt_ids=(*first.ids[1:].tolist(), *second.prompt_ids)),
         ),
@@ -249,4 +249,4 @@ def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -
     wide = replace(first, ids=first.ids.astype(np.int64))
     again = TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=(wide, second)), GROUPS[1]))
     assert batch_digest(again) == batch_digest(BATCH)
-    assert batch_digest(BATCH) == "4281b4609f473cdf72d34fa67c6801d4", "digests stay comparable over releases"
+    assert batch_digest(BATCH) == "4281b4609f473cdf72d34fa67c6801d4", "digests of different releases are comparable"

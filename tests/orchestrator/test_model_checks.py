@@ -1,4 +1,4 @@
-"""Which prompts and sizes a start refuses, however loaded the machine is."""
+"""Which prompts and sizes are refused at the start, however loaded the machine is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.small_models import ARCHITECTURES, SMALL
 QUICKSTART = Path(__file__).parents[2] / "specs/quickstart.yaml"
 LONG, BROKEN, FINE = "x" * 50, "broken", "fine"
 AT_ONCE_S, LIMIT_S = 0.0, 60.0
-"""With the first, no more than one prompt is tried."""
+"""Time limits. With the first one only one prompt is tried."""
 
 
 class Tokenizer:

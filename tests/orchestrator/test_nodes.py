@@ -1,4 +1,4 @@
-"""Which nodes a part of the run may use, what fits on them, and what the run says is missing."""
+"""Which nodes a part of the run may use, what fits on them, and what the run reports as missing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def node(number: int, cpus: float = 8.0, gpus: float = 0.0, labels: dict[str, st
     return Node(f"id{number}", f"10.0.0.{number}", f"host-{number}", labels or {}, total, total)
 
 
-def wanting(engines: int, gpus: int, cluster: ClusterSpec | None = None, ranks: int = 1) -> ExperimentSpec:
-    """A spec of engines with so many GPUs, and of ranks on one CPU each."""
+def spec_with(engines: int, gpus: int, cluster: ClusterSpec | None = None, ranks: int = 1) -> ExperimentSpec:
+    """A spec of engines with this many GPUs, and of ranks on one CPU each."""
     base = spec()
     return base.model_copy(
         update={
@@ -107,7 +107,7 @@ def test_as_many_engines_fit_as_the_best_of_all_placements_has(
 
 
 def test_a_cluster_with_room_names_what_fits() -> None:
-    found = check_resources(wanting(2, 4), [node(1, 8, 8), node(2)], 2, 1)
+    found = check_resources(spec_with(2, 4), [node(1, 8, 8), node(2)], 2, 1)
     assert found == "room for 2 engines of 1 CPU and 4 GPUs and 1 trainer rank of 1 CPU on 2 nodes"
 
 
@@ -119,7 +119,7 @@ def refusal(spec: ExperimentSpec, nodes: list[Node]) -> RunError:
 
 
 def test_enough_in_sum_and_no_node_that_fits_is_refused_as_that() -> None:
-    error = refusal(wanting(1, 4), [node(1, 8, 2), node(2, 8, 2)])
+    error = refusal(spec_with(1, 4), [node(1, 8, 2), node(2, 8, 2)])
     assert error.location == "cluster.engines"
     assert error.message == (
         "no node has room for one engine: it needs 1 CPU and 4 GPUs on one node, and there are "
@@ -128,7 +128,7 @@ def test_enough_in_sum_and_no_node_that_fits_is_refused_as_that() -> None:
 
 
 def test_a_cluster_with_room_for_some_engines_only_is_refused_with_their_number() -> None:
-    error = refusal(wanting(3, 2), [node(1, 8, 3), node(2, 8, 3)])
+    error = refusal(spec_with(3, 2), [node(1, 8, 3), node(2, 8, 3)])
     assert error.location == "cluster"
     assert error.message == (
         "the run needs 3 engines of 1 CPU and 2 GPUs and 1 trainer rank of 1 CPU, and there is room for 2 of the "
@@ -137,23 +137,23 @@ def test_a_cluster_with_room_for_some_engines_only_is_refused_with_their_number(
 
 
 def test_ranks_that_do_not_fit_alone_are_refused() -> None:
-    assert "there is room for fewer than 3 trainer ranks" in refusal(wanting(1, 0, ranks=3), [node(1, 2)]).message
+    assert "there is room for fewer than 3 trainer ranks" in refusal(spec_with(1, 0, ranks=3), [node(1, 2)]).message
 
 
 def test_a_cluster_that_adds_nodes_is_not_refused_for_what_it_lacks() -> None:
     grows = ClusterSpec(address="auto", autoscaling=True, engines=NodeSelector(labels={"role": "rollout"}))
-    assert "adds others" in check_resources(wanting(3, 2, grows), [node(1, 1)], 3, 1)
+    assert "adds others" in check_resources(spec_with(3, 2, grows), [node(1, 1)], 3, 1)
 
 
 def test_only_what_a_command_starts_must_fit() -> None:
-    assert check_resources(wanting(1, 8), [node(1, 1)], 0, 1) == "room for 1 trainer rank of 1 CPU on 1 node"
+    assert check_resources(spec_with(1, 8), [node(1, 1)], 0, 1) == "room for 1 trainer rank of 1 CPU on 1 node"
     with pytest.raises(RunError, match="needs 1 CPU and 8 GPUs on one node"):
-        check_resources(wanting(1, 8), [node(1, 1)], 1, 0)
+        check_resources(spec_with(1, 8), [node(1, 1)], 1, 0)
 
 
 def test_a_name_that_no_node_has_is_refused() -> None:
     cluster = ClusterSpec(address="auto", trainer=NodeSelector(nodes=["host-1", "host-7"]))
-    error = refusal(wanting(1, 0, cluster), [node(1), node(2)])
+    error = refusal(spec_with(1, 0, cluster), [node(1), node(2)])
     assert (error.location, error.message) == (
         "cluster.trainer.nodes",
         "no node of the cluster has the address or name host-7",
@@ -163,7 +163,7 @@ def test_a_name_that_no_node_has_is_refused() -> None:
 
 def test_labels_that_no_node_has_are_refused() -> None:
     cluster = ClusterSpec(address="auto", engines=NodeSelector(labels={"role": "rollout", "market": "!spot"}))
-    error = refusal(wanting(1, 0, cluster), [node(1), node(2, labels={"role": "trainer"})])
+    error = refusal(spec_with(1, 0, cluster), [node(1), node(2, labels={"role": "trainer"})])
     assert (error.location, error.message) == (
         "cluster.engines.labels",
         "no node of the cluster has the labels role=rollout, market=!spot",
@@ -203,7 +203,7 @@ def test_an_engine_and_a_rank_that_share_a_gpu_need_one() -> None:
         "room for 2 engine-and-rank pairs of 2 CPUs and 1 GPU on 1 node"
     )
     assert "needs 2 engine-and-rank pairs" in refusal(shared, [node(1, 8, 1)]).message
-    # Alone, as for `serve`, an engine needs its share.
+    # Without a rank, as with `serve`, an engine needs only its share.
     assert check_resources(shared, [node(1, 8, 1)], 2, 0) == "room for 2 engines of 1 CPU and 0.4 GPUs on 1 node"
     assert machine.wanted_gpus(shared) == 2
-    assert machine.wanted_gpus(wanting(1, 4)) == 4
+    assert machine.wanted_gpus(spec_with(1, 4)) == 4

@@ -1,4 +1,4 @@
-"""Placement groups: ranks are numbered by node and GPU; while Ray has no room, the run says what is missing."""
+"""Placement groups: ranks are numbered by node and GPU; while Ray has no room, the run reports what is missing."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_ranks_without_gpus_keep_the_order_of_their_bundles_on_a_node() -> None:
 # -- waiting
 
 
-class Suspicious:
-    """Refuses some nodes, one by one as it is asked about them."""
+class Examiner:
+    """Refuses some nodes, one after another, when it is asked about them."""
 
     def __init__(self, bad: set[str]) -> None:
         self.bad = bad
@@ -67,7 +67,7 @@ class FullGroup(PlacementGroup):
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "FIRST_NOTICE_S", 0.0)
     monkeypatch.setattr(placement, "NOTICE_S", 0.0)
     monkeypatch.setattr(placement, "LOOK_S", 0.001)
@@ -159,7 +159,7 @@ def node_id(role: str | None) -> str:
 @pytest.mark.stack
 @pytest.mark.slow
 def test_groups_in_a_cluster(cluster: object) -> None:
-    """One cluster for all of it, as each takes ten seconds to start."""
+    """One cluster for all checks, because each cluster takes ten seconds to start."""
     import ray
 
     @ray.remote
@@ -172,7 +172,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
 
     async def check() -> None:
         worker, head = node_id("rollout"), node_id(None)
-        # By label: all of a bundle's resources on the node that has it.
+        # By label: all resources of a bundle are on the node with the label.
         engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, NodeSelector(labels={"role": "rollout"}))
         engine.ask()
         engine.ask()
@@ -180,12 +180,12 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         assert engine.nodes() == (worker,)
         first = Somewhere.options(**engine.options()).remote()
         assert await first.where.remote() == worker
-        # A restart uses the same group: there is no room beside the killed actor's.
+        # A restart uses the same group, because there is no room besides that of the killed actor.
         ray.kill(first)
         again = Somewhere.options(**engine.options()).remote()
         assert await again.where.remote() == worker
 
-        # More ranks than fit: the wait names what each node has, and ends when another group gives its room back.
+        # More ranks than fit: the wait names the resources of each node, and ends when another group is removed.
         trainer = PlacementGroup("the trainer", {"CPU": 1}, NodeSelector(), 3)
         reported = list[str]()
 
@@ -194,18 +194,18 @@ def test_groups_in_a_cluster(cluster: object) -> None:
                 engine.remove()
             reported.append(text)
 
-        assert not await trainer.ready(0.0), "nobody has asked"
+        assert not await trainer.ready(0.0), "it was not requested"
         await trainer.held(warn, limit_s=60.0)
         assert "it needs 3 × 1 CPU, each on one node; free are" in reported[0]
         assert reported[0].count(" of 1 CPUs on ") == reported[0].count(" of 2 CPUs on ") == 1
         assert sorted(trainer.nodes()) == sorted([head, worker, worker])
         actors = [Somewhere.options(**trainer.options(index)).remote() for index in range(3)]
         assert tuple(await asyncio.gather(*(actor.where.remote() for actor in actors))) == trainer.nodes()
-        assert trainer.nodes() != (), "its actors have not changed it"
+        assert trainer.nodes() != (), "actors do not change it"
         trainer.remove()
         assert trainer.nodes() == ()
 
-        # By name: a node that is not there is waited for.
+        # By name: a missing node is waited for.
         named = PlacementGroup("engine-1", {"CPU": 1}, NodeSelector(nodes=["203.0.113.9"]))
         named.ask()
         assert not await named.ready(0.5)
@@ -214,12 +214,12 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         await named.held(pytest.fail, limit_s=60.0)
         assert named.nodes() == (head,)
         named.remove()
-        # A node that an examiner refuses is given back, and another one is found.
-        elsewhere = PlacementGroup("engine-3", {"CPU": 1}, NodeSelector(), examiner=Suspicious({head}))
+        # A node that the examination refuses is released, and another one is found.
+        elsewhere = PlacementGroup("engine-3", {"CPU": 1}, NodeSelector(), examiner=Examiner({head}))
         await elsewhere.held(pytest.fail, limit_s=60.0)
         assert elsewhere.nodes() == (worker,)
         elsewhere.remove()
-        # A group whose wait is cancelled can be given back, and asked for again.
+        # A group whose wait is cancelled can be removed and requested again.
         full = PlacementGroup("engine-2", {"CPU": 3}, NodeSelector())
         full.ask()
         waiting = asyncio.ensure_future(full.ready(60.0))
@@ -242,7 +242,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         gpus = [await actor.gpus.remote() for actor in (*engines, *ranks)]
         assert gpus[:2] == gpus[2:], "an engine is on the GPU of its rank"
         assert sorted(gpus[2:]) == [["0"], ["1"]]
-        # An engine that is given up leaves the rank its place, and its own to the next one.
+        # When an engine is removed, the rank keeps its place, and the engine's place is free for the next one.
         places[1].remove()
         ray.kill(engines[1])
         again = Somewhere.options(**factory.engine_place("engine-1", trainer).options()).remote()

@@ -1,4 +1,4 @@
-"""The proof of weights in bfloat16 and float32: what a sound engine may differ by, and what a wrong one does."""
+"""The proof of weights in bfloat16 and float32: by how much a correct engine may differ, and how a wrong one does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check(dtype: str = "bfloat16") -> ProbeCheck:
 
 
 def logprobs(seed: int, rounding: float = 0.0) -> np.ndarray:
-    """The same log-probs at every call, but for a rounding error that is another one for every seed."""
+    """The same log-probs at every call, except for a rounding error that depends on the seed."""
     exact = np.random.default_rng(0).uniform(-12, -0.1, TOKENS)
     return (exact + np.random.default_rng(seed).normal(0.0, rounding, TOKENS)).astype(np.float32)
 
@@ -80,7 +80,7 @@ def test_an_engine_without_the_adapter_is_refused_though_it_is_within_the_tolera
     base = logprobs(0)
     adapted, last = base + np.float32(change), base + np.float32(0.9 * change)
     judge = check(dtype)
-    assert not judge.judge(base, base, None, base).refused, "adapters begin without effect"
+    assert not judge.judge(base, base, None, base).refused, "new adapters have no effect"
     assert not judge.judge(base, adapted, last).refused
     assert "those of the model without adapters" in judge.judge(base, adapted, last, base).refused
     assert "those of the model without adapters" in judge.judge(base, adapted, None, base).refused, "after a resume"

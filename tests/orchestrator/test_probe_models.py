@@ -1,7 +1,7 @@
 """The proof of weights in bfloat16, on small models: other rounding is accepted, any wrong weight is refused.
 
-The trainer computes in bfloat16; the engine has the same weights and computes in float32, so the two differ by all of
-bfloat16's rounding, and in a model with experts by tokens that are routed otherwise.
+The trainer computes in bfloat16; the engine has the same weights and computes in float32, so the two differ by the full
+rounding error of bfloat16, and in a model with experts also by tokens that are routed to other experts.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tests.small_models import small_model
 pytestmark = pytest.mark.slow  # imports transformers' models
 
 
-def sharp(architecture: str, seed: int) -> Any:
-    """A model whose log-probs depend on all its weights, as a trained one's do; not so small random weights."""
+def scaled(architecture: str, seed: int) -> Any:
+    """A model whose log-probs depend on all its weights, like a trained model's; small random weights would not do."""
     model, generator = small_model(architecture), torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if tensor.dim() > 1:
@@ -61,17 +61,18 @@ def wrong_engines(engine: Any, other: Any) -> Iterator[tuple[str, Any]]:
 
 @pytest.mark.parametrize(("architecture", "kinds"), [("qwen3", 26), ("qwen3_moe", 27)])
 def test_a_sound_engine_is_accepted_and_one_with_a_wrong_tensor_is_not(architecture: str, kinds: int) -> None:
-    trainer = sharp(architecture, 0)
+    trainer = scaled(architecture, 0)
     engine, probe = copy.deepcopy(trainer).float(), logprobs(trainer)
     judge = ProbeCheck(spec(rollout={"dtype": "bfloat16"}))
     sound = judge.judge(logprobs(engine), probe, None)
     assert not sound.refused
     assert 0.001 < sound.gap < 0.05, "there is rounding"
     verdicts = {
-        name: judge.judge(logprobs(wrong), probe, None) for name, wrong in wrong_engines(engine, sharp(architecture, 1))
+        name: judge.judge(logprobs(wrong), probe, None)
+        for name, wrong in wrong_engines(engine, scaled(architecture, 1))
     }
     assert len(verdicts) == kinds
     assert not [name for name, verdict in verdicts.items() if not verdict.refused]
-    # At the first publish nothing is learned yet: every wrong matrix is refused all the same, a scaled norm is not.
+    # At the first publish the usual gap is not known yet: every wrong matrix is refused, but a scaled norm is not.
     first = ProbeCheck(spec(rollout={"dtype": "bfloat16"})).tolerance
     assert [name for name, verdict in verdicts.items() if verdict.gap <= first and "norm" not in name] == []

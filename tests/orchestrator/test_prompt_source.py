@@ -1,4 +1,4 @@
-"""Prompts to token ids: long ones are left out and counted, and the search has a limit."""
+"""Prompts to token ids: long prompts are skipped and counted, and the search has a limit."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_prompts_given_back_come_first() -> None:
 def test_candidates_are_counted_and_know_where_the_loader_stands_after_them() -> None:
     stream = source(["1", "123456789", "2"], max_tokens=3, first=(Prompt("a", "4"),))
     candidates = [stream.candidate() for _ in range(4)]
-    assert [candidate.serial for candidate in candidates] == [1, 2, 3, 4], "those that are too long do not count"
+    assert [candidate.serial for candidate in candidates] == [1, 2, 3, 4], "prompts that are too long do not count"
     assert [candidate.prompt.uid for candidate in candidates] == ["a", "p0", "p2", "p0"]
     assert [TOKENIZER.decode(candidate.prompt_ids) for candidate in candidates] == ["4", "1", "2", "1"]
     assert [(candidate.loader["epoch"], candidate.loader["position"]) for candidate in candidates] == [
@@ -158,7 +158,7 @@ def test_rows_that_cannot_be_used_are_skipped_counted_and_named() -> None:
     class Rows(list[Prompt]):
         def __getitem__(self, index):  # type: ignore[no-untyped-def, override]
             if index == 2:
-                raise DataError("the row is no prompt", location="rows.parquet:3")
+                raise DataError("the row is not a prompt", location="rows.parquet:3")
             return super().__getitem__(index)
 
     stream = PromptSource(
@@ -170,7 +170,7 @@ def test_rows_that_cannot_be_used_are_skipped_counted_and_named() -> None:
     assert [stream.next()[0].uid for _ in range(20)] == ["a"] * 20
     assert stream.unusable == 1 + 2 * 19
     assert "the prompt 'chat' cannot be encoded" in warnings[0]
-    assert "rows.parquet:3: the row is no prompt" in warnings[2]
+    assert "rows.parquet:3: the row is not a prompt" in warnings[2]
     assert len(warnings) == UNUSABLE_NAMED
 
 

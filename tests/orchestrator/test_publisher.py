@@ -1,6 +1,6 @@
-"""Publishing: an engine serves nothing before it has proved the new weights; one that cannot is left out by name.
+"""Publishing: an engine serves nothing before it has proved the new weights; an engine that cannot is reported.
 
-Hosts that are slow or lose their memory delay nobody else."""
+Hosts that are slow or lose their memory do not delay others."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ RANKS = 2
 
 
 def logprobs(version: int, step: float = 0.01) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The probe's log-probs under a version, which every update moves by ``step`` nats."""
+    """The probe's log-probs under a version; every update changes them by ``step`` nats."""
     return np.full(len(PROBE) - 1, -1.0 - step * version, dtype=np.float32)
 
 
 class Engine:
-    """Serves the given weights, off by some nats; or stays at a version, reports another one, or is dead."""
+    """Serves weights with an error of ``off`` nats; or keeps a version, reports another one, or is dead."""
 
     def __init__(
         self, off: float = 0.0, stuck_at: int | None = None, says: int | None = None, dead: bool = False
@@ -73,8 +73,9 @@ class Engine:
 
 
 class Harness:
-    """A trainer of two ranks, on hosts ``a`` and ``b``, that publishes ``logprobs``; engines that serve, the first on
-    ``a`` and the others on hosts without ranks; and those that were reported as failed or taken out of service."""
+    """A trainer of two ranks, on hosts ``a`` and ``b``, that publishes ``logprobs``; serving engines, the first on
+    ``a`` and the others on hosts without ranks; and the engines that were reported as failed or taken out of service.
+    """
 
     def __init__(self, *engines: Engine | None, **sections: Any) -> None:
         self.step = 0.01
@@ -149,7 +150,7 @@ def publish(harness: Harness, versions: int) -> list[PublishRecord]:
 
 
 def loaded(harness: Harness, engine: int = 0) -> list[int]:
-    """What an engine was given."""
+    """The versions that an engine was given."""
     return list(harness.engines[engine].process.actor.loaded)
 
 
@@ -192,14 +193,14 @@ def test_an_engine_that_does_not_prove_them_is_reported_and_the_others_serve(
     reports = publish(harness, versions=2)
     assert list(harness.failed) == ["engine-1"]
     assert cause in harness.failed["engine-1"]
-    assert reports[1].gap < 1e-5, "the report is about those that serve"
+    assert reports[1].gap < 1e-5, "the report is about serving engines"
     assert reports[1].stall_s == 0.25
     assert loaded(harness) == [0, 1]
 
 
 def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None:
     harness = Harness(Engine(), Engine(stuck_at=1))
-    harness.step = 5e-4  # less than the tolerance
+    harness.step = 5e-4  # a smaller change than the tolerance
     for engine in harness.engines:
         engine.process.actor.step = harness.step
     publish(harness, versions=2)
@@ -293,7 +294,7 @@ def test_a_new_engine_on_any_host_gets_the_present_weights_while_the_trainer_is_
             await harness.serve(4)
         await harness.bring_up(engine, "d")
         assert (engine.loaded, harness.up) == ([3], [engine])
-        assert harness.publisher.current == (3, harness.sum(3)), "the others still serve that, too"
+        assert harness.publisher.current == (3, harness.sum(3)), "the others still serve that version, too"
 
     run(check())
 
@@ -373,7 +374,7 @@ def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pyte
                 fetches.append(1)
                 while harness.publisher.current == (0, harness.sum(0)):
                     await asyncio.sleep(0)
-                if len(fetches) == 1:  # in the very turn in which the version is replaced
+                if len(fetches) == 1:  # in the same iteration of the event loop in which the version is replaced
                     raise Overtaken("a newer version is fetched")
 
         harness.hosts.works = works
@@ -389,7 +390,7 @@ def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pyte
 
 
 def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it would otherwise be ended in the middle of every load of a large model."""
+    """Otherwise it would be killed during every load of a large model."""
     limits: list[float] = []
 
     async def recorded(call: Any, who: str, limit_s: float) -> Any:
@@ -455,7 +456,7 @@ def test_whichever_agent_dies_when_all_engines_serve_in_the_end(
                 while harness.publisher.available and not coming.done():
                     await asyncio.sleep(0)
                 if not harness.publisher.available:
-                    await harness.serve(1)  # as the trainer does between steps
+                    await harness.serve(1)  # as in the trainer between steps
                 await coming
         assert harness.failed == {}
         assert all(engine.serving for engine in harness.engines)
@@ -513,7 +514,7 @@ def test_an_agent_that_is_lost_with_its_node_is_not_made_again_and_costs_no_rest
 def test_a_lost_connection_is_waited_for_until_it_is_known_what_became_of_the_node(
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host is cut off: Ray notices after a while that it is gone, or it is there again."""
+    """A host is disconnected: after some time Ray detects that it is dead, or the host is connected again."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.engine_source.LOOK_S", 0.0)
     monkeypatch.setattr("asyncrl_cli.orchestrator.engine_source.NODE_DEATH_S", 0.0 if returns else LIMIT_S)
 

@@ -1,4 +1,4 @@
-"""Faults that a run survives are counted by kind, recorded and shown; too many end it with the first cause."""
+"""Faults that a run survives are counted by kind, recorded and shown; too many end the run with the first cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is resumed from what is on disk, and that a refusal changes nothing there."""
+"""How a run is resumed from its files, and that a refusal does not change them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
-    """A journal of so many steps taken and trained, with a row of metrics for each that was taken."""
+    """A journal of this many steps taken and trained, with a row of metrics for each step that was taken."""
     book = DurableLedger(run.path / FILE, buffer_settings(SPEC), base)
     first = book.ledger.step
     trained = taken if trained is None else trained
@@ -59,7 +59,7 @@ def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict
 
 
 def save(run: RunDirectory, step: int) -> Checkpoint:
-    """A sound checkpoint."""
+    """An intact checkpoint."""
     checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
     (checkpoint.folder / "state").mkdir(parents=True)
     (checkpoint.folder / "state/shard").write_text(f"weights {step}")
@@ -71,7 +71,7 @@ def save(run: RunDirectory, step: int) -> Checkpoint:
 
 
 def finish(run: RunDirectory) -> None:
-    """What a run leaves that is done."""
+    """The files of a finished run."""
     (run.path / MODEL).mkdir()
     (run.path / MODEL / "config.json").write_text("{}")
     run.update(phase="finished")
@@ -83,13 +83,13 @@ def start(run: RunDirectory, step: int | None = None, steps: int = 10, without_j
 
 
 def on_disk(run: RunDirectory) -> dict[str, bytes]:
-    """Every file, but for those that SQLite makes to read a journal."""
+    """Every file, except those that SQLite creates to read a journal."""
     files = {str(path.relative_to(run.path)): path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
     return {name: data for name, data in files.items() if name != f"{FILE}-shm" and (data or name != f"{FILE}-wal")}
 
 
 def refused(run: RunDirectory, **how: Any) -> RunError:
-    """Why the run cannot be resumed; nothing has changed on disk."""
+    """Why the run cannot be resumed; checks that nothing has changed on disk."""
     before = on_disk(run)
     with pytest.raises(RunError) as error:
         start(run, **how)
@@ -199,11 +199,11 @@ def test_a_damaged_checkpoint_names_an_older_one(run: RunDirectory) -> None:
 
 
 def test_checkpoints_of_steps_that_are_trained_again_are_archived(run: RunDirectory) -> None:
-    """A trainer that restarts would load them, and a save would keep them in place of its own."""
+    """Otherwise a restarted trainer would load them, and a save would keep them instead of its own."""
     record(run, taken=6)
     for step in (2, 4, 6):
         save(run, step)
-    assert start(run, step=6).note == "n=1", "none is later"
+    assert start(run, step=6).note == "n=1", "there is no later checkpoint"
     assert start(run, step=2).note == "n=1, checkpoints after step 2 are in checkpoints/archived-1"
     assert newest_undamaged(run, 1) is None
     assert newest_undamaged(run, 9) == Checkpoint(run.path / "checkpoints" / checkpoint_name(2), 2)
@@ -298,7 +298,7 @@ def test_tokens_that_were_dropped_keep_a_run_from_starting_before_them(run: RunD
     assert start(run).kind == "resume"
 
 
-# -- kills, older journals, another course
+# -- kills, older journals, archived steps
 
 
 def test_a_refused_resume_leaves_an_older_journal_as_it_is(run: RunDirectory) -> None:
@@ -342,10 +342,10 @@ def test_without_its_journal_a_run_continues_from_a_checkpoint_alone(run: RunDir
     checkpoint = save(run, 4)
     journal = (run.path / FILE).read_bytes()
     (run.path / f"{FILE}-wal").write_bytes(b"a log")
-    going_on = start(run, without_journal=True)
-    assert going_on == Start("resume", "without the old journal, n=1", checkpoint, checkpoint.state())
-    assert going_on.base is not None
-    assert going_on.base["step"] == 4
+    continuation = start(run, without_journal=True)
+    assert continuation == Start("resume", "without the old journal, n=1", checkpoint, checkpoint.state())
+    assert continuation.base is not None
+    assert continuation.base["step"] == 4
     assert metrics(run) == [1, 2, 3, 4]
     assert not list(run.path.glob(f"{FILE}*"))
     assert (run.path / "damaged-1" / FILE).read_bytes() == journal
@@ -399,8 +399,8 @@ def test_without_the_journal_later_checkpoints_belong_to_another_course(run: Run
     record(run, taken=6)
     for saved in (2, 4, 6):
         save(run, saved)
-    going_on = start(run, step=step, without_journal=True)
-    assert (going_on.checkpoint.step if going_on.checkpoint else 0) == step
+    continuation = start(run, step=step, without_journal=True)
+    assert (continuation.checkpoint.step if continuation.checkpoint else 0) == step
     assert [checkpoint.step for checkpoint in complete_checkpoints(run.path / "checkpoints")] == [2][: step // 2]
     assert metrics(run) == [1, 2][:step]
 
@@ -412,7 +412,7 @@ def test_without_journal_and_checkpoint_a_run_starts_over(run: RunDirectory) -> 
 
 
 def test_steps_before_the_journal_began_count(run: RunDirectory) -> None:
-    """A run that went on without its first journal, and died."""
+    """A run that continued without its first journal, and died."""
     for step in range(1, 5):
         run.append("metrics.jsonl", {"step": step})
     checkpoint = save(run, 4)

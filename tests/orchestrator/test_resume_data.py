@@ -1,4 +1,4 @@
-"""That a run does not continue at its place in data that was edited, unless the user accepts it."""
+"""A run does not continue at its position in data that was edited, unless the user accepts it."""
 
 from __future__ import annotations
 

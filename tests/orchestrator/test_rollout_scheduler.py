@@ -1,6 +1,6 @@
 """Groups from admission to their end, with the real buffer and stand-in engines.
 
-A prompt is trained on once and none is left out, whatever dies; what is recorded is not generated again.
+Every prompt is trained on exactly once, whatever dies; recorded tokens are not generated again.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.workers.scoring import Response
 
 TURNS = 100
-"""Turns of the loop after which everything has happened that can."""
+"""Iterations of the event loop after which everything has happened that can happen."""
 STEPS = 4
-"""Steps of a run that is played to its end."""
+"""Steps of a run to its end."""
 
 
 class Encoder:
@@ -57,11 +57,11 @@ class Encoder:
 
 
 class Scorer:
-    """Scores by ``rule``, at first the last character of the response; ``held`` keeps all scores back."""
+    """Scores by ``rule``, by default the last character of the response; it waits until ``held`` is set."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.calls: list[int] = []  # of how many responses
+        self.calls: list[int] = []  # the number of responses in each call
         self.rule: Callable[[str], float | RewardFailure] = lambda text: float(text[-1])
         self.held: asyncio.Event = asyncio.Event()
         self.held.set()
@@ -75,12 +75,12 @@ class Scorer:
 
 
 class Harness:
-    """A scheduler with everything around it."""
+    """A scheduler with all other parts."""
 
     def __init__(
         self, folder: Path, engines: int, dies_at: str = "", does_it_first: bool = False, **sections: Any
     ) -> None:
-        """``dies_at``: the call in which the first buffer dies, before or after its work."""
+        """``dies_at`` is the call in which the first buffer dies, before or after its work."""
         sections = {"rollout": {"group_size": 2}, "pipeline": {"groups_per_step": 2, "max_staleness": 1}} | sections
         self.spec = spec(**sections)
         self.journal = folder / "journal.db"
@@ -95,7 +95,7 @@ class Harness:
         self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Open the journal and continue from there."""
+        """Open the journal, and continue the run."""
         self.groups = RolloutScheduler(
             self.spec,
             self.buffer,
@@ -126,7 +126,7 @@ class Harness:
         return [request.rollout_id for request in self.requests]
 
     async def end(self, *results: Any) -> None:
-        """Engines deliver these: the names of rollouts, or rollouts and failures."""
+        """Let engines deliver these: the names of rollouts, or rollouts and failures."""
         for result in results:
             ended = rollout(result) if isinstance(result, str) else result
             for engine, state in zip(self.engines, self.client.engines, strict=True):
@@ -142,7 +142,7 @@ class Harness:
         return await self.buffer.take(self.table("batches", "count(*)")[0][0], 0.0)
 
     async def train(self) -> list[int]:
-        """Take the next batch and publish; returns its groups, none when there is no batch."""
+        """Take the next batch and publish; returns its groups, or none if there is no batch."""
         taken = await self.take()
         if isinstance(taken, Waiting):
             return []
@@ -153,7 +153,7 @@ class Harness:
         return [group.group_id for group in taken.batch.groups]
 
     def table(self, name: str, columns: str) -> list[tuple[Any, ...]]:
-        """What the journal has."""
+        """Rows of a table in the journal."""
         with closing(open_for_reading(self.journal)) as connection:
             return connection.execute(f"SELECT {columns} FROM {name} ORDER BY 1").fetchall()
 
@@ -166,7 +166,7 @@ class Harness:
 
 @asynccontextmanager
 async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterator[Harness]:
-    """A scheduler at work; at the end it is killed."""
+    """A running scheduler, which is killed at the end."""
     harness = Harness(folder, engines, **sections)
     with (
         patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
@@ -217,7 +217,7 @@ def test_seeds_are_distinct_and_fit_into_63_bits(triples: list[tuple[int, int, i
 def test_seeds_do_not_run_numbers_together() -> None:
     triples = [(seed, group, index) for seed in range(12) for group in range(120) for index in range(12)]
     assert len({rollout_seed(*triple) for triple in triples}) == len(triples)
-    assert rollout_seed(0, 0, 0) == 759540517790923586, "a run must be repeatable by later releases"
+    assert rollout_seed(0, 0, 0) == 759540517790923586, "later releases must be able to repeat a run"
 
 
 @pytest.mark.parametrize("engines", [1, 3])
@@ -249,7 +249,7 @@ def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
         await harness.settled()
         assert len(harness.ids) == 8
         await harness.finish(1, 0)
-        assert len(harness.ids) == 8, "finished is not trained"
+        assert len(harness.ids) == 8, "finished groups are not trained yet"
         assert await harness.train() == [0, 1]
         assert harness.ids[-4:] == ["3-0", "3-1", "5-0", "5-1"]
 
@@ -263,7 +263,7 @@ def test_full_engines_and_those_that_do_not_serve_admit_nothing(tmp_path: Path) 
         await harness.finish(0)
         assert sorted(harness.states()) == [0, 1, 2, 3]
         await harness.finish(1)
-        assert sorted(harness.states()) == [0, 1, 2, 3], "two groups run, if need be on the one that serves"
+        assert sorted(harness.states()) == [0, 1, 2, 3], "two groups run, if necessary on the only engine that serves"
         await harness.finish(3)
         assert sorted(harness.states()) == [0, 1, 2, 3, 4]
         assert harness.engines[1].ids[-2:] == ["4-0", "4-1"]
@@ -300,9 +300,9 @@ def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         await harness.end("0-0", RolloutFailure("0-1", "out of memory"))
         assert harness.states()[0] == "rejected"
-        assert harness.engines[0].cancelled == ["0-2"], "what is left of it is not generated"
+        assert harness.engines[0].cancelled == ["0-2"], "the rest of it is not generated"
         assert harness.groups.failures.reasons == ["out of memory"]
-        assert harness.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is given back"
+        assert harness.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is free again"
         await harness.end(RolloutFailure("1-0", "another"))
         assert harness.groups.failures.reasons == ["out of memory", "another"]
         assert harness.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
@@ -356,7 +356,7 @@ def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> N
         assert harness.states()[0] == "rejected"
         harness.scorer.held.set()
         await harness.settled()
-        harness.groups._on_end([(harness.requests[0], rollout("0-0"))])  # it was on its way when it was cancelled
+        harness.groups._on_end([(harness.requests[0], rollout("0-0"))])  # it was already sent when it was cancelled
         await harness.settled()
         assert harness.scorer.asked == [("p0", "text of 0-0")]
         assert len(harness.groups.failures.reasons) == 1
@@ -464,7 +464,7 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         assert sorted(asked) == ["0-1", "2-1", "3-0", "3-1"]
         assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
         assert all(not asked[name].prefix for name in ("0-1", "3-0", "3-1"))
-        assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "as it was asked for at first"
+        assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "the same request as at first"
         assert harness.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
         await harness.end("0-1", "2-1")
         assert await harness.train() == [0, 1]
@@ -595,14 +595,14 @@ def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_the_buffer
         await harness.finish(0, 3)
         await harness.end(RolloutFailure("1-0", "no"))
         assert prompt_filter.excludes("p0", 0)
-        assert not prompt_filter.excludes("p3", 0), "one that is not solved"
-        assert not prompt_filter.excludes("p1", 0), "one that failed"
+        assert not prompt_filter.excludes("p3", 0), "p3 is not solved"
+        assert not prompt_filter.excludes("p1", 0), "p1 has failed"
         prompt_filter.restore({"p3": 1})
         harness.buffers.last.die()
         await harness.end("2-0")
         await harness.settled()
         assert len(harness.buffers.made) == 2
         assert prompt_filter.excludes("p0", 0)
-        assert prompt_filter.filtered == 1, "what the journal knows, and nothing else"
+        assert prompt_filter.filtered == 1, "exactly what is in the journal"
 
     play(tmp_path, test, data={"filter": {}})

@@ -1,4 +1,4 @@
-"""Entire runs, simulated: whatever dies at whatever moment, the three promises of the design hold.
+"""Complete simulated runs: whatever dies at any moment, the three promises of the design hold.
 
 Nothing finished is lost or trained twice, no group is staler than the bound, and every token is the one that the
 weights of its version sample.
@@ -35,12 +35,12 @@ STEPS = 6
 EXHAUSTIVE = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a smaller number is no simpler fate
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # not shrinking: a smaller number is not simpler
 )
 
 
 class Finished:
-    """What a finished run left on disk."""
+    """The files of a finished run."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation = simulation
@@ -68,15 +68,15 @@ class Finished:
 
     @property
     def weights(self) -> Weights:
-        """What the run ends with, as the saved model has it."""
+        """The final weights, from the saved model."""
         return tuple(json.loads((self.path / MODEL / "config.json").read_text()))
 
     def weights_of(self, version: int) -> Weights:
-        """The weights of a version, worked out from the journal's batches."""
+        """The weights of a version, computed from the journal's batches."""
         return tuple(self.digests)[: version * self.spec.pipeline.publish_every]
 
     def check(self) -> None:
-        """Everything that must hold of any run, however it went."""
+        """Everything that must hold for any run, whatever happened in it."""
         assert self.weights == tuple(self.digests), "each batch is trained once, in order"
         assert len(self.digests) == STEPS
         assert self.untrained == 0
@@ -84,7 +84,7 @@ class Finished:
         groups = [group.group_id for batch in self.batches for group in batch.groups]
         assert len(set(groups)) == len(groups) == len(self.batches) * self.spec.pipeline.groups_per_step
         loader = loader_of(self.spec)
-        assert self.prompts == [loader.next().uid for _ in self.prompts], "none left out, none twice"
+        assert self.prompts == [loader.next().uid for _ in self.prompts], "no prompt is skipped or repeated"
         ranks = self.spec.trainer.ranks
         published = {version: checksum([self.weights_of(version)] * ranks) for version in self.published}
         assert self.published == published
@@ -103,7 +103,7 @@ class Finished:
         self._check_evaluations()
 
     def _check_evaluations(self) -> None:
-        """Of those that were under way when a driver died, some are missing, if the run was past their step by then."""
+        """Evaluations that were running when a driver died may be missing, if the run had trained later steps."""
         evaluation, every = self.spec.evaluation, self.spec.pipeline.publish_every
         intervals = {"greedy": evaluation.every, "sampled": evaluation.every if evaluation.samples > 1 else 0}
         intervals |= {f"{name}:greedy": chosen.every or 0 for name, chosen in evaluation.sets.items()}
@@ -134,7 +134,7 @@ class Finished:
 
 
 def simulated(folder: Path, of: ExperimentSpec, fate: Fate) -> Finished:
-    """A run, played to its end and checked."""
+    """A run to its end, with all checks."""
     simulation = Simulation(folder, of, fate)
     simulation.play()
     finished = Finished(simulation)
@@ -222,7 +222,7 @@ def test_partial_rollouts_continue_after_the_publish_and_nothing_is_generated_wh
     finished = simulated(tmp_path / "partial", partial, fates[True])
     simulated(tmp_path / "async", small_spec(rollout=few), fates[False])
     assert not fates[True].overlapped
-    assert fates[False].overlapped, "or there would be nothing to see"
+    assert fates[False].overlapped, "otherwise the test would show nothing"
     rollouts = [rollout for batch in finished.batches for group in batch.groups for rollout in group.rollouts]
     assert any(len(set(rollout.versions.tolist())) > 1 for rollout in rollouts)
 
@@ -232,11 +232,11 @@ def test_partial_rollouts_continue_after_the_publish_and_nothing_is_generated_wh
 def test_the_trainer_trains_while_engines_load_what_it_published(tmp_path: Path, every: int, staleness: int) -> None:
     fate = Fate(Random(0), 0)
     simulated(tmp_path, small_spec(pipeline={"max_staleness": staleness, "publish_every": every}), fate)
-    assert fate.loaded_meanwhile == (staleness > 0), "with S = 0 there is nothing to train before"
+    assert fate.loaded_meanwhile == (staleness > 0), "with S = 0 there is no batch to train meanwhile"
 
 
 class InterruptedPublish(Fate):
-    """Ctrl-C comes when a rank trains while an engine loads the version before."""
+    """Ctrl-C arrives when a rank trains while an engine loads the previous version."""
 
     def __init__(self) -> None:
         super().__init__(Random(0), 0)
@@ -259,7 +259,7 @@ def test_ctrl_c_while_engines_load_saves_a_checkpoint_that_the_run_resumes_from(
 
 
 def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> ExperimentSpec:
-    """In sync, with engines that share their GPUs with ranks. The simulated ranks check who has the GPUs."""
+    """Mode sync with engines that share their GPUs with ranks. The simulated ranks check that no engine uses them."""
     return small_spec(
         pipeline={"mode": "sync", "partial_rollouts": partial, "max_staleness": int(partial), "publish_every": every},
         rollout={"engines": engines, "gpus_per_engine": 0.5, "max_running_rollouts": 4},
@@ -315,7 +315,7 @@ def test_whatever_dies_when_the_promises_hold(
 def test_without_staleness_all_runs_are_the_same_run(
     tmp_path_factory: pytest.TempPathFactory, fate: tuple[int, int, list[str]], every: int, engines: int
 ) -> None:
-    """However many engines, in whatever order they end, and whatever dies: the same batches and the same weights."""
+    """For any number of engines, any order of responses and any deaths: the same batches and the same weights."""
     seed, faults, victims = fate
     pipeline = {"max_staleness": 0, "publish_every": every}
     runs = [

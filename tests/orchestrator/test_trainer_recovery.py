@@ -1,4 +1,4 @@
-"""The trainer is kept level with the ledger: whatever dies when, its weights are those of the batches in order."""
+"""The trainer follows the ledger: whatever dies at any time, its weights are those of the batches in order."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def batch(step: int) -> TrainingBatch:
 
 
 class Ranks:
-    """Trainer ranks whose weights are the steps that they were trained on. ``dies(call)`` says when they do.
+    """Trainer ranks whose weights are the steps that they were trained on. ``dies(call)`` decides when they die.
 
-    ``call`` is ``method:step`` for what is about to happen, and ``after method:step`` for what has.
+    ``call`` is ``method:step`` before the call, and ``after method:step`` after it.
     """
 
     def __init__(self, weights: Step = (), dies: Callable[[str], bool] = lambda call: False) -> None:
@@ -74,26 +74,26 @@ class Ranks:
 
 
 class Harness:
-    """A trainer over such ranks, with a buffer and a publisher that are this very object."""
+    """A trainer with such ranks; this object is also its buffer and its publisher."""
 
     def __init__(self, ranks: Ranks, max_deaths: int = 100, version: int = -1, publish_every: int = 1000) -> None:
         self.ranks = ranks
         self.read: list[int] = []
         self.hosts: dict[int, Step] = {}
-        """The weights that the hosts have by version."""
+        """The weights that the hosts have, by version."""
         self.served: list[tuple[int, Step]] = []
         self.trained: list[int] = []
         self.notes = Notes()
         self.available = version < 0
-        """Whether engines find the weights of the present version."""
+        """Whether engines can load the weights of the present version."""
         self.missed = False
-        """Whether all engines wait for them in vain."""
+        """Whether all engines wait for weights that no host has."""
         self.lost_deliveries = 0
-        """How many of the next publishes a host loses."""
+        """How many of the next publishes are lost by a host."""
         self.sum_of = str
-        """The checksum that a publish of some weights has."""
+        """The checksum of a publish, by its weights."""
         self.current: tuple[int, str] | None = None
-        """As the publisher has it."""
+        """As in the publisher."""
         self.recorded: list[int] = []
         here: Any = self
         self.trainer = ResilientTrainer(
@@ -110,7 +110,7 @@ class Harness:
         return Checkpoint(Path(str(newest)), newest) if newest else None
 
     async def at(self, step: int, method: str) -> Any:
-        """Have the ranks do something with the weights after so many steps."""
+        """Call a method of the ranks with the weights after this many steps."""
         return await self.trainer.save(step, lambda: self.ranks.call(method))
 
     @property
@@ -154,19 +154,19 @@ class Harness:
 
 
 def opening(version: int) -> Opening:
-    """A run with so many published versions, of which the last publish was not recorded."""
+    """A run with this many published versions; the last publish was not recorded."""
     counts = Counts(0, 0, 0, 0, 0, 0)
     return Opening(0, version, 0, None, 0, None, groups=(), waiting=(), evaluated={}, counts=counts)
 
 
 @pytest.fixture(autouse=True)
 def checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harness, in place of the run folder, knows the checkpoints."""
+    """Checkpoints are those of the harness instead of the run folder's."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.newest_undamaged", Harness.newest)
 
 
 def once(*calls: str) -> Callable[[str], bool]:
-    """Dies at each of these once."""
+    """The ranks die once at each of these calls."""
     left = list(calls)
 
     def dies(call: str) -> bool:
@@ -220,7 +220,7 @@ def test_a_death_in_a_step_repeats_what_was_lost_from_the_newest_checkpoint(deat
             await harness.trainer.train(batch(step))
         assert harness.ranks.weights == (0, 1, 2, 3, 4, 5)
         assert harness.losses == [death]
-        assert harness.read == harness.trained == [3, 4], "and the step that was asked for is the caller's own"
+        assert harness.read == harness.trained == [3, 4], "the caller trains the requested step itself"
 
     run(check())
 
@@ -254,7 +254,7 @@ def test_deaths_while_catching_up_restart_it() -> None:
 
 @pytest.mark.parametrize("death", ["", "serve:4", "after serve:4", "train_step:4"])
 def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) -> None:
-    """Engines that were restarted wait for it. It may be lost there, too."""
+    """Restarted engines wait for it. The ranks may die there, too."""
 
     async def check() -> None:
         harness = Harness(Ranks(weights=(0, 1), dies=once(death)), version=2, publish_every=2)
@@ -262,7 +262,7 @@ def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) 
         await harness.at(5, "look")
         assert harness.losses == ([death] if death else [])
         assert harness.served == [(2, (0, 1, 2, 3))], "once it is written, the hosts have it"
-        assert harness.recorded == [2], "its publish was not recorded before"
+        assert harness.recorded == [2], "its publish had not been recorded"
         assert harness.notes == [("trainer", "trainer-1", death)] * bool(death), "the bits are the same"
 
     run(check())
@@ -309,7 +309,7 @@ def test_a_version_that_is_lost_while_the_trainer_trains_on_is_made_again() -> N
         await harness.trainer.train(batch(2))
         harness.lost_deliveries = 1
         assert (await harness.trainer.deliver(written)).version == 1
-        assert harness.served[-1] == (1, (0, 1)), "the weights after its steps, and not those of now"
+        assert harness.served[-1] == (1, (0, 1)), "the weights after its steps, not the present ones"
         await harness.trainer.train(batch(3))
         assert harness.ranks.weights == (0, 1, 2, 3)
         assert harness.trained == [2], "the step that had been trained since was repeated from the journal"
@@ -318,7 +318,7 @@ def test_a_version_that_is_lost_while_the_trainer_trains_on_is_made_again() -> N
 
 
 def test_a_version_is_made_from_a_checkpoint_before_it() -> None:
-    """The newest checkpoint may be a later one, in a run that was resumed."""
+    """In a resumed run the newest checkpoint may be a later one."""
 
     async def check() -> None:
         ranks = Ranks(weights=(0, 1, 2, 3))
@@ -345,7 +345,7 @@ def test_a_publish_whose_weights_are_lost_on_the_way_is_written_again() -> None:
 def test_the_trainer_goes_back_for_weights_that_all_engines_wait_for_in_vain(
     checkpoint: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without engines there is no batch that would bring the next version."""
+    """Without engines there is no batch from which the next version could be trained."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
 
     async def check() -> None:
@@ -438,11 +438,11 @@ def test_weights_of_a_step_that_was_cancelled_are_not_used() -> None:
         assert not harness.trainer.between_steps
         catching_up.cancel()
         await asyncio.wait([catching_up])
-        assert (harness.trainer.step, harness.trainer.between_steps) == (1, False), "the ranks are still at it"
+        assert (harness.trainer.step, harness.trainer.between_steps) == (1, False), "the ranks are still training"
         harness.ranks.call = call  # type: ignore[method-assign]
         await harness.ranks.call("train_step", batch(1))
         await harness.at(2, "look")
-        assert harness.ranks.weights == (0, 1), "from the checkpoint on, and not twice"
+        assert harness.ranks.weights == (0, 1), "from the checkpoint, and not twice"
         assert (harness.trainer.step, harness.trainer.between_steps) == (2, True)
 
     run(check())
@@ -480,14 +480,14 @@ def test_weights_of_a_later_step_are_refused() -> None:
 def test_one_piece_of_work_at_a_time() -> None:
     async def check() -> None:
         harness = Harness(Ranks())
-        going_on = 0
+        active = 0
 
         async def work() -> None:
-            nonlocal going_on
-            going_on += 1
+            nonlocal active
+            active += 1
             await asyncio.sleep(0)
-            assert going_on == 1
-            going_on -= 1
+            assert active == 1
+            active -= 1
 
         await asyncio.gather(*(harness.trainer.save(2, work) for _ in range(5)))
         assert harness.ranks.weights == (0, 1)

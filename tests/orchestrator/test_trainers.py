@@ -1,4 +1,4 @@
-"""Trainer ranks are called alike and fail together: a death is distinguished from an error, whichever comes first."""
+"""All trainer ranks get the same calls and fail together; a death and an error are distinguished in any order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import Actor, RoomyGroup, run
+from stand_ins import Actor, ReadyGroup, run
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
@@ -20,7 +20,7 @@ Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
 
 
 class Rank(Actor):
-    """One rank; what its methods do is up to the test."""
+    """One rank; the test defines what its methods do."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         super().__init__()
@@ -48,14 +48,14 @@ class Remote:
 
 
 class Ranks:
-    """The ranks, and what they were called for."""
+    """The ranks, and the calls that they received."""
 
     def __init__(self, behaviour: Behaviour, count: int = 3, limit_s: float = 600.0) -> None:
         self.behaviour = behaviour
         self.calls: list[tuple[int, str, tuple[Any, ...]]] = []
         self.made: list[Rank] = []
         self.shared: list[TrainingBatch] = []
-        group = RoomyGroup("the trainer", count)
+        group = ReadyGroup("the trainer", count)
         self.trainer = TrainerRanks(self._make, group, Path("/search"), limit_s, pytest.fail, self._share)
 
     def _share(self, batch: TrainingBatch) -> str:
@@ -68,12 +68,12 @@ class Ranks:
 
 
 async def never() -> Any:
-    """What a rank does whose peer is gone."""
+    """A rank whose peer is gone waits without end."""
     return await asyncio.get_running_loop().create_future()
 
 
 async def placed(behaviour: Behaviour, limit_s: float = 600.0) -> Ranks:
-    """Three ranks that have their places and were called for nothing else."""
+    """Three ranks that have their places and received no other calls."""
 
     async def first_places(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         return await starts(rank, method, arguments)
@@ -188,7 +188,7 @@ def test_no_answer_in_time() -> None:
 
 
 async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-    """A rank that can be started; each has its own place."""
+    """A rank that can be started; each has its own address."""
     if method == "visit":
         return Seat(f"node-{rank.rank}", f"10.0.0.{rank.rank}")
     if method == "preload":
@@ -324,7 +324,7 @@ def test_a_look_at_idle_ranks_finds_a_dead_one() -> None:
 
 
 def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """4 GB of weights: the file takes no disk."""
+    """4 GB of weights in a sparse file, which takes no disk space."""
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(4_000_000_000)
     limits = {}
@@ -336,7 +336,7 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
     monkeypatch.setattr(TrainerRanks, "_call", note)
 
     async def check() -> None:
-        ranks = TrainerRanks(pytest.fail, RoomyGroup("the trainer", 2), Path("/search"), 60.0, pytest.fail)
+        ranks = TrainerRanks(pytest.fail, ReadyGroup("the trainer", 2), Path("/search"), 60.0, pytest.fail)
         ranks._model_dir, ranks._address, ranks._port = str(tmp_path), "", 0
         await ranks.start(None)
         assert limits["start"] == START_TIMEOUT_S + 40
@@ -348,4 +348,4 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
         assert limits["start"] == START_TIMEOUT_S + 40 + 160
 
     run(check())
-    assert weight_bytes("/no/such/folder") == weight_bytes("nobody/model") == 0
+    assert weight_bytes("/no/such/folder") == weight_bytes("no-user/model") == 0

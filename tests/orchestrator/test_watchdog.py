@@ -1,6 +1,6 @@
-"""The watchdog: warned at half the limit, and an end that names who waits for what, and since when.
+"""The watchdog: a warning at half the limit, and an error at the limit that names who waits for what, and since when.
 
-Nobody waits here: a wait begins in the past, and the watchdog looks at every turn of the loop.
+The tests do not wait: a wait begins in the past, and the watchdog checks in every iteration of the event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl_cli.orchestrator.watchdog import GENERATION, Wait, Watchdog
 
 LIMIT_S = 1000.0
 LOOKS = 20
-"""Turns of the loop in which the watchdog looks more than once."""
+"""Iterations of the event loop in which the watchdog checks more than once."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ class Harness:
             yield wait
 
     async def look(self) -> None:
-        """Let it look a few times; raises what it raises."""
+        """Let it check a few times; raises its errors."""
         watching = asyncio.create_task(self.dog.watch())
         for _ in range(LOOKS):
             await asyncio.sleep(0)
@@ -50,7 +50,7 @@ class Harness:
 
 
 def look(*waits: tuple[str, str, float]) -> list[str]:
-    """What is warned of these waits; the numbers are parts of the limit that they have waited."""
+    """The warnings about these waits; the numbers are the elapsed fractions of the limit."""
 
     async def check() -> list[str]:
         harness = Harness()
@@ -114,7 +114,7 @@ def test_a_wait_says_since_when() -> None:
         began = re.search(r"since (.*) \(720\d s\)", str(wait))
     assert began is not None
     hour = time.localtime(time.time() - 7200.0).tm_hour
-    assert int(began[1][:2]) in (hour, (hour - 1) % 24), "it may be a new hour by now"
+    assert int(began[1][:2]) in (hour, (hour - 1) % 24), "a new hour may have begun"
 
 
 def test_a_wait_that_is_over_is_forgotten() -> None:

@@ -1,7 +1,7 @@
-"""Our mathematics against TRL's and verl's own functions: `make parity`.
+"""Our mathematics compared with TRL's and verl's own functions: `make parity`.
 
-Both live in an environment of their own, so that the ordinary suite, whose environment has neither, collects nothing
-here. Every comparison is by ``same``, which fails past ``TOLERANCE``; the table of all of them is printed at the end.
+Both are installed in a separate environment, so that ordinary test runs collect nothing here. Every comparison uses
+``same``, which fails above ``TOLERANCE``; a table of all comparisons is printed at the end.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import pytest
 from torch import Tensor
 
 TOLERANCE = 1e-5
-"""Largest difference of two float32 results, relative to the largest number in theirs. A loss is a sum in which terms
-cancel: its difference is relative to the sum of their sizes, for which the sum over its gradient's sizes stands."""
+"""Largest difference of two float32 results, relative to the largest number in theirs. A loss is a sum whose terms
+cancel: its difference is relative to the sum of their magnitudes, which the magnitudes of its gradient replace here."""
 
 collect_ignore_glob = [] if find_spec("trl") and find_spec("verl") else ["test_*.py"]
 

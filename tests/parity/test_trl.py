@@ -1,13 +1,13 @@
-"""Against the methods of TRL's trainers, called on bare objects that have what they read and nothing else.
+"""Compared with the methods of TRL's trainers, called on objects that have only the attributes that these read.
 
 Where the two differ on purpose:
-- TRL adds 1e-4 to the deviation of a group, we 1e-6: ``group_norm`` is compared after that is taken back;
-- the edge that CISPO clips at is given as the ratio itself, and there is no lower one;
+- TRL adds 1e-4 to the deviation of a group, we 1e-6: this is corrected before ``group_norm`` is compared;
+- the limit at which CISPO clips is given as the ratio itself, and there is no lower limit;
 - TRL's GSPO has one gradient for all tokens of a sequence, ours (GSPO-token) weighs each by its own importance weight:
   it is compared with the weights of sequences;
 - TRL's bonus is the mean entropy of a micro-batch whatever the aggregation, ours is aggregated like the loss: it is
   compared where they are the same, with ``token_mean``;
-- TRL's clipped losses bound the ratio of positive advantages by ``delta``, too, which changes nothing above the edge.
+- TRL's clipped losses also limit the ratio of positive advantages by ``delta``, without effect above the clip limit.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ LOSS_CASES: list[tuple[str, str, Aggregation, AlgorithmSpec]] = [
 def test_policy_losses(
     same: Same, seed: int, spread: float, name: str, theirs: str, aggregation: Aggregation, numbers: AlgorithmSpec
 ) -> None:
-    """With weights and a k3 penalty, and an entropy bonus where it is the same."""
+    """With weights and a k3 penalty, and with an entropy bonus where both compute the same."""
     logprobs, proximal, advantages, behaviour, reference, entropies, mask = case(
         seed, spread, "logprobs", "proximal", "advantages", "behaviour", "reference", "entropies", "mask"
     )
@@ -124,12 +124,12 @@ def test_policy_losses(
     if name == "clip":
         low, upper = metrics["clip_ratio/low_mean"], metrics["clip_ratio/high_mean"]
         same("share clipped low", "TRL `clip_ratio/low_mean`", summary["clip_low_fraction"], low)
-        if not numbers.dual_clip:  # TRL's does not count what `delta` bounds
+        if not numbers.dual_clip:  # TRL does not count tokens that `delta` limits
             same("share clipped high", "TRL `clip_ratio/high_mean`", summary["clip_high_fraction"], upper)
 
 
 def scored(trainer: type, rewards: Tensor, case_: list[Tensor], **attributes: Any) -> dict[str, Any]:
-    """What a trainer makes of completions with these rewards, proximal and behaviour log-probs, mask and reference."""
+    """A trainer's results for completions with these rewards, proximal and behaviour log-probs, mask and reference."""
     proximal, behaviour, mask, reference = case_
     lists = [[0] * TOKENS for _ in range(ROWS)]
     args = SimpleNamespace(
@@ -179,7 +179,7 @@ def test_group_advantages(same: Same, seed: int, spread: float, scale: str) -> N
 def test_leave_one_out(same: Same, seed: int, spread: float, beta: float) -> None:
     rewards, policies = rewards_of(seed), case(seed, spread, "proximal", "behaviour", "mask", "reference")
     proximal, _, mask, reference = policies
-    mask[:] = True  # it takes no mask of what the policy did not sample
+    mask[:] = True  # it has no mask for tokens that the policy did not sample
     theirs = scored(RLOOTrainer, rewards, policies, beta=beta, normalize_advantages=False)["advantages"]
     penalties = KL["k1"](proximal, reference).sum(dim=1).reshape(rewards.shape)
     found = ADVANTAGES["leave_one_out"]((rewards - beta * penalties).float())

@@ -1,11 +1,11 @@
-"""Against verl's core algorithms and its rollout correction.
+"""Compared with verl's core algorithms and its rollout correction.
 
 Where the two differ on purpose:
 - a group of one has advantage 0 here; verl's is the reward itself;
-- verl's dual clip is always on (``clip_ratio_c``): without ours it gets a bound that nothing reaches;
+- verl's dual clip is always on (``clip_ratio_c``): if ours is off, it gets a limit that is never reached;
 - verl's SAPO always takes the mean by sequence;
 - its k3 is clamped to 10 nats: k3 is compared where policies are at most 2 nats apart, and losses carry a k2 penalty;
-- its rejection takes tokens out of the mask; ours gives them weight 0.
+- its rejection removes tokens from the mask; ours gives them weight 0.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ LOSS_CASES = [
 def test_policy_losses(
     same: Same, seed: int, spread: float, aggregation: Aggregation, name: str, theirs: str, numbers: AlgorithmSpec
 ) -> None:
-    """With weights, a k2 penalty and an entropy bonus, put together as verl's actor does."""
+    """With weights, a k2 penalty and an entropy bonus, combined as in verl's actor."""
     if theirs == "sapo":
         aggregation = "sequence_mean"
     logprobs, proximal, advantages, behaviour, reference, entropies, mask = case(
@@ -167,7 +167,7 @@ def test_kl(same: Same, seed: int, spread: float, name: str) -> None:
     reference = logprobs + (reference - logprobs).clamp(-2, 2)
     theirs = logprobs.clone().requires_grad_()
     ours = logprobs.clone().requires_grad_()
-    # In float64: in float32 verl's k3 keeps two or three digits where the policies are close.
+    # In float64: in float32 verl's k3 has only two or three correct digits where the policies are close.
     expected, found = core_algos.kl_penalty(theirs.double(), reference.double(), name), KL[name](ours, reference)
     same(f"KL `{name}`", "verl `kl_penalty`", found, expected)
     expected.sum().backward()

@@ -11,12 +11,12 @@ from asyncrl_cli.records.groups import BufferSettings
 def settings(
     groups_per_step: int = 8, max_staleness: int = 2, publish_every: int = 1, group_size: int = 4
 ) -> BufferSettings:
-    """A buffer's settings; what a simulation replaces is 0."""
+    """A buffer's settings; values that the simulation replaces are 0."""
     return BufferSettings(groups_per_step, publish_every, max_staleness, "wait", 0, group_size, False)
 
 
 def lengths(mean: float = 60.0, sigma: float = 0.8, cut: int = 300, number: int = 256, group_size: int = 4) -> Groups:
-    """Groups with a tail."""
+    """Groups whose lengths have a long tail."""
     return LengthModel(mean, sigma, cut, prompt=20).groups(number, group_size)
 
 

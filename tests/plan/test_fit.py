@@ -1,4 +1,4 @@
-"""Constants are found again in requests and steps that were simulated with them."""
+"""The fit recovers the constants with which requests and steps were simulated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.plan.scenarios import COSTS, lengths, scenario, settings
 
 
 class Recorded(Simulation):
-    """A simulation of one engine that notes what a journal would: requests, training and stalls."""
+    """A simulation of one engine that records what a journal would: requests, training and stalls."""
 
     def run_and_fit(self, shared_host: bool) -> EngineFit:
         self.requests: list[Request] = []
@@ -23,10 +23,10 @@ class Recorded(Simulation):
         self.stalls: list[tuple[float, float]] = []
         self._begun: dict[int, tuple[float, Sequence]] = {}
         self.run()
-        # Beside those that have not ended, the batches are not known.
+        # While there are unfinished requests, batch sizes are not known.
         known_to = min((begun for begun, _ in self._begun.values()), default=self._now)
-        self.known = [one.ended_at <= known_to for one in self.requests]
-        return fit_engine([self.requests], [self.known], [self.stalls], self.training, shared_host)
+        self.requests = [replace(one, fitted=one.ended_at <= known_to) for one in self.requests]
+        return fit_engine([self.requests], [self.stalls], self.training, shared_host)
 
     def _request(self, group_id: int) -> None:
         super()._request(group_id)
@@ -71,7 +71,7 @@ def test_an_engines_constants_are_recovered(bound: int) -> None:
 
 
 class Evaluated(Recorded):
-    """With an evaluation beside every publish: sequences of no group."""
+    """With an evaluation at every publish: sequences that belong to no group."""
 
     def _load(self) -> None:
         super()._load()
@@ -94,12 +94,11 @@ def test_evaluations_are_work_like_any_other() -> None:
 def test_a_pause_is_that_of_its_engine() -> None:
     run = recorded(EngineCost(LinearIteration(0.005, 2e-4)))
     run.run_and_fit(shared_host=False)
-    # The same requests on an engine that is paused later: each engine's own pauses give its constants.
+    # The same requests on an engine that is paused later: the constants of each engine follow from its own pauses.
     other = [replace(one, begun_at=one.begun_at + 0.5, ended_at=one.ended_at + 0.5) for one in run.requests]
     later = [(begin + 0.5, end + 0.5) for begin, end in run.stalls]
-    counted = [run.known] * 2
-    found = fit_engine([run.requests, other], counted, [run.stalls, later], [], shared_host=False)
-    swapped = fit_engine([run.requests, other], counted, [later, run.stalls], [], shared_host=False)
+    found = fit_engine([run.requests, other], [run.stalls, later], [], shared_host=False)
+    swapped = fit_engine([run.requests, other], [later, run.stalls], [], shared_host=False)
     assert found.fixed_s == pytest.approx(0.005, rel=0.02)
     assert swapped.residual > 2 * found.residual
 
@@ -141,4 +140,4 @@ def test_no_constant_is_below_0() -> None:
 
 def test_too_few_requests_are_refused() -> None:
     with pytest.raises(ValueError, match="too few"):
-        fit_engine([[Request(0.0, 1.0, 10)]], [[True]], [[]], [], False)
+        fit_engine([[Request(0.0, 1.0, 10)]], [[]], [], False)

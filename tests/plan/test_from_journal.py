@@ -1,4 +1,4 @@
-"""What a journal gives, and `asyncrl plan` from the outside, on journals that the buffer wrote."""
+"""What the planner reads from a journal, and the command `asyncrl plan`, with journals that the buffer wrote."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_run_is_reproduced(
 def test_another_bound_is_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]
 ) -> None:
-    # Groups last as long as their index says, so that the run with the other bound is the truth.
+    # The duration of a group depends only on its index, so a run with the other bound gives the correct values.
     recorded(tmp_path / "1.db", monkeypatch, seconds, 1)
     recorded(tmp_path / "3.db", monkeypatch, seconds, 3)
     other = measured(tmp_path / "3.db")
@@ -117,7 +117,7 @@ TOKEN_S, START_S, DELIVER_S, SETTLE_S = 0.02, 0.1, 0.25, 0.05
 
 
 def with_requests(run: RecordedRun, path: Path, known: bool = True) -> Calibration:
-    """The run's groups, as an engine generated them that takes ``TOKEN_S`` for a token, and an evaluation beside."""
+    """Add the engine requests of the run's groups, with ``TOKEN_S`` for each token, and a simultaneous evaluation."""
     with snapshot(path) as connection:
         lives = connection.execute("SELECT id, admitted_at, ended_at FROM groups WHERE ended_at > 0").fetchall()
         (taken_at,) = connection.execute("SELECT taken_at FROM batches WHERE step = 30").fetchone()
@@ -147,7 +147,7 @@ def test_what_is_known_of_requests_is_used(tmp_path: Path, monkeypatch: pytest.M
     assert found.engine.per_sequence_s == pytest.approx(0.0, abs=TOKEN_S / 100)
     overheads = found.costs.overheads
     assert (overheads.start_s, overheads.deliver_s, overheads.settle_s) == pytest.approx((START_S, DELIVER_S, SETTLE_S))
-    # The steps beside the evaluation are not compared with a simulation, which has none; their costs count.
+    # Steps during the evaluation are not compared with the simulation, which has no evaluation; their costs count.
     assert found.trainer.steps > found.observed.steps
 
 

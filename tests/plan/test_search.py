@@ -53,7 +53,7 @@ def test_a_small_batch_reads_the_weights_and_a_large_one_computes() -> None:
 
 def test_an_engine_across_hosts_waits_longer_for_its_all_reduces() -> None:
     within, across = (DataSheetIteration(DENSE, GPUS["h100"], gpus)(1) for gpus in (8, 16))
-    assert across > within + DENSE.layers * 2 * 40e-6, "it reads half as much for each GPU, and is slower all the same"
+    assert across > within + DENSE.layers * 2 * 40e-6, "each GPU reads half as much, and it is still slower"
 
 
 def test_a_larger_batch_reads_more_experts() -> None:
@@ -97,7 +97,7 @@ def test_the_search_finds_the_side_that_is_slow() -> None:
         assert found.best[0].kv_tokens is None
         return found.best[0].allocation
 
-    # An H20 has more bandwidth than an H100 and a seventh of its arithmetic: the trainer needs more of them.
+    # An H20 has more bandwidth than an H100 and a seventh of its FLOPs: the trainer needs more GPUs.
     assert best("h20").ranks > best("h100").ranks
 
 

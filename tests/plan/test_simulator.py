@@ -1,4 +1,4 @@
-"""The simulator: what must hold whatever the costs, and a few runs worked out by hand."""
+"""The simulator: what must hold for any costs, and a few runs calculated by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrl_cli.plan.simulator import Scenario, Simulation, simulate
 from tests.plan.scenarios import COSTS, lengths, scenario, settings
 
 NOISE = 1.05
-"""A change may move which groups meet in a batch, and with them the step, by so much."""
+"""A change may put other groups into a batch, which changes the time of a step by this fraction."""
 
 scenarios = st.builds(
     lambda batch, bound, every, engines, slots, mean, sigma, trainer_s, publish_s: scenario(
@@ -48,7 +48,7 @@ scenarios = st.builds(
 
 
 def exact(seconds: list[float], batch: int, bound: int, places: int, **changes: object) -> Scenario:
-    """Groups of one rollout that take so long, whatever runs beside them; 4 s of training, nothing else."""
+    """Groups of one rollout with these durations, whatever else runs; 4 s of training, no other costs."""
     costs = Costs(EngineCost(LinearIteration(1.0, 0.0)), TrainerCost(4.0, 0.0))
     groups = [GroupLengths((RolloutLength(0, 0, each),)) for each in seconds]
     return replace(
@@ -115,7 +115,7 @@ def test_one_publish_at_a_time() -> None:
 def test_rejected_groups_cost_time() -> None:
     groups = [GroupLengths((RolloutLength(0, 0, seconds),), seconds == 3) for seconds in (2.0, 3.0, 4.0)]
     outcome = simulate(replace(exact([1.0], 2, 0, 2), groups=groups), 1, warm_up=0)
-    assert outcome.trainer["groups"] == 3 + 4  # the third starts when the second is rejected
+    assert outcome.trainer["groups"] == 3 + 4  # the third one starts when the second is rejected
 
 
 def test_both_sides_slow_each_other_down_on_one_host() -> None:
@@ -133,14 +133,14 @@ def test_both_sides_slow_each_other_down_on_one_host() -> None:
 
 def test_other_work_takes_longer_beside_trainer_and_engines_on_one_host() -> None:
     def deliver(bound: int) -> float:
-        # The trainer waits for nothing but publishes, which take 10 s where nothing runs beside them.
+        # The trainer waits only for publishes, which take 10 s if nothing else runs.
         these = exact([0.0], 2, bound, 8)
         engine = replace(these.costs.engine, beside_trainer=1.0)
         costs = replace(these.costs, engine=engine, publish=PublishCost(deliver_s=10.0))
         return simulate(replace(these, costs=costs), 10).step_s
 
     assert deliver(0) == pytest.approx(4 + 10)
-    # In 4 s of training beside it 2 s of the work are done, more or less by the slices in which it is counted.
+    # During 4 s of training, 2 s of this work are done, up to the size of the time slices.
     assert deliver(8) == pytest.approx(4 + 8, abs=2.5 / 4 * 2)
 
 
@@ -195,7 +195,7 @@ def test_without_staleness_draining_changes_nothing(of: Scenario) -> None:
 @given(scenarios, st.sampled_from(["engines", "bound", "places"]))
 @examples(max_examples=60, deadline=None)
 def test_more_never_slows_a_run(of: Scenario, what: str) -> None:
-    # Places are added to sequences that wait for one; more sequences at once are slower each, and not together.
+    # There are waiting sequences for additional places; with more sequences each is slower, but not all together.
     of = replace(of, costs=replace(of.costs, engine=EngineCost(LinearIteration(0.005, 0.0))))
     more = {
         "engines": replace(of, engines=2 * of.engines),
@@ -246,7 +246,7 @@ def test_scaled_lengths_keep_the_limit() -> None:
 def test_overheads_are_waited_for() -> None:
     these = exact([2.0], 1, 0, 1)
     these = replace(these, costs=replace(these.costs, overheads=Overheads(0.5, 0.25, 1.0)))
-    # What is between two steps is beside the group of the next one.
+    # The time between two steps overlaps with the group of the next step.
     assert simulate(these, 5).step_s == pytest.approx(0.5 + 2 + 0.25 + 4)
 
 
@@ -254,7 +254,7 @@ def test_a_place_is_free_when_the_rollout_is_delivered() -> None:
     usual = scenario(settings(8, 0))
     late = replace(usual, costs=replace(usual.costs, overheads=replace(usual.costs.overheads, deliver_s=0.5)))
     assert simulate(late, 10).step_s == pytest.approx(simulate(usual, 10).step_s + 0.5)
-    # 64 places for 4 rollouts a group: a place that is not free is one less for the others.
+    # 64 places for 4 rollouts a group: a place that is in use is missing for the others.
     full = scenario(settings(32, 2))
     late = replace(full, costs=replace(full.costs, overheads=replace(full.costs.overheads, deliver_s=0.5)))
     assert simulate(late).running < 0.9 * simulate(full).running

@@ -1,4 +1,4 @@
-"""An engine's time, with a clock that the test sets."""
+"""The activity times of an engine, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -98,4 +98,4 @@ def test_an_engine_that_starts_is_not_idle(time: Time, clock: ActivityClock) -> 
     assert (activity.busy_s, activity.wall_s) == (5, 5)
     clock.set_busy(False)
     time.now += 10
-    assert clock.read(1).wall_s == 10, "idle from here on"
+    assert clock.read(1).wall_s == 10, "idle from now on"

@@ -1,4 +1,4 @@
-"""Abort and continue: whatever engines give up, callers get one whole rollout."""
+"""Abort and continue: whatever engines abandon, each caller gets one complete rollout."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def scene(check: Callable[[GenerationClient], Awaitable[None]], engines: int = 1
 
 
 async def begun(client: GenerationClient, *requests: RolloutRequest, **more: Any) -> list[asyncio.Task[Rollout]]:
-    """Callers that wait for these."""
+    """Start callers that wait for these requests."""
     tasks = [asyncio.create_task(client.generate(one, **more)) for one in requests]
     await turns()
     return tasks
 
 
 def complete(asked: RolloutRequest, *rest: Segment, reason: FinishReason = "stop") -> Rollout:
-    """What an engine answers to a request of which it generated the rest."""
+    """The answer of an engine that has generated the rest of a request."""
     return finished(asked, rest, reason, text_of)
 
 
@@ -99,7 +99,7 @@ def test_a_budget_spent_at_the_abort_ends_the_rollout() -> None:
         await engine.deliver(segments=[segment("a", 0, 3)], aborted=["a"])
         await engine.deliver(segments=[segment("a", 3, 5, version=2)], aborted=["a"])
         answer = await asking
-        assert [asked.left for asked in engine.submitted] == [8, 5], "nothing is asked for 0 tokens"
+        assert [asked.left for asked in engine.submitted] == [8, 5], "no request for 0 tokens"
         assert answer.finish_reason == "length"
         assert answer.versions.tolist() == [0] * 3 + [2] * 5
         assert answer.text == text_of(range(5, 13))
@@ -172,13 +172,13 @@ def test_requests_not_sent_before_the_pause_wait_unchanged() -> None:
         (engine,) = actors(client)
         engine.takes.clear()
         first = await begun(client, request("a"))
-        second = await begun(client, request("b"))  # while the engine has not taken the first
+        second = await begun(client, request("b"))  # while the engine has not accepted the first request
         pausing = asyncio.create_task(client.pause())
         await turns()
         assert not pausing.done()
         engine.takes.set()
         await pausing
-        assert (engine.ids, engine.aborts) == (["a"], 1), "first it takes what it was sent, then it is told"
+        assert (engine.ids, engine.aborts) == (["a"], 1), "it accepts earlier requests before the abort"
         await engine.deliver(aborted=["a"])
         await client.resume()
         await turns()
@@ -246,7 +246,7 @@ def test_a_withdrawn_engine_returns_its_requests_with_all_tokens_and_may_serve_a
         withdrawing = asyncio.create_task(client.withdraw(client.engines[0], 60.0))
         await turns()
         assert (first.aborts, second.aborts) == (1, 0)
-        assert second.ids == ["b"], "its tokens are not here yet"
+        assert second.ids == ["b"], "its tokens have not arrived yet"
         first.put(segments=[segment("a", 0, 3)], aborted=["a", "c"])
         assert await withdrawing
         first.put()
@@ -364,8 +364,8 @@ def test_a_cancelled_caller_frees_the_engine() -> None:
         for task in (tasks[0], tasks[2]):
             task.cancel()
         await turns()
-        assert engine.cancelled == ["a"], "what waits is nobody's"
-        assert engine.ids == ["a", "b", "stays"], "its place is taken"
+        assert engine.cancelled == ["a"], "a waiting request is on no engine"
+        assert engine.ids == ["a", "b", "stays"], "its place is used by another request"
         await engine.deliver(rollout("a"), rollout("b"), rollout("stays"))
         assert [task.cancelled() for task in tasks] == [True, False, True, False]
         again = await begun(client, request("a"))
@@ -423,7 +423,7 @@ def test_an_engine_gets_slightly_more_than_it_runs_at_once_and_old_requests_firs
         priorities = [asked.priority for asked in engine.submitted]
         assert priorities == sorted(priorities)
         among_equals = [int(name) for name in engine.ids if name != "0"]
-        assert among_equals[:4] == [999, 997, 998, 995], "the first that came first"
+        assert among_equals[:4] == [999, 997, 998, 995], "the oldest request first"
         await engine.deliver(*(rollout(name) for name in engine.ids[-10:]))
         assert {(await task).rollout_id for task in tasks} == set(names)
         assert client.free == 8
@@ -452,9 +452,9 @@ def test_requests_of_one_affinity_stay_with_an_engine_while_it_serves_and_has_ro
         assert (first.ids, second.ids) == (["a/0"], ["b/0"])
         await second.deliver(rollout("b/0"))
         tasks += await begun(client, request("a/1", affinity="a"), request("a/2", affinity="a"))
-        assert first.ids == ["a/0", "a/1", "a/2"], "though the other has nothing to do"
+        assert first.ids == ["a/0", "a/1", "a/2"], "although the other engine is idle"
         tasks += await begun(client, request("a/3", affinity="a"))
-        assert second.ids[1:] == ["a/3"], "the first is full"
+        assert second.ids[1:] == ["a/3"], "the first engine is full"
         tasks += await begun(client, request("a/4", affinity="a"))
         assert second.ids[1:] == ["a/3", "a/4"], "it has moved"
         client.mark_dead("engine-1", "it is slow")
@@ -481,7 +481,7 @@ async def collected(client: GenerationClient, number: int) -> None:
         await client.collect(client.engines[number])
 
 
-# -- all of it
+# -- random sequences of events
 
 
 @pytest.mark.slow
@@ -490,7 +490,7 @@ async def collected(client: GenerationClient, number: int) -> None:
 def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
     data: st.DataObject, engines: int, budgets: list[int]
 ) -> None:
-    """Aborts, failures, deaths, pauses and engines that come and go, with any number of tokens before them: nothing is
+    """With aborts, failures, deaths, pauses and engines that join and leave, after any number of tokens: nothing is
     lost or sampled twice."""
 
     async def check() -> None:
@@ -527,16 +527,16 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
                 aborted = list(pending) if event in ("abort", "pause", "leave") else []
                 failures = [RolloutFailure(name, "no") for name in pending] if event == "fail" else []
                 actor.put(*ends, *failures, segments=news, aborted=aborted)
-                if not leaving:  # nothing more is collected from one that has left
-                    await actor.dealt_with()
+                if not leaving:  # nothing more is collected from an engine that has left
+                    await actor.processed()
                 for left in leaving:
-                    assert await left, "it has returned everything"
+                    assert await left, "it has returned all requests"
                     gone.append((actor, len(actor.ids)))
                     collectors[number].cancel()
                     actor.forget_collector()
                     client.remove(client.engines[number])
                     joined = client.add(StandInProcess("joined"))
-                    client.engines.insert(number, client.engines.pop())  # in its place, for the draws above
+                    client.engines.insert(number, client.engines.pop())  # at the same index, which the draws above use
                     joined.serving = True
                     collectors[number] = group.create_task(collected(client, number))
                 if event == "die":
@@ -561,10 +561,10 @@ def test_whatever_engines_abandon_each_caller_gets_one_complete_rollout(
             assert answer.finish_reason == "length"
             assert answer.text == text_of(answer.ids)
             assert sorted(answer.versions) == answer.versions.tolist()
-        assert all(len(actor.ids) == count for actor, count in gone), "one that has left gets nothing"
+        assert all(len(actor.ids) == count for actor, count in gone), "an engine that has left gets no requests"
         for actor in actors(client):
             assert all(asked.left > 0 for asked in actor.submitted)
         ranges = [(part.rollout_id, token) for part in received for token in range(part.start, part.end)]
-        assert len(ranges) == len(set(ranges)), "each token is told once"
+        assert len(ranges) == len(set(ranges)), "each token is reported once"
 
     run(check())

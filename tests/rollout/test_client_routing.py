@@ -26,7 +26,7 @@ from tests.orchestrator.stand_ins import StandInEngine, actors, client_over, col
 
 
 class Owner:
-    """Keeps what ended, in the batches it came in."""
+    """Records ended rollouts, in the batches in which they arrived."""
 
     def __init__(self) -> None:
         self.batches: list[list[str]] = []
@@ -43,13 +43,13 @@ class Owner:
 
 
 async def asked(client: GenerationClient, owner: Owner, *names: str) -> None:
-    """Have these generated, and return when engines have them."""
+    """Enqueue these requests, and return when engines have them."""
     client.enqueue(map(request, names), owner.on_end)
     await client.flush()
 
 
 def ranges(of: RolloutRequest) -> list[tuple[int, int]]:
-    """Which tokens the parts of a request's prefix are."""
+    """The token ranges of the parts of a request's prefix."""
     return [(part.start, part.end) for part in of.prefix]
 
 
@@ -72,7 +72,7 @@ async def restart(engine: EngineState) -> StandInEngine:
     return actor
 
 
-# -- while all goes well
+# -- without faults
 
 
 def test_requests_go_to_the_least_loaded_engine_all_at_once_and_only_once() -> None:
@@ -114,7 +114,7 @@ def test_a_failure_is_retried_immediately_and_then_reported() -> None:
             await engine.deliver(RolloutFailure("a", "third"))
         assert owner.ended == ["b", "a"]
         assert owner.failures == [RolloutFailure("a", "third")]
-        assert engine.submitted[0] == engine.submitted[3], "the very same request, with its seed"
+        assert engine.submitted[0] == engine.submitted[3], "the same request with the same seed"
         assert client.running == 0
 
     run(check())
@@ -268,12 +268,12 @@ def test_requests_of_a_lost_engine_continue_elsewhere_from_their_tokens() -> Non
         first.put(rollout("c"), segments=[segment("a", 0, 3), segment("a", 3, 2, version=1)])
         first.put(segments=[segment("a", 5, 1, version=1)])
         losing = asyncio.create_task(lost(client, 0))
-        await first.dealt_with()
+        await first.processed()
         first.die()
         assert await losing == "the process died"
         assert second.ids == ["b", "d", "a"]
         assert ranges(second.submitted[-1]) == [(0, 3), (3, 5), (5, 6)]
-        assert second.submitted[-1].sampling == request("a").sampling, "the engine works out what is left"
+        assert second.submitted[-1].sampling == request("a").sampling, "the engine computes the rest"
         assert not client.engines[0].serving
         assert owner.ended == ["c"]
 
@@ -317,7 +317,7 @@ def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
         assert client.serving() == []
         restarted = await restart(client.engines[1])
         await client.flush()
-        assert restarted.ids, "it takes up what lies in its outbox"
+        assert restarted.ids, "it sends the waiting requests"
         other = await restart(client.engines[0])
         await client.flush()
         assert sorted(restarted.ids + other.ids) == ["a", "b", "c"]
@@ -419,7 +419,7 @@ def test_an_engine_marked_dead_is_lost_for_the_first_reason() -> None:
         assert await lost(client, 0) == "it does not serve weight version 3"
         restarted = await restart(client.engines[0])
         restarted.die()
-        assert await lost(client, 0) == "the process died", "the old verdict does not stick"
+        assert await lost(client, 0) == "the process died", "the old cause is not kept"
 
     run(check())
 
@@ -430,7 +430,7 @@ def test_a_dead_engine_is_found_by_its_collector() -> None:
         (engine,) = actors(client)
         engine.die()
         owner = Owner()
-        await asked(client, owner, "a")  # nothing is raised here
+        await asked(client, owner, "a")  # no error is raised here
         await client.cancel(["b"])
         assert await lost(client, 0) == "the process died"
         assert client.running == 1
@@ -495,7 +495,7 @@ def test_a_rollout_that_was_complete_when_its_engine_was_lost_is_counted_once() 
     run(check())
 
 
-# -- all of it
+# -- random sequences of events
 
 
 @pytest.mark.slow
@@ -538,7 +538,7 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
                     for one in actor.submitted
                     if one.rollout_id in engine.pending
                 }
-                for name in pending:  # it goes on from all that was told of it
+                for name in pending:  # it continues from all reported tokens
                     parts = ranges(asked_again[name])
                     assert [0, *(end for _, end in parts)] == [*(start for start, _ in parts), generated[name]]
                 continue
@@ -560,7 +560,7 @@ def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retr
         assert len(owner.ended) == len(set(owner.ended))
         assert set(owner.ended) == everything - cancelled
         assert {failure.rollout_id for failure in owner.failures} == {n for n in failed if failed[n] == retries + 1}
-        for name in everything:  # it was with one engine at a time, and left the last one for good
+        for name in everything:  # it was on one engine at a time, and ended on the last one
             *earlier, last = [stay for stay in stays if stay.request_id == name]
             assert all(before.ended_at <= after.begun_at for before, after in pairwise([*earlier, last]))
             assert {stay.ending for stay in earlier} <= {"failed", "lost"}

@@ -1,4 +1,4 @@
-"""Cutting rollouts and going on with them, over random rollouts and cuts."""
+"""Dividing and continuing rollouts, with random rollouts and boundaries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> tuple[list[int], list[float], list[tuple[int, int]]]:
-    """Token ids, log-probs, and where versions start; in every other rollout with given tokens between them."""
+    """Token ids, log-probs, and where versions start; half of the rollouts have given tokens among the sampled ones."""
     ids = draw(IDS)
     logprobs = draw(st.lists(st.floats(-50, 0, width=32), min_size=len(ids), max_size=len(ids)))
     starts = sorted(draw(st.sets(st.integers(1, max(len(ids) - 1, 1)), max_size=6)))
@@ -96,7 +96,7 @@ def test_versions_never_fall(versions: tuple[int, ...]) -> None:
 def test_the_rest_has_the_remaining_budget_and_the_right_seed(
     max_tokens: int, generated: int, seed: int | None
 ) -> None:
-    """The same one where the engine draws by seed and position, else another one."""
+    """The same seed if the engine samples by seed and position, otherwise another one."""
     full = Sampling(0.7, max_tokens, seed, ("x",))
     left = max(max_tokens - generated, 0)
     assert rest_of(full, generated, by_position=True) == Sampling(0.7, left, seed, ("x",))

@@ -1,4 +1,4 @@
-"""Random numbers by seed and position: nothing else counts, and neither seeds nor positions share any."""
+"""Random numbers depend only on seed and position, and are different for each seed and position."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def row_seeds(rows: list[tuple[int, int]]) -> list[int]:
 
 
 def test_it_is_splitmix64() -> None:
-    """The first outputs of the published generator for the seed 0, which the mixing leaves as it is."""
+    """The first outputs of the published generator for the seed 0, which the mixing does not change."""
     outputs = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC]
     assert [one % 2**64 for one in row_seeds([(0, position) for position in range(4)])] == outputs
 
 
 @given(rows=ROWS, data=st.data())
 def test_a_row_depends_on_its_seed_and_position_alone(rows: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Whatever other requests a step has, and in which order."""
+    """For any other requests in the step, and any order of them."""
     found = dict(zip(rows, row_seeds(rows), strict=True))
     others = data.draw(st.permutations(rows))[: data.draw(st.integers(1, len(rows)))]
     assert row_seeds(others) == [found[row] for row in others]
@@ -43,7 +43,7 @@ def test_a_row_depends_on_its_seed_and_position_alone(rows: list[tuple[int, int]
 def test_a_rollout_that_is_cut_anywhere_continues_with_the_same_numbers(
     seed: int, prompt: int, tokens: int, cuts: set[int]
 ) -> None:
-    """Every part is a request of its own, with all tokens before it as prompt."""
+    """Every part is a separate request, with all earlier tokens as its prompt."""
     whole = row_seeds([(seed, prompt + index) for index in range(tokens)])
     bounds = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
     parts = []
@@ -55,9 +55,9 @@ def test_a_rollout_that_is_cut_anywhere_continues_with_the_same_numbers(
 
 
 def test_near_seeds_and_positions_have_unrelated_numbers() -> None:
-    """A change of one changes each of the 64 bits half the time."""
+    """If seed or position changes by one, each of the 64 bits changes in half of the cases."""
     grid = np.array([row_seeds([(seed, position) for position in range(512)]) for seed in range(64)], np.int64)
     assert len(np.unique(grid)) == grid.size
     for changed in (grid[1:] ^ grid[:-1], grid[:, 1:] ^ grid[:, :-1]):
         bits = np.unpackbits(changed.reshape(-1, 1).view(np.uint8), axis=1).mean(0)
-        assert np.abs(bits - 0.5).max() < 0.02  # seven standard errors
+        assert np.abs(bits - 0.5).max() < 0.02  # a tolerance of seven standard errors

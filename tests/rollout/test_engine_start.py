@@ -1,4 +1,4 @@
-"""Why a core process of vLLM ended: a killed one is worth another try, a mistake in the settings is not."""
+"""Why a core process of vLLM ended: a killed one is started again; after a mistake in the settings it is not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def core_that(how: Callable[[], object]) -> multiprocessing.Process:
 
 def end_by(number: signal.Signals) -> None:
     if number != signal.SIGKILL:
-        signal.signal(number, signal.SIG_DFL)  # of pytest's fault handler
+        signal.signal(number, signal.SIG_DFL)  # remove the handler of pytest's faulthandler
     os.kill(os.getpid(), number)
 
 
@@ -63,7 +63,7 @@ GONE = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an iss
 
 
 @pytest.mark.parametrize(
-    ("how", "wrote", "said"),
+    ("how", "wrote", "cause"),
     [
         (partial(os._exit, 1), ERROR + GONE, ": ValueError: head size 24 is not supported"),
         (partial(end_by, signal.SIGTERM), ERROR, ": ValueError: head size 24 is not supported"),
@@ -71,11 +71,11 @@ GONE = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an iss
     ],
 )
 def test_a_core_that_fails_by_itself_has_crashed(
-    tmp_path: Path, how: Callable[[], object], wrote: str, said: str
+    tmp_path: Path, how: Callable[[], object], wrote: str, cause: str
 ) -> None:
     error = death([core_that(how)], written(tmp_path / "engine.log", wrote))
     assert isinstance(error, ActorCrashed)
-    assert error.message == f"vLLM's core process has died{said}"
+    assert error.message == f"vLLM's core process has died{cause}"
 
 
 @pytest.mark.parametrize(("number", "wrote"), [(signal.SIGKILL, ERROR), (signal.SIGTERM, GONE)])

@@ -1,4 +1,4 @@
-"""Each token keeps the experts of the pass that predicted it, however its sequence is cut, joined and continued."""
+"""Each token keeps the experts of the pass that predicted it, however its sequence is split, joined and continued."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CUTS = st.lists(st.integers(0, 40), max_size=6)
 
 
 def experts(first: int, end: int, dtype: type = np.uint8, engine: int = 1) -> Experts:
-    """Rows that say which tokens of the sequence they belong to; the prompt's first has none."""
+    """Rows that contain the index of their token in the sequence; the first token of the prompt has no row."""
     rows = np.stack([np.arange(first, end), np.full(end - first, engine), *[np.arange(end - first)] * 4], axis=1)
     return np.where(np.arange(first, end)[:, None] == 0, UNKNOWN, rows + (np.arange(6) > 1)).astype(dtype)
 
@@ -36,7 +36,7 @@ def sequence(count: int, dtype: type = np.uint8, versions: tuple[int, ...] = (3,
 
 
 def belongs(tokens: TokenSequence | Segment) -> bool:
-    """Whether each token still has its own row. Ids are the places in the sequence."""
+    """Whether each token still has its own row. Ids are the indices in the sequence."""
     assert tokens.experts is not None
     return bool((tokens.experts[:, 0] == tokens.ids).all()) and len(tokens.experts) == len(tokens.ids)
 
@@ -85,7 +85,7 @@ def vllm_rows(tokens: int, cuts: list[int]) -> list[Any]:
 
 @given(prompt=st.integers(1, 10), generated=st.integers(1, 15), cuts=CUTS, since=st.integers(0, 20))
 def test_the_newest_tokens_of_a_running_request(prompt: int, generated: int, cuts: list[int], since: int) -> None:
-    """The request continues a rollout after 4 tokens; ids are places in prompt and response together."""
+    """The request continues a rollout after 4 tokens; ids are the indices in prompt and response together."""
     prefix = 4
     end = prompt + prefix + generated
     state = SimpleNamespace(
@@ -128,8 +128,8 @@ def test_too_few_rows_are_an_error() -> None:
 
 @given(prompt=st.integers(1, 6), prefix=st.integers(0, 8), rest=st.integers(0, 8), recorded=st.integers(0, 2))
 def test_a_continued_rollout_has_the_experts_of_each_engine(prompt: int, prefix: int, rest: int, recorded: int) -> None:
-    """Engine 1 generated the prefix, engine 2 computed it again and went on. Of ``recorded`` 0 the first engine's
-    choice is not known, of 1 that of its first two tokens alone."""
+    """Engine 1 generated the prefix; engine 2 computed it again and continued. The first engine's choice is not known
+    if ``recorded`` is 0, and known for its first two tokens only if it is 1."""
     known = experts(prompt, prompt + prefix, engine=1)
     ids = np.arange(prompt, prompt + prefix + rest, dtype=np.int32)
     parts = []
@@ -164,7 +164,7 @@ def test_a_continued_rollout_has_the_experts_of_each_engine(prompt: int, prefix:
 
 
 def reply(first: int, end: int, engine: int) -> Rollout:
-    """What an engine answers to a call whose prompt are the tokens up to ``first``."""
+    """An engine's answer to a call whose prompt consists of the tokens up to ``first``."""
     count = end - first
     return Rollout(
         *(np.arange(first, end, dtype=np.int32), np.zeros(count, np.float32), np.full(count, 5, np.int32)),
@@ -179,7 +179,7 @@ def reply(first: int, end: int, engine: int) -> Rollout:
 
 @given(turns=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.booleans()), min_size=1, max_size=4))
 def test_an_episode_has_the_experts_of_its_prompts_and_replies(turns: list[tuple[int, int, bool]]) -> None:
-    """Each turn: tokens given, tokens sampled, and whether those came on the way. Ids are places in the sequence."""
+    """Each turn: given tokens, sampled tokens, and whether these were streamed. Ids are indices in the sequence."""
     reported: list[Segment] = []
     transcript = Transcript("0-0", {}, reported.extend)
     branch, end, engines = None, 0, []

@@ -1,4 +1,4 @@
-"""What an engine is told of an output format, what it says of one that it refuses, and grammars that continue."""
+"""What vLLM gets of an output format, how an engine refuses one, and grammars that continue."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ def test_the_prefix_is_what_the_grammar_holds_for() -> None:
 def test_the_arguments_that_vllm_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert format_arguments(request(None), (0,)) == {}
     for kind, source in (("json", "{}"), ("regex", "a+"), ("choice", '["a"]'), ("grammar", 'root ::= "a"')):
-        told = format_arguments(request(OutputFormat(kind, source, "x")), (0, 2))  # type: ignore[arg-type]
+        arguments = format_arguments(request(OutputFormat(kind, source, "x")), (0, 2))  # type: ignore[arg-type]
         expected = json.loads(source) if kind == "choice" else source
-        assert getattr(told["structured_outputs"], kind) == expected
-        assert (told["extra_args"], told["logit_bias"]) == ({PREFIX_TOKENS: 0}, {0: -100.0, 2: -100.0})
+        assert getattr(arguments["structured_outputs"], kind) == expected
+        assert (arguments["extra_args"], arguments["logit_bias"]) == ({PREFIX_TOKENS: 0}, {0: -100.0, 2: -100.0})
     with pytest.raises(RuntimeError, match="cannot continue"):
         format_arguments(request(REGEX, generated=3), ())
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", sys.modules["__main__"].__spec__)
@@ -112,7 +112,7 @@ def test_only_what_vllm_finds_wrong_with_a_format_is_a_refusal() -> None:
 
 @pytest.mark.stack
 def test_a_grammar_that_continues_allows_what_it_would_have_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM's own manager and xgrammar's grammars; only the model is left out."""
+    """With vLLM's own manager and xgrammar's grammars, without a model."""
     import torch
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import StructuredOutputManager

@@ -48,7 +48,7 @@ def test_the_lowest_priority_gets_the_next_slot(
                 waiting.remove(number)
                 expected.append(number)
 
-        fill(first=True)  # free slots go in the order of arrival
+        fill(first=True)  # free slots are granted in the order of arrival
         await settled()
         for step, chosen in steps:
             number = chosen % len(priorities)

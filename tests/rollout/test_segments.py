@@ -1,4 +1,4 @@
-"""Unfinished rollouts on real vLLM: what is read of them while they run, and going on after an engine's death."""
+"""Unfinished rollouts on real vLLM: their segments while they run, and how they continue after an engine's death."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ from tests.orchestrator.stand_ins import Actor, RemoteMethod, StandInProcess
 pytestmark = pytest.mark.stack
 
 LIMIT_S = 120.0
-"""Seconds after which a condition that should have come counts as never coming."""
+"""Seconds after which a wait for a condition fails."""
+POLL_S = 0.005
+"""Seconds between two looks at an engine: without a pause, they would take the CPU time that it needs."""
 TOKENS = 200
 LONG = 2000
-"""Tokens of a rollout that is not finished when the test does something to its engine: generating them takes seconds of
-a core, however loaded the machine is. With ``endless`` weights greedy rollouts have this length."""
+"""Tokens of a rollout that must not be finished when the test acts on its engine: generating them takes seconds of CPU
+time, however loaded the machine is. With ``endless`` weights greedy rollouts have this length."""
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[asyncio.Runner]:
-    with asyncio.Runner() as runner:
-        yield runner
+def loops() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as loops:
+        yield loops
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +63,23 @@ def start(spec: ExperimentSpec, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with pytest.MonkeyPatch.context() as patch:
         main = sys.modules["__main__"]
         patch.setattr(main, "__spec__", main.__spec__)
-        use_as_main()  # as the engine's actor does: the core joins its messages
+        use_as_main()  # as in the engine's actor: the core joins its messages
         yield lambda: Bench(spec, tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
-def bench(runner: asyncio.Runner, start: Callable[[], Bench]) -> Iterator[Bench]:
+def bench(loops: asyncio.Runner, start: Callable[[], Bench]) -> Iterator[Bench]:
     async def started() -> Bench:
         return start()
 
-    bench = runner.run(started())
+    bench = loops.run(started())
     yield bench
     bench.engine.shutdown()
 
 
 @pytest.fixture
 def worker(spec: ExperimentSpec, tmp_path: Path) -> Iterator[Callable[..., RolloutWorker]]:
-    """Makes workers round an engine; the output is pytest's again after the test."""
+    """Creates workers with an engine; restores pytest's output after the test."""
     saved = os.dup(1), os.dup(2)
 
     def worker_of(bench: Bench, segment_seconds: float = 0.05) -> RolloutWorker:
@@ -100,7 +102,7 @@ def request(name: str, *prefix: Segment, stop: tuple[str, ...] = (), tokens: int
 
 
 def greedy(name: str, *prefix: Segment, stop: tuple[str, ...] = (), tokens: int = LONG) -> RolloutRequest:
-    """A rollout that has so many tokens where the weights are ``endless``."""
+    """A rollout that has this many tokens if the weights are ``endless``."""
     sampled = request(name, *prefix)
     return replace(sampled, sampling=Sampling(0.0, tokens, stop=stop))
 
@@ -109,7 +111,7 @@ async def until(condition: Callable[[], Any]) -> Any:
     """The first true answer of ``condition``."""
     async with asyncio.timeout(LIMIT_S):
         while not (answer := condition()):
-            await asyncio.sleep(0)
+            await asyncio.sleep(POLL_S)
     return answer
 
 
@@ -136,7 +138,7 @@ def begins_with(rollout: Rollout, segments: list[Segment]) -> bool:
 @pytest.mark.parametrize(("policy", "version", "stop"), [("keep", 2, ()), ("recompute", 4, ()), ("keep", 6, ("@@@@",))])
 def test_segments_are_the_beginning_of_the_final_rollout(
     bench: Bench,
-    runner: asyncio.Runner,
+    loops: asyncio.Runner,
     monkeypatch: pytest.MonkeyPatch,
     policy: str,
     version: int,
@@ -152,7 +154,7 @@ def test_segments_are_the_beginning_of_the_final_rollout(
         add(taken, bench.engine.segments(since()))
         at_pause.update(since())
 
-    names = [f"{version}-{number}" for number in range(16)]
+    names = [f"{version}-{number}" for number in range(8)]
 
     running: list[asyncio.Task[Rollout]] = []
 
@@ -168,29 +170,29 @@ def test_segments_are_the_beginning_of_the_final_rollout(
             await bench.publish(version, policy, endless=True, prepared=begin)
         while not all(task.done() for task in running):
             add(taken, bench.engine.segments(since()))
-            await asyncio.sleep(0)
+            await asyncio.sleep(POLL_S)
         return list(await asyncio.gather(*running))
 
-    rollouts = {rollout.rollout_id: rollout for rollout in runner.run(generate())}
+    rollouts = {rollout.rollout_id: rollout for rollout in loops.run(generate())}
     assert all(begins_with(rollouts[name], segments) for name, segments in taken.items())
     crossed = {name: rollout for name, rollout in rollouts.items() if len(set(rollout.versions.tolist())) == 2}
     assert set(taken) == set(names)
     assert set(crossed) >= set(names)
     assert any(len({segment.version for segment in taken[name]}) == 2 for name in names)
     for name in names:
-        assert at_pause[name] == (crossed[name].versions == version - 1).sum(), "all old tokens were in at the pause"
+        assert at_pause[name] == (crossed[name].versions == version - 1).sum(), "the pause delivered all old tokens"
 
 
 def test_the_engine_normalizes_with_the_kernels(bench: Bench) -> None:
-    """vLLM's worker does not start with implementations that it does not have."""
+    """vLLM's worker would not start if it did not have these implementations."""
     from asyncrl_cli.rollout.vllm_cpu_norms import PROVIDER
 
     priority = bench.engine._vllm.vllm_config.kernel_config.ir_op_priority
     assert [priority.rms_norm[0], priority.fused_add_rms_norm[0]] == [PROVIDER, PROVIDER]
 
 
-def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, runner: asyncio.Runner) -> None:
-    """Cut anywhere, a rollout comes out the same, greedy or sampled; under other weights it keeps its beginning."""
+def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, loops: asyncio.Runner) -> None:
+    """Interrupted anywhere, a rollout is the same, greedy or sampled; with other weights it keeps its beginning."""
 
     async def continued(one: Rollout, number: int) -> Rollout:
         end = len(one.ids) * number // 32
@@ -223,15 +225,15 @@ def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, runner: 
             assert again.ids.tolist() == full.ids.tolist()
             assert (again.text, again.finish_reason) == (full.text, full.finish_reason)
             assert np.abs(again.logprobs - full.logprobs).max() < TOLERANCE
-        # The random numbers are those that they would have had; log-probs differ by rounding (decision 0064).
+        # The random numbers are the same as without interruption; log-probs differ by rounding (decision 0064).
         for one, again in zip(beside, await asyncio.gather(*map(continued, beside, range(32))), strict=True):
             assert again.ids.tolist() == one.ids.tolist()
             assert np.abs(again.logprobs - one.logprobs).max() < TOLERANCE
 
-    runner.run(generate())
+    loops.run(generate())
 
 
-def test_a_stop_string_across_the_boundary_ends_the_rollout(bench: Bench, runner: asyncio.Runner) -> None:
+def test_a_stop_string_across_the_boundary_ends_the_rollout(bench: Bench, loops: asyncio.Runner) -> None:
     async def generate() -> None:
         await bench.publish(12, "keep")
         full = await bench.engine.generate(RolloutRequest("12-0", (3, 4, 5), Sampling(0.0, TOKENS)))
@@ -248,10 +250,10 @@ def test_a_stop_string_across_the_boundary_ends_the_rollout(bench: Bench, runner
         assert again.ids.tolist() == stopped.ids.tolist() == full.ids[: end + 2].tolist()
         assert again.finish_reason == stopped.finish_reason == "stop"
 
-    runner.run(generate())
+    loops.run(generate())
 
 
-def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, runner: asyncio.Runner) -> None:
+def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, loops: asyncio.Runner) -> None:
     async def generate() -> Rollout:
         await bench.publish(13, "keep")
         prefix = Segment("13-0", 0, 14, np.array([7, 8], np.int32), np.zeros(2, np.float32))
@@ -261,11 +263,11 @@ def test_a_prefix_of_a_newer_version_waits_for_that_version(bench: Bench, runner
         await bench.publish(14, "keep")
         return await task
 
-    assert set(runner.run(generate()).versions.tolist()) == {14}
+    assert set(loops.run(generate()).versions.tolist()) == {14}
 
 
-def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Bench, runner: asyncio.Runner) -> None:
-    """As when an engine has to leave during a publish: its requests return with what they have."""
+def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Bench, loops: asyncio.Runner) -> None:
+    """As when an engine must leave during a publish: its requests return with their present tokens."""
 
     async def check() -> None:
         await bench.publish(40, "keep", endless=True)
@@ -286,11 +288,11 @@ def test_an_abort_does_not_wait_for_the_requests_that_an_update_drains(bench: Be
         await updating
         assert len((await bench.engine.generate(greedy("40-0", tokens=TOKENS))).ids) == TOKENS, "it generates again"
 
-    runner.run(check())
+    loops.run(check())
 
 
 def test_nothing_is_generated_with_weights_that_did_not_load(
-    bench: Bench, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, loops: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def fail(_: str) -> None:
         raise RuntimeError("out of memory")
@@ -317,7 +319,7 @@ def test_nothing_is_generated_with_weights_that_did_not_load(
         await bench.publish(46, "keep", endless=True)
         assert len((await bench.engine.generate(greedy("46-0", tokens=TOKENS))).ids) == TOKENS
 
-    runner.run(check())
+    loops.run(check())
 
 
 @pytest.mark.parametrize(
@@ -329,9 +331,9 @@ def test_nothing_is_generated_with_weights_that_did_not_load(
     ],
 )
 def test_tokens_that_are_not_read_yet_come_together(
-    bench: Bench, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, one: RolloutRequest, joined: bool
+    bench: Bench, loops: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, one: RolloutRequest, joined: bool
 ) -> None:
-    """What vLLM's front end gets of a rollout: a record for several tokens, or for each of them."""
+    """vLLM's front end gets one record for several tokens of a rollout, or one for each token."""
     records: list[int] = []
     process = bench.engine._vllm.output_processor.process_outputs
 
@@ -344,13 +346,13 @@ def test_tokens_that_are_not_read_yet_come_together(
         monkeypatch.setattr(bench.engine._vllm.output_processor, "process_outputs", counted)
         return await bench.engine.generate(one)
 
-    rollout = runner.run(generate())
+    rollout = loops.run(generate())
     assert sum(records) == len(rollout.ids) == LONG
     assert (len(records) < LONG) == joined
 
 
 class LocalEngine(Actor):
-    """A worker in this process, called as an actor is."""
+    """A worker in this process, which is called like an actor."""
 
     def __init__(self, worker: RolloutWorker) -> None:
         super().__init__()
@@ -361,7 +363,7 @@ class LocalEngine(Actor):
 
 
 def test_requests_survive_aborts_and_new_weights(
-    bench: Bench, start: Callable[[], Bench], runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
+    bench: Bench, start: Callable[[], Bench], loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     """Six requests, two engines that run two each, two pauses in the middle, and other weights after each."""
 
@@ -381,7 +383,7 @@ def test_requests_survive_aborts_and_new_weights(
             collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
             answers = [tasks.create_task(client.generate(one, partial(add, received))) for one in asked]
             for version in (51, 52):
-                for one in benches:  # both are in the middle of something
+                for one in benches:  # both have running requests
                     await until(lambda one=one: one.engine.segments(dict.fromkeys(names, 0)))
                 await client.pause()
                 made = [one.engine.sampled_tokens() for one in benches]
@@ -408,12 +410,12 @@ def test_requests_survive_aborts_and_new_weights(
             one.engine._slots = PrioritySemaphore(64)
         benches[1].engine.shutdown()
 
-    runner.run(check())
+    loops.run(check())
 
 
 @asynccontextmanager
 async def stopped_core() -> AsyncIterator[psutil.Process]:
-    """The newest engine's core process, stopped by SIGSTOP; runs again afterwards, if it still lives."""
+    """The newest engine's core process, suspended by SIGSTOP; it continues afterwards, if it still lives."""
     cores = [child for child in psutil.Process().children(recursive=True) if "EngineCore" in child.name()]
     core = max(cores, key=lambda child: child.create_time())
     core.send_signal(signal.SIGSTOP)
@@ -425,7 +427,7 @@ async def stopped_core() -> AsyncIterator[psutil.Process]:
 
 
 def test_a_hanging_engine_is_silent_and_continues_afterwards(
-    bench: Bench, runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
+    bench: Bench, loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     async def check() -> None:
         await bench.publish(20, "keep", endless=True)
@@ -457,11 +459,11 @@ def test_a_hanging_engine_is_silent_and_continues_afterwards(
         assert set(taken) == set(names)
         assert all(begins_with(rollout, taken[rollout.rollout_id]) for rollout in rollouts)
 
-    runner.run(check())
+    loops.run(check())
 
 
 def test_rollouts_survive_the_death_of_their_engine(
-    bench: Bench, start: Callable[[], Bench], runner: asyncio.Runner, worker: Callable[..., RolloutWorker]
+    bench: Bench, start: Callable[[], Bench], loops: asyncio.Runner, worker: Callable[..., RolloutWorker]
 ) -> None:
     async def check() -> None:
         doomed = start()
@@ -513,4 +515,4 @@ def test_rollouts_survive_the_death_of_their_engine(
             assert gaps.max(initial=0.0) < TOLERANCE
         assert generated == 20 * len(names)
 
-    runner.run(check())
+    loops.run(check())

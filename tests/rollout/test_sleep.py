@@ -1,4 +1,4 @@
-"""An engine that gives its GPU memory back: what waits meanwhile, and what continues after it."""
+"""An engine that releases its GPU memory: what waits meanwhile, and what continues afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from asyncrl_cli.rollout.engine import Engine
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 IMPORTS_VLLM = pytest.mark.slow
-"""For the classes of its requests; seconds."""
+"""Tests that import vLLM for the classes of its requests, which takes seconds."""
 SPEC = ExperimentSpec.model_validate(
     {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
 )
@@ -27,7 +27,7 @@ TOKENIZER = SimpleNamespace(decode=lambda *_, **__: "", eos_token_id=1, all_spec
 
 
 class Vllm:
-    """vLLM's engine, as far as it sleeps. Whatever would touch its memory is refused while it does."""
+    """A stand-in for vLLM's engine that can sleep. Calls that would use its memory are refused while it sleeps."""
 
     def __init__(self) -> None:
         self.asleep = False
@@ -58,7 +58,7 @@ class Vllm:
         self.touch("resume")
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[bool]:
-        # Of a GPU: none of them touches its memory; weights are mapped and pinned in the host's.
+        # With a GPU: none of these calls uses its memory; weights are mapped and pinned in host memory.
         assert method in ("sample_by_position", "prepare_weights", "weights_prepared")
         return [True]
 
@@ -101,7 +101,7 @@ def test_requests_and_aborts_wait_until_the_engine_is_awake(vllm: Vllm) -> None:
     async def check() -> None:
         engine = Engine(SPEC, "")
         await engine.serve_own(3)
-        await engine.wake_up()  # of an engine that is awake
+        await engine.wake_up()  # requests of an engine that is awake
         await engine.sleep()
         rollout = asyncio.ensure_future(engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8))))
         abort = asyncio.ensure_future(engine.abort())
@@ -145,14 +145,14 @@ def test_an_engine_that_cannot_fall_asleep_is_not_left_locked(vllm: Vllm, monkey
         monkeypatch.setattr(vllm, "sleep", refuses)
         with pytest.raises(RuntimeError, match="after sleeping"):
             await engine.sleep()
-        await engine.abort()  # which needs what the sleep had locked
+        await engine.abort()  # which needs the lock that the sleep had acquired
         assert (await engine.generate(RolloutRequest("1-0", (1,), Sampling(1.0, 8)))).ids.tolist() == [5]
 
     asyncio.run(check())
 
 
 def test_the_installed_vllm_has_these_calls() -> None:
-    """Read from its source: importing it takes ten seconds."""
+    """The source is read, because importing it takes ten seconds."""
     package = find_spec("vllm")
     assert package is not None and package.origin is not None
     source = Path(package.origin).parent / "v1/engine/async_llm.py"

@@ -1,4 +1,4 @@
-"""vLLM's kernels for normalization on CPU engines: they calculate what vLLM's implementation in PyTorch does."""
+"""vLLM's kernels for normalization on CPU engines: they compute the same as vLLM's implementation in PyTorch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def norms() -> Any:
 
 
 def _heads(rows: int, heads: int, size: int) -> Any:
-    """Keys as vLLM's models take them from wider rows of queries, keys and values: [rows, heads, size]."""
+    """Keys as views of wider rows of queries, keys and values, as in vLLM's models: [rows, heads, size]."""
     import torch
 
     wide = torch.randn(rows, (heads + 3) * size, generator=torch.Generator().manual_seed(rows))

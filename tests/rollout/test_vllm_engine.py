@@ -1,4 +1,4 @@
-"""What of the engine can be checked without vLLM: its memory, its environment, and how answers are read."""
+"""The parts of the engine that can be tested without vLLM: memory, environment, and how answers are read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_cache_holds_whole_blocks_and_at_least_one_longest_sequence(
 
 
 def test_the_cache_holds_a_sequence_of_the_models_length() -> None:
-    """vLLM starts with no less, though no rollout is so long."""
+    """vLLM needs this to start, although no rollout is that long."""
     base = spec(max_running_rollouts=1)
     long = base.model_copy(update={"model": base.model.model_copy(update={"max_length": 100_000})})
     per_token = cache_bytes_per_token(long, config())

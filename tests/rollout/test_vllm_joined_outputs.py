@@ -1,5 +1,5 @@
-"""Joined messages of vLLM's core: the front end gets of every request what it would have got without (vLLM's own types;
-test_segments.py has vLLM's own processes)."""
+"""Joined messages of vLLM's core: the front end gets the same data of every request as without joining (with vLLM's own
+types; test_segments.py uses vLLM's own processes)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def record(request_id: str, tokens: list[int], **fields: Any) -> Any:
 
 
 def entries(drawn: Iterable[Any]) -> Iterator[Any]:
-    """What a core puts into its queue; a request that has ended comes back under another id, as in vLLM."""
+    """The entries that a core puts into its queue; a request that has ended may return with another id, as in vLLM."""
     from vllm.v1.engine import FinishReason, UtilityOutput
 
     count, ended = 0, defaultdict(int)
@@ -91,7 +91,8 @@ def read_all(drawn: Iterable[Any], wrap: Callable[[Callable[..., Any]], Callable
 
 
 def seen(found: Iterable[Any]) -> tuple[dict[str, list[Any]], dict[Any, dict[str, int]]]:
-    """By request: its tokens with log-probs, ranks and versions, experts, and its end. By answer: the tokens before."""
+    """For each request: its tokens with log-probs, ranks and versions, experts, and its end. For each answer: the
+    tokens before it."""
     requests: dict[str, list[Any]] = defaultdict(list)
     tokens: dict[str, int] = defaultdict(int)
     before: dict[Any, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""vLLM's sampler with random numbers by seed and position: which distribution it draws from, and what decides."""
+"""vLLM's sampler with random numbers by seed and position: its distribution, and what a result depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DRAWS = 40_000
 
 
 class Runner:
-    """A model runner, as far as the sampler reads it."""
+    """The attributes of a model runner that the sampler reads."""
 
     def __init__(self) -> None:
         from vllm.v1.sample.sampler import Sampler
@@ -26,7 +26,7 @@ class Runner:
         assert sample_by_position(self, config)
 
     def draw(self, logits: Any, seeds: list[int | None], positions: list[int], **settings: Any) -> tuple[Any, Any]:
-        """Tokens and processed log-probs of one step: a row for each seed and position; None is no seed."""
+        """Tokens and processed log-probs of one step: a row for each seed and position; None means without a seed."""
         import torch
 
         rows = len(seeds)
@@ -43,7 +43,7 @@ class Runner:
             max_num_logprobs=0,
         )
         self.input_batch = SimpleNamespace(sampling_metadata=batch)
-        self.seq_lens = torch.tensor([*positions, 99], dtype=torch.int32)  # has room for more requests
+        self.seq_lens = torch.tensor([*positions, 99], dtype=torch.int32)  # there is room for more requests
         return self.sampler.sample(logits.clone(), batch)
 
 
@@ -61,7 +61,7 @@ def logits() -> Any:
 
 
 def p_value(found: Any, expected: Any) -> float:
-    """Of Pearson's chi-square test."""
+    """The p-value of Pearson's chi-square test."""
     import torch
 
     statistic = ((found - expected) ** 2 / expected).sum()
@@ -90,14 +90,14 @@ def test_tokens_are_drawn_from_the_distribution(runner: Runner, logits: Any, kin
         kept = 5 if limit == "top-k" else int((likely.values.cumsum(0) < 0.8).sum()) + 1
         wanted = torch.zeros_like(wanted).index_copy(0, likely.indices[:kept], likely.values[:kept])
         wanted /= wanted.sum()
-    assert torch.allclose(logprobs[0].exp(), wanted, atol=1e-5), "log-probs are of what was drawn from"
+    assert torch.allclose(logprobs[0].exp(), wanted, atol=1e-5), "log-probs are of the sampled distribution"
     expected, found = DRAWS * wanted, torch.bincount(tokens, minlength=VOCABULARY)
     assert not found[wanted == 0].any()
     assert p_value(found[wanted > 0], expected[wanted > 0]) > 1e-3
 
 
 def test_successive_tokens_are_independent(runner: Runner, logits: Any) -> None:
-    """Pairs of tokens that follow each other, of one seed, against the product of their probabilities."""
+    """Pairs of successive tokens with one seed, compared with the product of their probabilities."""
     import torch
 
     likely = logits.topk(6).values
@@ -108,7 +108,7 @@ def test_successive_tokens_are_independent(runner: Runner, logits: Any) -> None:
 
 
 def test_seed_and_position_decide_and_nothing_else(runner: Runner) -> None:
-    """Not the row, not other requests, not what was drawn before, not that a request of another seed had the row."""
+    """Not the row, other requests, earlier samples, or another seed in the same row before."""
     import torch
 
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
@@ -149,4 +149,4 @@ def test_it_is_left_as_it_is_where_vllm_has_no_kernel_for_it() -> None:
         assert not sample_by_position(SimpleNamespace(sampler=sampler), config)
         assert not isinstance(sampler.topk_topp_sampler.forward, PositionSampler)
     second: Any = SimpleNamespace(use_v2_model_runner=True)
-    assert sample_by_position(SimpleNamespace(), second), "vLLM does it"
+    assert sample_by_position(SimpleNamespace(), second), "vLLM samples by itself"

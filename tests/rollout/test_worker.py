@@ -1,4 +1,4 @@
-"""The actor round an engine, without Ray and with an engine that is told what to answer."""
+"""The actor with an engine, without Ray and with a stand-in for the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPEC = ExperimentSpec.model_validate(
     {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}}
 )
 PATH = os.devnull
-"""Of memory that is there."""
+"""A path of existing memory."""
 
 
 class StandInEngine:
@@ -49,7 +49,7 @@ class StandInEngine:
         self.version: int | None = None
         self.returned: list[Residence] = []
         self.tokens: dict[str, int] = {}
-        """How many tokens each running rollout has."""
+        """The number of tokens of each running rollout."""
 
     async def generate(self, request: RolloutRequest) -> Rollout:
         self.waiting[request.rollout_id] = asyncio.get_running_loop().create_future()
@@ -110,7 +110,7 @@ def rollout(rollout_id: str, tokens: int = 3) -> Rollout:
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[RolloutWorker]:
-    """A worker with a stand-in engine; output and signals are pytest's again after the test."""
+    """A worker with a stand-in engine; pytest's output and signal handlers are restored after the test."""
     saved = os.dup(1), os.dup(2)
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -135,7 +135,7 @@ def ids(delivery: Delivery) -> list[str]:
 async def submitted(worker: RolloutWorker, *names: str) -> StandInEngine:
     engine: Any = worker._engine
     await worker.submit([request(name) for name in names])
-    await asyncio.sleep(0)  # the tasks take their first step
+    await asyncio.sleep(0)  # let the tasks begin
     assert list(engine.waiting)[-len(names) :] == list(names)
     return engine  # type: ignore[no-any-return]
 
@@ -158,7 +158,7 @@ def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
         collecting = asyncio.create_task(worker.collect(60.0))
         for _ in range(10):
             await asyncio.sleep(0)
-        assert not collecting.done(), "it waits when there is nothing new"
+        assert not collecting.done(), "without new results it waits"
         collecting.cancel()
 
     asyncio.run(check())
@@ -325,7 +325,7 @@ def test_a_failed_rollout_delivers_its_tokens(worker: RolloutWorker) -> None:
         assert [failure.rollout_id for failure in delivery.failures] == ["1-0"]
         engine.tokens["1-0"] = 9
         await worker.update_weights(2, PATH, (), "keep", (1, 2))
-        assert bounds(await worker.collect(0.0)) == [], "it is over"
+        assert bounds(await worker.collect(0.0)) == [], "it has ended"
 
     asyncio.run(check())
 
@@ -417,7 +417,7 @@ def test_streamed_tokens_are_delivered_while_they_are_generated_and_others_are_n
             engine.waiting[name].set_result(rollout(name))
         assert len(ids(await worker.collect(60.0))) == 2
         collecting = asyncio.create_task(worker.collect(0.2))
-        assert bounds(await collecting) == [], "nothing streams any more"
+        assert bounds(await collecting) == [], "no request is streaming"
 
     asyncio.run(check())
 
@@ -433,7 +433,7 @@ def test_an_awaited_end_is_delivered_at_once(worker: RolloutWorker, monkeypatch:
         engine.waiting["1-0"].set_result(rollout("1-0"))
         for _ in range(20):
             await asyncio.sleep(0)
-        assert not collecting.done(), "it can wait for others"
+        assert not collecting.done(), "it is delivered together with others"
         engine.waiting["1-2/0"].set_result(rollout("1-2/0"))
         assert ids(await asyncio.wait_for(collecting, 60.0)) == ["1-0", "1-2/0"]
 
@@ -448,7 +448,7 @@ def test_stopping_before_the_start_is_not_an_error(worker: RolloutWorker) -> Non
 def test_a_sigterm_comes_with_the_next_delivery_and_the_second_ends_the_process(worker: RolloutWorker) -> None:
     async def check() -> None:
         with pytest.raises(SystemExit):
-            os.kill(os.getpid(), signal.SIGTERM)  # before it has started, nobody would hear of it
+            os.kill(os.getpid(), signal.SIGTERM)  # before it has started, no caller would be notified
         worker._loop = asyncio.get_running_loop()
         await worker.submit([request("a")])
         waiting = asyncio.create_task(worker.collect(60.0))

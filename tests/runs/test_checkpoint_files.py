@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, damage has a name, and what goes is what nothing keeps."""
+"""Checkpoints on disk: complete or absent, damage is named, and only checkpoints without a reason are removed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def make(run: RunDirectory, step: int) -> Checkpoint:
-    """A sound checkpoint with a shard that differs from step to step."""
+    """An intact checkpoint with a shard that is different for each step."""
     folder = run.path / "checkpoints" / checkpoint_name(step)
     (folder / "state").mkdir(parents=True)
     (folder / SHARD).write_bytes(b"shard of %d" % step)
@@ -53,14 +53,14 @@ def make(run: RunDirectory, step: int) -> Checkpoint:
 
 
 def test_shards_are_digested_beside_each_other(tmp_path: Path) -> None:
-    """And files.json has each under its own name."""
+    """files.json lists each shard under its own name."""
     contents = {f"shard-{rank}": f"of rank {rank}".encode() for rank in range(4)}
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     together, threads = Barrier(len(contents), timeout=20.0), set[int]()
 
     def check() -> None:
-        if get_ident() != main and get_ident() not in threads:  # the syncing is by the main thread
+        if get_ident() != main and get_ident() not in threads:  # files are synced by the main thread
             threads.add(get_ident())
             together.wait()
 
@@ -228,7 +228,7 @@ def test_half_a_removal_is_not_a_checkpoint(run: RunDirectory, monkeypatch: pyte
     folder = run.path / "checkpoints"
     checkpoint = make(run, 40)
     with monkeypatch.context() as patched:
-        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # we die here
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # the process dies here
         remove(checkpoint)
     assert complete_checkpoints(folder) == []
     assert [path.name for path in folder.iterdir()] == [".removing-step-000040"]
@@ -343,7 +343,7 @@ def test_what_is_kept(
     for_accuracy = stays - newest - every - pending
     assert len(for_accuracy) <= keep_best
     assert for_accuracy <= accuracies.keys()
-    # Nothing that goes is better than what stays for its accuracy alone, and as many of the best stay as shall.
+    # No removed checkpoint is better than one that is kept only for its accuracy, and `best` checkpoints are kept.
     gone = [accuracies[step] for step in steps - stays if step in accuracies]
     assert all(accuracies[step] >= max(gone, default=0.0) for step in for_accuracy)
     assert len([step for step in stays if step in accuracies]) >= min(keep_best, len(steps & accuracies.keys()))

@@ -1,4 +1,4 @@
-"""A run's folder: one driver at a time, files that change whole, state that survives anything."""
+"""A run's folder: one driver at a time, files that are replaced atomically, and a state that survives crashes."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ print(len(lines) == len(run.read("metrics.jsonl")), len(lines) >= 1)
 
 def test_on_a_full_disk_the_state_is_written_and_lines_are_complete(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-rm", "true"], check=False).returncode:
-        pytest.skip("no mount namespace can be made here")
+        pytest.skip("no mount namespace can be created here")
     command = ["unshare", "-rm", sys.executable, "-c", FULL, str(tmp_path)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True)
     assert ended.stdout.splitlines() == [
@@ -341,5 +341,5 @@ def test_lines_are_read_back_without_the_broken_ones(run: RunDirectory) -> None:
     run.append("metrics.jsonl", {"step": 2})
     run.append("metrics.jsonl", {"step": 3})
     with (run.path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 4, "caf\xc3')  # killed
+        file.write(b'{"step": 4, "caf\xc3')  # the process was killed
     assert run.read("metrics.jsonl") == [{"step": 1, "reward/mean": 0.25}, {"step": 3}]

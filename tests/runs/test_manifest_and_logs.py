@@ -1,4 +1,4 @@
-"""What a run was started from, what its processes print, and how errors read."""
+"""The manifest of a run, the output of its processes, and the texts of errors."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_an_error_is_a_diagnostic_and_is_the_same_in_another_process() -> None:
     assert str(error) == "engine-0: it broke (fix it)"
     assert error.diagnostic() == "error: it broke\n --> engine-0\nhint: fix it"
     assert (str(UserError("it broke")), UserError("it broke").diagnostic()) == ("it broke", "error: it broke")
-    twin = pickle.loads(pickle.dumps(error))
-    assert (type(twin), str(twin), twin.exit_code) == (RunError, str(error), 1)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.exit_code) == (RunError, str(error), 1)

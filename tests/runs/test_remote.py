@@ -1,4 +1,4 @@
-"""Waiting for actors: whatever goes wrong comes out as one error that names the actor."""
+"""Waiting for actors: every failure becomes one error that names the actor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def raising(error: BaseException) -> Any:
 
 
 def raised_in_an_actor(cause: Exception) -> BaseException:
-    """What Ray raises in the driver."""
+    """The error that Ray raises in the driver."""
     error: BaseException = RayTaskError("method", "traceback", cause).as_instanceof_cause()
     return error
 

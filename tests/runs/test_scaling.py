@@ -98,7 +98,7 @@ def test_the_number_asked_for_last_outlives_the_driver_unless_the_bounds_change(
     assert wanted_engines(run, (1, 4)) is None
     for engines in (3, 2):
         remember_wanted(run, engines, (1, 4))
-    forget_requests(run)  # as the next driver does
+    forget_requests(run)  # as in the next driver
     assert wanted_engines(run, (1, 4)) == 2
     assert wanted_engines(run, (1, 8)) is None
     for text in ("", "[]", '{"engines": 9, "bounds": [1, 4]}', '{"engines": "2", "bounds": [1, 4]}'):

@@ -1,4 +1,4 @@
-"""Activations counted on fake tensors: exactly, and the same from two short models as from the whole one."""
+"""Activations counted on fake tensors: exact, and the same from two models with few layers as from the whole model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def kinds_of(config: Any) -> list[object]:
 def test_storages_count_as_long_as_they_live() -> None:
     given = torch.zeros(1000)
     with LiveBytes([given]) as live:
-        view = given.view(10, 100).T  # of a tensor that is not counted
+        view = given.view(10, 100).T  # a part of a tensor that is not counted
         first = torch.zeros(250)
         assert live.now == live.peak == 1000
         second = first + 1
@@ -74,7 +74,7 @@ def test_recomputation_and_shorter_rows_take_less_and_adapters_little_more() -> 
 
 
 def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
-    """The same operations on real tensors: the policy's own forward and backward pass."""
+    """Compared with the same operations on real tensors: the policy's own forward and backward pass."""
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.train.model.policy import Policy
@@ -89,12 +89,12 @@ def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
     with LiveBytes([*model.parameters(), *model.buffers(), ids, mask]) as live:
         policy(ids, mask).sum().backward()
     counted = activation_bytes(config, kinds_of(config), Pass(4, 64, 200, False, "float32", "sdpa"))
-    # Fake tensors have the logits, 200 × 500 numbers, once more: they do not become log-probs in place.
+    # Fake tensors need the logits, 200 × 500 numbers, once more, because they are not overwritten by log-probs.
     assert live.peak <= counted <= 1.01 * live.peak + 4 * 200 * 500
 
 
 def test_the_count_of_adapters_is_what_peft_makes() -> None:
-    """Beside frozen experts, on real tensors."""
+    """With frozen experts, on real tensors."""
     from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.train.model.lora import add_adapters

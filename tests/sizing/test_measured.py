@@ -1,7 +1,7 @@
-"""The estimate beside what real DeepSpeed ranks were measured to take (benchmarks/memory.py --record).
+"""The estimate compared with measurements of real DeepSpeed ranks (benchmarks/memory.py --record).
 
-The measurements are in measured.json. Whoever changes the estimate sees here which cases are no longer met; whoever
-changes what a rank does with its memory measures again.
+The measurements are in measured.json. After a change of the estimate these tests show which cases no longer match;
+after a change of a rank's use of memory the measurements must be repeated.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ SETTINGS = ("model", "stage", "ranks", "dtype", "tokens", "recompute", "lora", "
 
 @pytest.fixture(scope="module")
 def benchmark() -> Any:
-    """benchmarks/memory.py, which is no package."""
+    """benchmarks/memory.py, imported by its path, because benchmarks/ is not a package."""
     spec = importlib.util.spec_from_file_location("memory_benchmark", ROOT / "benchmarks/memory.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up
+    sys.modules[spec.name] = module  # its dataclass looks up its own module
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="module")
 def model_of(benchmark: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a recorded case: the spec, its model with the recorded activations, and its model, which counts them."""
+    """For a recorded case: the spec, its model with recorded activations, and its model with counted activations."""
     folder = tmp_path_factory.mktemp("models")
 
     def config(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What an estimate adds up, for sizes of all kinds: it never grows where memory is shared out, given away or saved."""
+"""The sum of an estimate for all kinds of sizes: it never grows when memory is sharded, offloaded or saved."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_states_shrink_with_zero_ranks_and_adapters(found: SizedModel, ranks: in
     if stage:
         assert states(stage, 2 * ranks) <= states(stage)
     assert states(stage, found=replace(found, trained=found.trained // 2)) <= states(stage)
-    # Weights, gradients, the copy that ZeRO keeps and Adam's moments, 4 bytes each and 8.
+    # Weights, gradients and ZeRO's copy with 4 bytes each, and Adam's moments with 8 bytes.
     if stage == 3 and ranks == 1:
         assert states(3) == (
             4 * found.parameters + 16 * found.trained

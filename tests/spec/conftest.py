@@ -13,7 +13,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a spec file: the smallest spec, or a text of its own."""
+    """Write a spec file: the smallest spec, or another text."""
 
     def write_spec(text: str = SMALLEST, name: str = "spec.yaml") -> Path:
         path = tmp_path / name

@@ -1,6 +1,6 @@
 """Mutated specs: none may crash the reader, keep it busy for more than two seconds, or end with a wrong exit code.
 
-`python -m tests.spec.fuzz --specs 25000 --seed 0` prints a table of what came of them, and ends with 1 if any of these
+`python -m tests.spec.fuzz --specs 25000 --seed 0` prints a table of outcomes, and exits with 1 if one of these faults
 was found. tests/spec/test_fuzz.py runs a few hundred.
 """
 
@@ -32,16 +32,16 @@ from tests.spec.mutations import Case, Mutator
 LIMIT_S = 2.0
 NO_LINE = "errors without a line"
 COMMAND_LINE_EVERY = 10
-"""Every so many specs also go through the command line, as text or as JSON."""
+"""One in this many specs is also checked by the command line, as text or as JSON."""
 
 
 class Hang(BaseException):
-    """The limit of processor time is over."""
+    """The limit of CPU time is reached."""
 
 
 @dataclass
 class Report:
-    """What came of the cases: a count of each outcome by kind of case, and the first findings in words."""
+    """The outcomes of the cases: their counts by kind of case, and the first faults."""
 
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Report:
 
 
 def try_case(case: Case, report: Report, schema: Draft202012Validator, by_command: str | None) -> None:
-    """Load a case, and check what came of it."""
+    """Load a case, and check the outcome."""
 
     def over(*_: object) -> None:
         raise Hang
@@ -114,7 +114,7 @@ def try_case(case: Case, report: Report, schema: Draft202012Validator, by_comman
 
 
 def check_schema(case: Case, report: Report, schema: Draft202012Validator) -> None:
-    """What is valid satisfies the JSON schema, as an editor sees the file: variables are not yet replaced."""
+    """A valid spec matches the JSON schema, as in an editor: variables are not yet replaced."""
     problems: list[Problem] = []
     node = read_yaml(case.path.read_text(encoding="utf-8-sig"), Location("x", 1, 1), problems)
     assert node is not None
@@ -124,7 +124,7 @@ def check_schema(case: Case, report: Report, schema: Draft202012Validator) -> No
 
 
 def check_command(case: Case, report: Report, valid: bool, form: str) -> None:
-    """`asyncrl validate-spec` ends with 0 or 2, and its JSON is JSON that says the same."""
+    """`asyncrl validate-spec` exits with 0 or 2, and its JSON is valid and has the same result."""
     sets = [part for override in case.overrides for part in ("--set", override)]
     arguments = ["asyncrl", "validate-spec", str(case.path), *(["--json"] if form == "json" else []), *sets]
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=how) for how in ("strict", "backslashreplace"))
@@ -150,7 +150,7 @@ def check_command(case: Case, report: Report, valid: bool, form: str) -> None:
 
 
 def fuzz(specs: int, seed: int) -> Report:
-    """Try so many mutated specs."""
+    """Try this many mutated specs."""
     report, schema = Report(), Draft202012Validator(json_schema())
     with tempfile.TemporaryDirectory() as folder:
         mutator = Mutator(seed, Path(folder))

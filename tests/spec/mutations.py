@@ -58,7 +58,7 @@ class Case:
 
 
 class Mutator:
-    """Makes cases in a folder of its own, all from one seed."""
+    """Creates cases in its own folder, all from one seed."""
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.random = random.Random(seed)
@@ -67,7 +67,7 @@ class Mutator:
         self.texts = [path.read_text(encoding="utf-8") for path in bases]
         self.trees = [yaml.safe_load(text) for text in self.texts]
         self.ordinary = [parent[name] for tree in self.trees for parent, name in nodes(tree)]
-        for file in [*ROOT.glob("specs/*"), *ROOT.glob("templates/*/*.jsonl")]:  # what the specs name
+        for file in [*ROOT.glob("specs/*"), *ROOT.glob("templates/*/*.jsonl")]:  # files that the specs refer to
             shutil.copy(file, folder)
         self.kinds: list[Callable[[], Case]] = [
             *(
@@ -119,7 +119,7 @@ class Mutator:
         return default if isinstance(default, (str, list, dict)) else None
 
     def key(self) -> str:
-        """A key that is there, a wrong one, or one of another trainer."""
+        """An existing key, a wrong one, or one of another trainer."""
         last = self.random.choice(list(keys())).rpartition(".")[2]
         odd = ["", "0", "a.b", "é", "x" * 300, "-", "extends", "\n", "*", "name", last.upper(), last + "s", last[:-1]]
         return self.random.choice([last, last, self.random.choice([*KEYS, *HINTS]), self.random.choice(odd)])
@@ -163,7 +163,7 @@ class Mutator:
         return Case("scalar", self.dumped(tree))
 
     def raw(self) -> Case:
-        """Bytes of the text are flipped, cut, doubled, or replaced by tokens of YAML."""
+        """Bytes of the text are flipped, removed, doubled, or replaced by tokens of YAML."""
         data = bytearray(self.random.choice(self.texts).encode())
         for _ in range(self.random.choice([1, 1, 2, 5, 30])):
             at = self.random.randrange(len(data) + 1)
@@ -176,7 +176,7 @@ class Mutator:
         return Case("raw bytes", self.write(bytes(data)))
 
     def trick(self) -> Case:
-        """Anchors, merges, tags, nesting and lengths that a parser may stumble over."""
+        """Anchors, merges, tags, nesting and lengths that may cause errors in a parser."""
         size = self.random.choice([1, 3, 12, 12, 100, 100, self.random.choice([300, 1500, 1500, 9000])])
         few = self.random.randrange(2, 12)
         open_, close = self.random.choice(["[]", "{}", ("- ", ""), ("? ", ""), ("a: ", ""), ("{a: ", "}")])
@@ -252,7 +252,7 @@ class Mutator:
         return Case("extends", self.write(json.dumps(layer)))
 
     def override(self) -> Case:
-        """Values of `--set`, on specs that are right."""
+        """Values of `--set`, with valid specs."""
         overrides = []
         for _ in range(self.random.choice([1, 1, 1, 2, 6])):
             path = self.random.choice(LEAVES)
@@ -275,7 +275,7 @@ class Mutator:
 
 
 def nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Every value of a tree as the collection that holds it, and its key or index there."""
+    """Every value of a tree, as the collection that contains it, and its key or index there."""
     for name, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
         yield tree, name
         if isinstance(value, (dict, list)):
@@ -283,7 +283,7 @@ def nodes(tree: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def set_at(tree: dict[str, Any], names: list[str], value: Any) -> None:
-    """Set a value at a path, making or replacing what is on the way."""
+    """Set a value at a path; missing collections on the path are created."""
     for name in names[:-1]:
         if not isinstance(tree.get(name), dict):
             tree[name] = {}

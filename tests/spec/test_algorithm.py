@@ -1,4 +1,4 @@
-"""Presets of algorithms and corrections: a table of defaults, over which what the spec says wins."""
+"""Presets of algorithms and corrections: tables of defaults, which the keys of a spec override."""
 
 from __future__ import annotations
 

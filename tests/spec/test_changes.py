@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: everything but what the journal's rows rest on."""
+"""What may change when a run is resumed: everything except keys that the journal's rows depend on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def validated(spec: dict[str, Any]) -> ExperimentSpec:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[str]:
-    """The dotted paths of everything that is no mapping."""
+    """The dotted paths of all values that are not mappings."""
     if not isinstance(value, dict) or not value:
         yield prefix
         return
@@ -73,7 +73,7 @@ def set_at(spec: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
 
 
 def words(schema: Any) -> Iterator[str]:
-    """Every word that a key of the spec may be set to."""
+    """Every word that is a possible value of some key of the spec."""
     if isinstance(schema, dict):
         yield from (word for word in (*schema.get("enum", ()), schema.get("const")) if isinstance(word, str))
         schema = list(schema.values())
@@ -89,7 +89,7 @@ CANDIDATES = [
     *words(ExperimentSpec.model_json_schema()),
 ]
 UNCHANGED = ("runs_dir", "weights.mover")
-"""No change of the run; and a key that has one value so far."""
+"""Keys whose change does not change the run, and a key that has only one possible value."""
 WHOLE = validated(BEFORE).model_dump(mode="json")
 
 

@@ -1,4 +1,4 @@
-"""What must fit together in splits, curricula and evaluation sets, and where their paths start."""
+"""What must be consistent in splits, curricula and evaluation sets, and the base folder of their paths."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ relaxed = settings(max_examples=150, deadline=None, suppress_health_check=[Healt
 
 
 def shape(section: str = "") -> st.SearchStrategy[dict[str, Any]]:
-    """Mappings with real keys in their right locations, and any values."""
+    """Mappings with real keys at their correct locations, and any values."""
     prefix = f"{section}." if section else ""
     here = {path: key for path, key in keys().items() if path.startswith(prefix) and "." not in path[len(prefix) :]}
     fields = {path[len(prefix) :]: (shape(path) | scalars if key.opens else documents) for path, key in here.items()}
@@ -405,7 +405,7 @@ def test_a_dumped_spec_loads_as_the_same_spec(
     ],
 )
 def test_a_spec_that_could_not_be_loaded_again_is_refused(options: str, says: str, tmp_path: Path) -> None:
-    """The limits hold for each file, and a run's own spec is one file with everything in it."""
+    """The limits apply to each file, and a run's own spec is one file that contains everything."""
     path = tmp_path / "spec.yaml"
     path.write_text(MINIMAL_TEXT.format(options=options))
     if says:

@@ -1,4 +1,4 @@
-"""docs/spec.md and the JSON schema are made from the models."""
+"""docs/spec.md and the JSON schema are generated from the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets from the environment stay references in everything that is written."""
+"""Secrets from the environment remain references in everything that is written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ task:
 data: {eval: {path: "${env:HELD_OUT}"}}
 rollout: {engines: "${env:ENGINES}", engine_args: {hf_token: "${env:API_KEY}"}}
 tracking: {uri: "https://me:${env:API_KEY}@mlflow.example.com"}
-notify: {command: "tell ${env:WHOM:-nobody at all}"}
+notify: {command: "tell ${env:WHOM:-no one at all}"}
 stop: {steps: 3}
 """
 
@@ -67,8 +67,8 @@ def test_what_is_written_has_references_and_loads_to_the_same(spec_file: Path, t
     values = yaml.safe_load(text)
     assert values["task"]["options"]["deep"] == [{"env": "a ${env:API_KEY} $${env:NO}"}]
     assert values["tracking"]["uri"] == "https://me:${env:API_KEY}@mlflow.example.com"
-    assert values["data"]["eval"]["path"] == f"{tmp_path}/${{env:HELD_OUT}}", "from the folder that it was written in"
-    # What other commands read as numbers, and what makes the run what it is, is written out.
+    assert values["data"]["eval"]["path"] == f"{tmp_path}/${{env:HELD_OUT}}", "read from its own folder"
+    # Values that other commands read as numbers, and values that determine the run, are written out.
     assert (values["rollout"]["engines"], values["name"]) == (2, "from-maths")
     assert values["model"]["init"]["config"]["hidden_size"] == 64
     reloaded = load_spec(again)

@@ -1,4 +1,4 @@
-"""What must fit together."""
+"""Rules about keys that must be consistent with each other."""
 
 from __future__ import annotations
 

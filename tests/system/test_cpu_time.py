@@ -1,4 +1,4 @@
-"""Processor time is that of the work that was done, and of the processes that do it."""
+"""The measured processor time is that of the work, and belongs to the processes that do it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl_cli.system import cpu_time
 from asyncrl_cli.system.cpu_time import ProcessorTime, host_time
 
 WORK = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-"""Uses 0.3 s of a processor, and waits."""
+"""A program that uses 0.3 s of processor time and then waits."""
 
 
 def test_the_work_of_children_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_the_work_of_children_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
         child_s, own_s = times.user + times.system, time.process_time() - own
         used = processors.read()
         assert 0.1 < used <= child_s + own_s + 0.1
-        assert processors.read() < 0.1, "what was read is not read again"
+        assert processors.read() < 0.1, "a second reading adds nothing"
         child.communicate()
     assert processors.read() >= 0, "a process that has ended keeps what it had used"
 

@@ -1,4 +1,4 @@
-"""The keeper ends what its command has left, and then ends as the command did."""
+"""The keeper ends the processes that its command has left, and then exits like the command."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for _ in range(250):
     pids.append(pid)
 open(PATH, "w").write(" ".join(map(str, pids)))
 """
-"""A command that leaves 250 processes in sessions of their own."""
+"""A command that leaves 250 processes in separate sessions."""
 
 
 def test_sigterm_while_it_kills_leaves_nothing_behind(tmp_path: Path) -> None:

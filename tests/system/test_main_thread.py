@@ -1,4 +1,4 @@
-"""Signal handlers that another thread has the main thread set."""
+"""Signal handlers that the main thread sets for another thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reaper: when the driver is gone, so is everything it started, and nothing else."""
+"""The reaper: after the driver's end it ends everything that the driver started, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ child.stdout.readline()
 print(os.getpid(), child.pid, flush=True)
 signal.pause()
 """
-"""Ignores SIGTERM and has a child in a session of its own, without the mark; prints both pids."""
+"""A program that ignores SIGTERM and has a child in a separate session, without the mark; prints both pids."""
 
 DRIVER = """
 import os, signal, subprocess, sys
@@ -36,11 +36,11 @@ child = subprocess.Popen([sys.executable, "-c", stubborn], env=os.environ | {"AS
 print(reaper.pid, child.stdout.readline(), flush=True)
 signal.pause()
 """
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that waits for its parent to notice its end does not."""
+    """Whether a process is running; a zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -48,7 +48,7 @@ def is_alive(pid: int) -> bool:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
@@ -59,7 +59,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start Python processes that are gone after the test."""
+    """Start Python processes, which are killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def begin(*arguments: str, mark: str | None = None) -> subprocess.Popen[str]:
@@ -77,7 +77,7 @@ def start() -> Iterator[Start]:
     yield begin
     for process in started:
         left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for each in (process, *left):  # a child of a stubborn one ignores SIGTERM and is in a session of its own
+        for each in (process, *left):  # a child of the program above ignores SIGTERM and is in a separate session
             each.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -113,7 +113,7 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
         reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
         assert reaper.stdin is not None
         reaper.stdin.close()
-        assert reaper.wait(PATIENCE_S) == 0
+        assert reaper.wait(TIMEOUT_S) == 0
         assert len(marked) == 2
         assert not any(map(is_alive, marked))
         assert not folder.exists()
@@ -135,7 +135,7 @@ def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
     assert all(map(is_alive, marked))
     assert folder.is_dir()
     reaper.stdin.close()
-    reaper.wait(PATIENCE_S)
+    reaper.wait(TIMEOUT_S)
     assert not any(map(is_alive, marked))
 
 
@@ -173,7 +173,7 @@ def is_reaper(process: psutil.Process) -> bool:
 
 
 def children(but: int = 0) -> list[int]:
-    """This process's reapers, without one of them."""
+    """The reapers of this process, except one."""
     return [process.pid for process in psutil.Process().children() if process.pid != but and is_reaper(process)]
 
 

@@ -1,6 +1,6 @@
-"""What hostile code tries, to be run in a sandbox as a solution. Each function returns what it got hold of, or "".
+"""Attacks of hostile code, which run in a sandbox as a solution. Each function returns what it could access, or "".
 
-Nothing here changes anything where it succeeds: files are opened and not written to, signals have number 0.
+A successful attack changes nothing: files are opened but not written to, and signals have number 0.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def uses_sockets() -> str:
     made = first(*(refused(lambda kind=kind: socket.socket(*kind)) for kind in kinds))
     datagrams = refused(lambda: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM))
     one, other = socket.socketpair()
-    one.send(b"x")  # event loops need that much
+    one.send(b"x")  # event loops need this
     named = refused(lambda: one.sendto(b"x", "\0abstract"))
     return made or datagrams or named or ("" if other.recv(1) == b"x" else "no event loop can run")
 
@@ -201,7 +201,7 @@ def calls_dangerous_system_calls() -> str:
 
 
 def uses_another_system_call_table() -> str:
-    return syscall(0x40000000 | 39)  # getpid of x32: killed for it, if the kernel has that table
+    return syscall(0x40000000 | 39)  # getpid of x32: if the kernel has that table, the process is killed
 
 
 def starts_processes() -> str:
@@ -229,7 +229,7 @@ def frees_itself() -> str:
         "no limit" if resource.getrlimit(resource.RLIMIT_AS)[1] == resource.RLIM_INFINITY else "",
         refused(lambda: os.setuid(0)),
         refused(lambda: os.setsid() and ""),
-        "dies with nobody" if libc.prctl(1, 0, 0, 0, 0) == 0 else "",
+        "outlives its parent" if libc.prctl(1, 0, 0, 0, 0) == 0 else "",
     )
 
 
@@ -302,7 +302,7 @@ def starts_threads() -> str:
             started += 1
         return f"{started} threads"
     except RuntimeError:
-        time.sleep(0.2)  # to be seen with all of them
+        time.sleep(0.2)  # so that a check can count all threads
         return ""
     finally:
         stop.set()
@@ -313,8 +313,8 @@ ATTACKS = [
     opens_devices, uses_sockets, signals_others, touches_other_processes, calls_dangerous_system_calls,
     starts_processes, frees_itself, takes_memory, grows_pipes,
 ]  # fmt: skip
-"""Those that leave the process alive."""
+"""Attacks after which the process still lives."""
 FATAL = [uses_another_system_call_table, takes_memory_by_files, starts_threads, makes_many_files]
 if os.uname().machine == "x86_64":
     FATAL.append(uses_calls_of_32_bits)
-"""Those after which a sandbox may end it."""
+"""Attacks after which a sandbox may kill the process."""

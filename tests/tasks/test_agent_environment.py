@@ -1,4 +1,4 @@
-"""The environment of commands: every agent's names for the session, a home of its own, and nothing of the user's."""
+"""The environment of commands: the session in the variables of all agents, a separate home, no user's settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_the_clients_of_both_apis_find_the_session(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     with openai.OpenAI() as client:
         assert (str(client.base_url), client.api_key) == (f"{ACCESS.base_url}/", ACCESS.api_key)
-    with anthropic.Anthropic() as other:  # it adds /v1 itself
+    with anthropic.Anthropic() as other:  # the client adds /v1
         assert (f"{str(other.base_url).rstrip('/')}/v1", other.api_key) == (ACCESS.base_url, ACCESS.api_key)
 
 

@@ -1,4 +1,4 @@
-"""Bugfix: what is generated, and that nothing but right code is rewarded."""
+"""Bugfix: the generated repositories, and that only correct code is rewarded."""
 
 import asyncio
 import json
@@ -16,6 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.ready.bugfix.functions import callable_of, library
 from asyncrl_cli.tasks.ready.bugfix.mutations import edits
@@ -23,7 +24,7 @@ from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, Repository, Shap
 from asyncrl_cli.tasks.ready.bugfix.task import Bugfix
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind, SandboxSettings
+from asyncrl_cli.tasks.shell_sandbox.settings import Kind
 from tests.tasks.sandbox_kinds import KINDS
 
 TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
@@ -161,12 +162,12 @@ def test_rows_do_not_depend_on_the_size() -> None:
 
 
 def share_right(task: Bugfix, clean: bool) -> float:
-    """How many of the replies to a look at the code, in 1,500 demonstrations, fix the function."""
+    """The share of demonstrations, of 1,500, whose reply after reading the code fixes the function."""
     rng = random.Random(0)
     right, replies = 0, 0
     for _ in range(1500):
         messages = task.demonstration(rng, clean)
-        if len(messages) != 4:  # not the reply that may change it
+        if len(messages) != 4:  # not the reply that may fix it
             continue
         replies += 1
         if "tool_calls" not in messages[3]:
@@ -273,7 +274,7 @@ CHEATS = {
         "        frame = frame.f_back\n    return a - b\n\n\ndef sub(a, b):\n    return a - b\n"
     ),
     "an endless import": f"{WRONG}\nwhile True:\n    pass\n",
-    "is no Python": "def add(a, b):\n    return a +\n",
+    "is not Python": "def add(a, b):\n    return a +\n",
     "is empty": "",
 }
 
@@ -317,12 +318,12 @@ def test_modules_that_import_each_other_are_judged_together() -> None:
 
 
 def episode(commands: list[str], prompt: Prompt = ADD, kind: Kind = "bubblewrap") -> tuple[list[str], RewardResult]:
-    """What the commands show, and the reward of a first answer after them."""
+    """The output of the commands, and the reward of a first answer after them."""
 
     async def played() -> tuple[list[str], RewardResult]:
         task = Bugfix(**TINY)
         shown, metrics = [], Counter[str]()
-        async with open_sandbox(SandboxSettings(kind=kind, network="none")) as sandbox:
+        async with open_sandbox(SandboxSpec(kind=kind, network="none")) as sandbox:
             blocking = BlockingSandbox(sandbox, asyncio.get_running_loop())
             environment = await asyncio.to_thread(task.environment, prompt, blocking)
             for command in commands:
@@ -352,7 +353,7 @@ def test_an_episode_that_fixes_the_code_is_rewarded(kind: Kind) -> None:
 
 @pytest.mark.slow
 def test_the_shell_finds_no_test_and_no_answer() -> None:
-    """Neither in files nor in the environment nor in a process's memory that it can see."""
+    """Not in files, not in the environment, and not in the memory of a visible process."""
     shown, result = episode(
         [
             "grep -rls 'calc[.]add(2' /sandbox /etc $(find /tmp -maxdepth 1 -type f) | head",

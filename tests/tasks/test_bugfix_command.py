@@ -1,4 +1,4 @@
-"""Bugfix, played by a command: it works on the repository in the sandbox, and the hidden tests decide."""
+"""Bugfix with a command as the agent: it works on the repository in the sandbox, and the hidden tests decide."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,6 @@ from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 from asyncrl_cli.tasks.ready.command import CommandFailed
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +32,7 @@ def played(command: str, **options: Any) -> RewardResult:
 
     async def play() -> RewardResult:
         task = BugfixByCommand(command, **options)
-        async with open_sandbox(SandboxSettings(network="none")) as sandbox:
+        async with open_sandbox(SandboxSpec(network="none")) as sandbox:
             return await task.run(ADD, ACCESS, sandbox)
 
     return asyncio.run(play())

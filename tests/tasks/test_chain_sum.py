@@ -33,7 +33,7 @@ def test_the_splits_and_the_demonstrations_share_no_expression_even_for_two_term
     shown = {task.demonstration(rng, clean)[0] for clean in (True, False) for _ in range(1500)}
     assert not train & held_out
     assert not shown & held_out
-    assert len(train | held_out) == 200, "together they are all there is"
+    assert len(train | held_out) == 200, "together they are all expressions"
     assert len(held_out) >= 10
 
 

@@ -1,4 +1,4 @@
-"""Commands as agents: what they are passed, what counts as a reward, and that no process of theirs is left."""
+"""Commands as agents: their input, what counts as a reward, and that none of their processes remains."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_command_finds_policy_and_prompt_in_its_environment(tmp_path: Path) ->
     assert json.loads(row) == {"uid": "row/1", "prompt": "What is it?", "answer": 42}
     assert in_file == row
     assert found == [], "an empty folder to work in"
-    assert not Path(cwd).exists(), "which is gone after the episode"
+    assert not Path(cwd).exists(), "the folder is removed after the episode"
     assert not Path(scratch).exists()
 
 
@@ -61,7 +61,7 @@ def test_a_command_finds_policy_and_prompt_in_its_environment(tmp_path: Path) ->
 def test_the_workers_module_path_is_not_the_commands(
     given: str, seen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has the standard library of this Python, and a program may be of another."""
+    """It contains the standard library of this Python, and a program may use another version."""
     monkeypatch.setenv(SPEC_FOLDER, "/spec")
     monkeypatch.setenv(GIVEN_PYTHONPATH, given)
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
@@ -135,7 +135,7 @@ while [ $(wc -l < {pids}) -lt 6 ]; do :; done
 
 @pytest.mark.parametrize("end", ["echo 1", "exit 1", "sleep 600"])
 def test_no_process_of_a_command_is_left(tmp_path: Path, end: str) -> None:
-    adopt_orphans()  # as the process does in which commands are started
+    adopt_orphans()  # as in the process that starts commands
     pids = tmp_path / "pids"
 
     async def test() -> None:

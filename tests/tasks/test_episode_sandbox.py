@@ -1,4 +1,4 @@
-"""Tasks get an episode's sandbox where they name it, and are refused one that they cannot use."""
+"""Tasks get an episode's sandbox if they have a parameter for it; a sandbox that a task cannot use is refused."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class WithoutSandbox(ToolTask):
 
 
 class Model(BaseHTTPRequestHandler):
-    """Calls the tool `shell` once, then answers."""
+    """A model that calls the tool `shell` once, and then answers."""
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -107,7 +107,7 @@ class Model(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_machine_without_bubblewrap_is_refused_with_a_hint(folder: Path, monke
 
 
 def fake_runsc(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    """A program that says its version, and cannot start anything."""
+    """A program that prints its version, and cannot start anything."""
     (folder / "runsc").write_text(
         f'#!/bin/sh\ntest "$1" = --version && echo {version} || echo "no rights" >&2; exit 1\n'
     )
@@ -272,7 +272,7 @@ def test_an_episode_that_takes_too_long_leaves_nothing(folder: Path, access: Mod
     assert isinstance(played.score, RewardFailure)
     assert "had not ended after 2 s" in str(played.score)
     assert not played.stuck
-    # What has ended, and was adopted by this process, does not count.
+    # Ended processes whose parent is this process now (zombies) do not count.
     left = [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
     assert [one for one in left if one.name() in ("sleep", "bwrap", "runsc-sandbox")] == []
 
@@ -300,7 +300,7 @@ asyncio.run(main(*sys.argv[1:]))
 def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Path, killed: str, kind: Kind) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), kind])
     started: list[psutil.Process] = []
-    # The processes in gVisor are none of this machine's: there, its own have started.
+    # Processes in gVisor are not visible on this machine: there, gVisor's own processes are counted.
     name, count = ("sleep", 6) if kind == "bubblewrap" else ("runsc-sandbox", 3)
     try:
         programs: dict[psutil.Process, list[str]] = {}
@@ -319,7 +319,7 @@ def test_nothing_is_left_of_sandboxes_when_a_process_above_is_killed(folder: Pat
 
 
 def living(pid: int) -> dict[psutil.Process, list[str]]:
-    """A process's descendants, and what each of them runs."""
+    """A process's descendants, and the command of each."""
     found = {}
     for one in psutil.Process(pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):

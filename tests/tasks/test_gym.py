@@ -70,7 +70,7 @@ def test_a_system_message_and_a_template() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "options", "said"),
+    ("use", "options", "message"),
     [
         ("gym/chainsum", {}, "did you mean `gym/chain_sum`"),
         ("gym/qqq", {}, "it has .*chain_sum"),
@@ -81,8 +81,8 @@ def test_a_system_message_and_a_template() -> None:
         ("gym/chain_sum", {"template": "x"}, "template must have"),
     ],
 )
-def test_invalid_data_sets_and_options_are_refused(use: str, options: dict[str, object], said: str) -> None:
-    with pytest.raises(TaskError, match=said):
+def test_invalid_data_sets_and_options_are_refused(use: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
         load_one(use, options, Path())
 
 

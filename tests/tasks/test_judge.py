@@ -22,7 +22,7 @@ PROMPT = Prompt("row/1", "What is 2+2?", {"answer": "4"})
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with the statuses and texts of ``replies``, one after the other; the last one for good."""
+    """Answers with the statuses and texts of ``replies``, one after another; the last one is repeated."""
 
     replies: ClassVar[list[tuple[int, str]]] = []
     asked: ClassVar[list[dict[str, Any]]] = []

@@ -107,7 +107,7 @@ def test_each_episode_has_an_environment_of_its_own(load: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "said"),
+    ("use", "message"),
     [
         ("chain_sums", "did you mean `chain_sum`"),
         ("nothing_like_it", "ready tasks are chain_sum, spell_backward"),
@@ -115,8 +115,8 @@ def test_each_episode_has_an_environment_of_its_own(load: Any) -> None:
         ("module:", "no ready task"),
     ],
 )
-def test_an_unknown_name(use: str, said: str) -> None:
-    with pytest.raises(TaskError, match=said) as caught:
+def test_an_unknown_name(use: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message) as caught:
         load_task(TaskSpec(use=use), Path())
     assert caught.value.location == "task.use"
     assert caught.value.hint
@@ -130,7 +130,7 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "options", "said"),
+    ("source", "name", "options", "message"),
     [
         (CLASS, "Ecko", {}, "did you mean `Echo`"),
         (CLASS, "Echo", {"bonsu": 1}, "did you mean `bonus`"),
@@ -140,6 +140,7 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("def f(prompt, response): return 1", "f", {"a": 1}, "takes no options"),
         ("def f(prompt): return 1", "f", {}, r"f\(prompt, response\)"),
         ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),
+        ("async def f(prompt, model, finished): return 1", "f", {}, r"f\(prompt, model\): missing .* 'finished'"),
         ("class C:\n def run(self, prompt, model): return 1", "C", {}, "run that is not async"),
         ("class C:\n def reset(self): return []", "C", {}, "has no method step"),
         ("class C:\n def reset(self): return []\n def step(self, reply): ...", "C", {"x": 1}, "constructed as C()"),
@@ -148,8 +149,8 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("def f(:", "f", {}, "SyntaxError"),
     ],
 )
-def test_errors_in_a_users_task_are_reported(load: Any, source: str, name: str, options: Any, said: str) -> None:
-    with pytest.raises(TaskError, match=said) as caught:
+def test_errors_in_a_users_task_are_reported(load: Any, source: str, name: str, options: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message) as caught:
         load(source, name, **options)
     assert caught.value.location in ("task.use", "task.options")
     assert caught.value.hint

@@ -141,7 +141,7 @@ FORMS = [
     ("{1,2,3}", [r"\{3,2,1\}"], ["{1,2}"]),
     (r"\mathbf{i}+2\mathbf{j}", [r"\mathbf{i}+2\mathbf{j}"], [r"\mathbf{i}"]),
 ]
-"""Answers from the data sets, with responses that are right and responses that are wrong."""
+"""Answers from the data sets, with correct and with wrong responses."""
 TASK = MathAnswers()
 
 
@@ -153,7 +153,7 @@ def graded(answer: str, response: str) -> float:
 def test_answers_of_real_data_sets(answer: str, right: list[str], wrong: list[str]) -> None:
     assert [text for text in [answer, *right] if graded(answer, text) != 1.0] == []
     assert [text for text in wrong if graded(answer, text) != 0.0] == []
-    assert [text for text in right if graded(text, answer) != 1.0] == [], "who is right does not depend on who asks"
+    assert [text for text in right if graded(text, answer) != 1.0] == [], "the comparison is symmetric"
 
 
 @pytest.mark.parametrize(

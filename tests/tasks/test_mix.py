@@ -33,7 +33,7 @@ def test_in_every_window_every_task_has_its_share(weights: list[float], rows: in
     for task, weight in enumerate(weights):
         share = weight / sum(weights)
         there = int((tasks[start:end] == task).sum())
-        # Each end of the window is off by half a row, and by the half rows that the others are off.
+        # Each end of the window has an error of half a row, plus the half rows of the other tasks.
         assert abs(there - share * (end - start)) <= 1 + share * len(weights) + 1e-6
 
 
@@ -66,7 +66,7 @@ class Letters:
 
 
 class Silent:
-    """A task that only scores."""
+    """A task with a reward only."""
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         return 0.0
@@ -112,7 +112,7 @@ def test_everything_finds_the_task_of_a_prompt(index: int) -> None:
     task, its_prompt = task_of(mix, prompt)
     assert task is tasks[name]
     assert its_prompt == tasks[name].prompts("train", 201)[int(its_prompt.uid.removeprefix("train/"))]
-    assert mix.reward(prompt, "said", True) == (name, its_prompt.uid, "said")
+    assert mix.reward(prompt, "reply", True) == (name, its_prompt.uid, "reply")
     assert isinstance(mix, TaskMix)
     assert task_of(tasks["a"], prompt) == (tasks["a"], prompt)
 
@@ -152,7 +152,7 @@ def test_in_a_mix_with_an_agent_every_rollout_is_an_episode() -> None:
     assert asyncio.run(task.run(prompt, ModelAccess("", "", ""))) == 7.0
     one_call, prompt = mixed.member(Prompt("a/train/1", "a1"))
     assert isinstance(one_call, OneCall)
-    assert one_call.reward(prompt, "said", True) == ("a", "train/1", "said")
+    assert one_call.reward(prompt, "reply", True) == ("a", "train/1", "reply")
     assert mixed.scored_by(Prompt("a/train/1", "a1"))[0] is one_call.task
     assert mixed.prompts("train", 1)[0].uid == "a/train/0"
 

@@ -1,4 +1,4 @@
-"""Environments against a scripted server: requests, sums of rewards, and what ends an episode."""
+"""Environments with a scripted server: requests, sums of rewards, and what ends an episode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl_cli.tasks.tools import ToolTask
 REFUSED = {"error": {"message": "too long", "type": "invalid_request_error", "param": None}}
 
 
-def said(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
+def reply_with(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
     """A chat completion with this message."""
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
@@ -31,7 +31,8 @@ def said(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
 
 
 def playing(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200) -> tuple[RewardResult, list[Any]]:
-    """Play against these answers, of which the last one, if it has an ``error``, has ``status``; with what was sent."""
+    """Play an episode with these answers; the last one has ``status`` if it has an ``error``. Returns the result, and
+    the requests."""
 
     async def scene() -> tuple[RewardResult, list[Any]]:
         left, sent = list(answers), []
@@ -44,17 +45,17 @@ def playing(environment: Any, answers: Sequence[dict[str, Any]], status: int = 2
 
         app = web.Application()
         app.router.add_post("/sessions/1-0/v1/chat/completions", answer)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        server = web.AppRunner(app)
+        await server.setup()
+        site = web.TCPSite(server, "127.0.0.1", 0)
         await site.start()
-        port = runner.addresses[0][1]
+        port = server.addresses[0][1]
         access = ModelAccess(f"http://127.0.0.1:{port}/sessions/1-0/v1", "key", "policy", "1-0")
         try:
             async with aiohttp.ClientSession() as http:
                 return await play(environment, access, http), sent
         finally:
-            await runner.cleanup()
+            await server.cleanup()
 
     return run(scene())
 
@@ -64,7 +65,7 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Count:
-    """Counts up to ``end``, and gives 0.25 for each turn."""
+    """Counts up to ``end``, with a reward of 0.25 for each turn."""
 
     def __init__(self, end: int) -> None:
         self.end, self.replies, self.closed = end, [], 0
@@ -83,7 +84,7 @@ class Count:
 
 def test_turns_alternate_and_rewards_add_up() -> None:
     environment = Count(3)
-    result, sent = playing(environment, [said("a"), said("b"), said("c")])
+    result, sent = playing(environment, [reply_with("a"), reply_with("b"), reply_with("c")])
     assert result == RewardResult(0.75, {"turns": 3.0})
     assert environment.replies == ["a", "b", "c"]
     assert environment.closed == 1
@@ -105,7 +106,7 @@ def test_turns_alternate_and_rewards_add_up() -> None:
 def test_at_a_limit_the_reward_so_far_counts(code: str) -> None:
     environment = Count(9)
     refused = {"error": REFUSED["error"] | {"code": code}}
-    result, _ = playing(environment, [said("a"), refused], status=400)
+    result, _ = playing(environment, [reply_with("a"), refused], status=400)
     assert result.reward == 0.25
     assert environment.closed == 1
 
@@ -123,7 +124,7 @@ def test_any_other_refusal_fails_the_episode() -> None:
     environment = Count(9)
     refused = {"error": REFUSED["error"] | {"code": "session_ended"}}
     with pytest.raises(RuntimeError, match="answered 410: too long"):
-        playing(environment, [said("a"), refused], status=410)
+        playing(environment, [reply_with("a"), refused], status=410)
     assert environment.closed == 1
 
 
@@ -134,7 +135,7 @@ def test_an_exception_of_the_environment_is_raised() -> None:
 
     environment = Broken(2)
     with pytest.raises(ValueError, match="no such turn"):
-        playing(environment, [said("a")])
+        playing(environment, [reply_with("a")])
     assert environment.closed == 1
 
 
@@ -194,7 +195,7 @@ def test_calls_and_their_errors_are_answered_and_the_last_reply_is_judged() -> N
         ("guess", "{}"),
         ("words", '{"text": ["a", "b"]}'),
     ]
-    result, sent = playing(environment, [said(None, *calls), said("1.5")])
+    result, sent = playing(environment, [reply_with(None, *calls), reply_with("1.5")])
     assert result == RewardResult(1.0, {"tool_calls": 6.0, "tool_errors": 4.0, "letters": 3.0})
     assert sent[0]["tools"] == environment.tools
     results = sent[1]["messages"][2:]

@@ -1,4 +1,4 @@
-"""The prompts of a split come from its file, else from the task."""
+"""The prompts of a split come from its file, otherwise from the task."""
 
 import json
 from collections.abc import Sequence

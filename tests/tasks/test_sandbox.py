@@ -1,4 +1,4 @@
-"""The sandbox confines hostile code, and only right answers pass its tests."""
+"""The sandbox confines hostile code, and only correct answers pass its tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(sandbox_attacks.__file__)
 AS_SHARED_UID = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-"""Runs a command as an ordinary user without files."""
+"""Runs a command as an ordinary user who owns no files."""
 
 
 def works(kind: Kind) -> bool:
@@ -50,7 +50,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 def passes(code: str, *tests: str, limits: Limits = LIMITS, kind: Kind | None = None) -> list[bool]:
-    return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits, kind)
+    return run(code, [Check(test) for test in tests or ("assert f() == 1",)], limits, kind or choose())
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_no_process_is_left_where_orphans_are_adopted(kind: Kind) -> None:
 
 
 def attacks(outside: Path, owner: int) -> str:
-    """The attacks as a solution that knows where the machine's files and its owner are."""
+    """The attacks as a solution that knows the paths of the machine's files and the pid of its owner."""
     code = ATTACKS.read_text().replace('OUTSIDE = "/"', f"OUTSIDE = {str(outside)!r}")
     return code.replace("OWNER = 1 ", f"OWNER = {owner} ")
 
@@ -86,7 +86,7 @@ def successful_attacks(outside: Path, kind: Kind) -> list[str]:
     passed = run(code, [Check(f"assert {name}() == ''") for name in names], LIMITS, kind)
     successful = [name for name, harmless in zip(names, passed, strict=True) if not harmless]
     for name in (attack.__name__ for attack in sandbox_attacks.FATAL):
-        # The sandbox may have ended it: then it says nothing of success either.
+        # The sandbox may have killed it: then it reports no success either.
         if run(code, [Check(f"assert {name}() != ''")], LIMITS, kind) == [True]:
             successful.append(name)
     return successful
@@ -105,9 +105,9 @@ def test_no_attack_escapes_as_root(kind: Kind, outside: Path) -> None:
     assert sorted(path.name for path in outside.iterdir()) == ["secret", "writable"]
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be somebody else")
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to become another user")
 def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
-    # That user may not enter root's folders, where Python may be: it is mounted where all may.
+    # That user may not enter root's folders, where Python may be, so Python is mounted at an accessible place.
     repository, packages = Path(__file__).parents[2], ":".join(bubblewrap.packages())
     script = (
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
@@ -233,19 +233,19 @@ def test_code_cannot_end_a_test_of_unittest_early(error: str) -> None:
 
 def test_failed_assertions_are_not_shown_to_the_code() -> None:
     code = """
-said = []
+caught = []
 class Context:
     def __enter__(self): return self
-    def __exit__(self, *error): said.append(repr(error))
+    def __exit__(self, *error): caught.append(repr(error))
 def attempt(callback):
     try: callback()
-    except BaseException as error: said.append(repr(error))
+    except BaseException as error: caught.append(repr(error))
 """
     tests = (
         "def callback(): assert False, 'SECRET'\nattempt(callback)",
         "with Context(): assert False, 'SECRET'",
-        "assert len(said) == 2 and 'SECRET' not in str(said)",
-        "def callback(): raise ValueError('known')\nattempt(callback)\nassert 'known' in said[2]",
+        "assert len(caught) == 2 and 'SECRET' not in str(caught)",
+        "def callback(): raise ValueError('known')\nattempt(callback)\nassert 'known' in caught[2]",
     )
     assert passes(code, *tests) == [False, False, True, True]
 
@@ -262,7 +262,7 @@ before = seen()
 def f(x): return before or seen()
 """
     tests = ("assert f(1) is False", "assert f('EXPECTED') is True", "EXPECTED = 2\nassert f(EXPECTED) is False")
-    # The second one says that the search would find it; what it was asked with it may remember.
+    # The second test shows that the search would find it: code may remember the arguments of its calls.
     assert passes(code, *tests)[:2] == [True, True]
 
 
@@ -404,7 +404,7 @@ def test_code_may_use_all_of_python(kind: Kind) -> None:
 
 
 def test_results_are_read_while_tests_run(kind: Kind) -> None:
-    checks = [Check("f()")] * 70_000  # more than a pipe takes
+    checks = [Check("f()")] * 70_000  # more than a pipe can hold
     assert all(run("f = lambda: 1", [*checks[:10], *[Check("pass")] * 69_990], LIMITS, kind))
 
 
@@ -424,7 +424,7 @@ def write():
 """
     before = set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*"))
     bounded = passes(code, "write()\nassert 8 * 2**20 < written < 17 * 2**20", "assert False", kind=kind)
-    assert bounded == ([True, False] if kind == "bubblewrap" else [False, False]), "the other one is ended for it"
+    assert bounded == ([True, False] if kind == "bubblewrap" else [False, False]), "it was killed by the limit"
     assert set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")) == before
 
 
@@ -524,7 +524,7 @@ def test_it_ends_with_its_owner(kind: Kind) -> None:
     script = (
         f"from asyncrl_cli.tasks.sandbox.run_tests import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
     )
-    with tempfile.TemporaryDirectory() as temporary:  # a killed owner removes nothing
+    with tempfile.TemporaryDirectory() as temporary:  # a killed owner does not remove its files
         os.chmod(temporary, 0o711)
         owner = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": temporary})
         started: list[psutil.Process] = []
@@ -551,7 +551,7 @@ def test_concurrent_sandboxes_are_independent(kind: Kind) -> None:
 
 
 def test_a_process_with_many_open_files_can_judge(kind: Kind) -> None:
-    """`select` takes no descriptor from 1024 on."""
+    """`select` does not accept descriptors of 1024 and above."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most < 1200:
         pytest.skip("this user may not open so many files")
@@ -580,7 +580,7 @@ def programs(folder: Path, **scripts: str) -> str:
 
 @pytest.fixture
 def fresh_choice() -> Any:
-    """Clear what is known about available sandboxes, before and after."""
+    """Clear the cached choice of a sandbox before and after the test."""
     cached = (run_tests.choose, process._bubblewrap, bubblewrap.readable)
     for function in cached:
         function.cache_clear()

@@ -1,4 +1,4 @@
-"""A sandbox for commands runs them, and holds what a command tries against the machine: with and without gVisor."""
+"""A sandbox for commands runs them, and withstands attacks by commands: with and without gVisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,22 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.sandbox import bubblewrap
 from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind, SandboxSettings
+from asyncrl_cli.tasks.shell_sandbox.settings import Kind
 from tests.tasks.sandbox_kinds import KINDS
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = SandboxSettings(time_s=30.0, memory_mb=256, processes=32, disk_mb=16, network="none")
+SETTINGS = SandboxSpec(time_s=30.0, memory_mb=256, processes=32, disk_mb=16, network="none")
 Opener = Callable[..., Any]
+
+
+def replace(settings: SandboxSpec, **changes: Any) -> SandboxSpec:
+    return settings.model_copy(update=changes)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -41,13 +45,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture(scope="module")
 def opened(kind: Kind) -> Iterator[Opener]:
-    """Opens sandboxes of a kind, in an event loop in a thread of its own."""
+    """Opens sandboxes of a kind, with an event loop in a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     @contextmanager
-    def opens(settings: SandboxSettings = SETTINGS, gateway: str | None = None) -> Iterator[BlockingSandbox]:
+    def opens(settings: SandboxSpec = SETTINGS, gateway: str | None = None) -> Iterator[BlockingSandbox]:
         manager = open_sandbox(settings if settings.kind == "none" else replace(settings, kind=kind), gateway=gateway)
         sandbox = asyncio.run_coroutine_threadsafe(manager.__aenter__(), loop).result()
         try:
@@ -69,6 +73,12 @@ def sandbox(opened: Opener) -> Iterator[BlockingSandbox]:
 
 def started_here() -> set[int]:
     return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def left_since(before: set[int]) -> list[psutil.Process]:
+    """Processes that were started since ``before`` and do not end. Those that have been killed may need a moment."""
+    started = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    return psutil.wait_procs(started, timeout=60)[1]
 
 
 # -- commands
@@ -226,7 +236,7 @@ ATTACKS = {
     "mounts": "mount -t tmpfs none /tmp && echo mounted; unshare -rm true && echo unshared",
     "new namespaces": "python -c 'import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))' | grep -x 0",
     "devices": "mknod d b 8 0 && echo made; ls /dev | grep -v -x -e null -e zero -e random -e urandom -e shm "
-    "-e fd -e full -e fuse -e net -e ptmx -e pts -e stderr -e stdin -e stdout -e tty",  # gVisor's, not this machine's
+    "-e fd -e full -e fuse -e net -e ptmx -e pts -e stderr -e stdin -e stdout -e tty",  # of gVisor, not of this machine
     "kernel settings": "echo 1 > /proc/sys/kernel/panic && echo set; echo b > /proc/sysrq-trigger && echo set",
     "the clock": "date -s 2000-01-01 >/dev/null && echo set",
     "the host's name": "hostname elsewhere; hostname | grep else",
@@ -241,7 +251,7 @@ ATTACKS = {
 def test_what_is_not_inside_cannot_be_reached(sandbox: BlockingSandbox, attack: str) -> None:
     victim = secret_process()
     try:
-        # What it got goes to the output; complaints do not.
+        # A successful attack prints to the output; error messages are not captured.
         result = sandbox.run(f"({ATTACKS[attack]}) 2>/dev/null")
     finally:
         victim.kill()
@@ -280,7 +290,7 @@ CALLS = {
 
 def test_how_the_supervisor_has_been_started_is_hidden(kind: Kind, sandbox: BlockingSandbox) -> None:
     output = sandbox.run("(cat /proc/1/environ /proc/1/maps; ls /proc/1/fd) 2>/dev/null").output
-    if kind == "gvisor":  # it shows them: nothing of this machine's processes is among them
+    if kind == "gvisor":  # it shows all processes: no process of this machine is among them
         assert output.startswith("HOME=/root\0")
     else:
         assert output == ""
@@ -359,19 +369,19 @@ def test_limits_stop_a_command(kind: Kind, opened: Opener, name: str) -> None:
         if (kind, name) == ("gvisor", "sockets"):
             return  # gVisor itself had that memory, and keeps it for a while: the next command may be stopped, too
         assert sandbox.run("rm -f file /tmp/file; echo it works on").output == "it works on\n"
-        assert sandbox.run("ps ax --no-headers | wc -l").output <= "4\n"  # the supervisor and this line's
+        assert sandbox.run("ps ax --no-headers | wc -l").output <= "4\n"  # the supervisor and this line's processes
 
 
 def test_one_process_cannot_have_more_memory_than_all(kind: Kind, sandbox: BlockingSandbox) -> None:
     result = sandbox.run("python -c 'import time; bytearray(400 << 20); time.sleep(600)'")
-    if kind == "gvisor":  # it does not limit the data of one process: the sum is too large, some milliseconds later
+    if kind == "gvisor":  # one process has no limit: the sum is too large some milliseconds later
         assert result.stopped == "memory"
     else:
         assert "MemoryError" in result.output
 
 
 def test_files_without_content_are_bounded(kind: Kind, opened: Opener) -> None:
-    """Names are kept in the kernel's memory."""
+    """File names need memory in the kernel."""
     if kind == "gvisor":
         pytest.skip("gVisor counts no files: their memory is its own, which has a bound (as for sockets)")
     with opened() as sandbox:
@@ -413,7 +423,7 @@ asyncio.run(main())
 
 @pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user")
 def test_it_holds_for_an_ordinary_user(kind: Kind) -> None:
-    # That user may not enter root's folders, where Python may be: it is mounted where all may.
+    # That user may not enter root's folders, where Python may be, so Python is mounted at an accessible place.
     repository, packages = Path(__file__).parents[2], ":".join(bubblewrap.packages())
     command = f'mount --bind {sys.base_prefix} /mnt && exec "$@"'
     as_user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
@@ -445,7 +455,7 @@ class Gateway(ThreadingHTTPServer):
 
     @contextmanager
     def waiting(self) -> Iterator[threading.Event]:
-        """In here, a stream's second piece waits once more; the event is that a stream has begun."""
+        """Within the block, a stream also waits before its second piece; the event is set when a stream has begun."""
         self.asked.clear()
         self.read.clear()
         try:
@@ -473,7 +483,7 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(b"second\n")
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -564,7 +574,7 @@ def test_without_a_network_there_is_no_gateway(opened: Opener, gateway: Gateway)
         assert "Connection refused" in sandbox.run(f"echo $OPENAI_BASE_URL; {line}").output
 
 
-# -- what is left
+# -- processes and files that remain
 
 
 def test_closing_leaves_nothing(opened: Opener, gateway: Gateway) -> None:
@@ -580,16 +590,16 @@ def test_closing_leaves_nothing(opened: Opener, gateway: Gateway) -> None:
                 running.result()
         with pytest.raises(SandboxError):
             sandbox.run("echo x")
-    assert started_here() - before == set()
+    assert left_since(before) == []
     assert Path("/proc/mounts").read_text() == mounts
     assert len(os.listdir("/proc/self/fd")) < descriptors
-    assert threading.active_count() <= threads + 32  # the loop's own pool
+    assert threading.active_count() <= threads + 32  # the event loop's own thread pool
 
 
 KILLED = """
 import asyncio, sys
+from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import SandboxSettings
 
 LINE = "setsid sleep 161803 & echo began > /dev/tcp/127.0.0.1/18181; (trap '' TERM HUP; sleep 161803)"
 
@@ -598,7 +608,7 @@ async def main(kind):
         print("began", flush=True)
     server = await asyncio.start_server(began, "127.0.0.1", 0)
     gateway = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
-    managers = [open_sandbox(SandboxSettings(kind=kind), gateway=gateway) for _ in range(3)]
+    managers = [open_sandbox(SandboxSpec(kind=kind), gateway=gateway) for _ in range(3)]
     opened = [await one.__aenter__() for one in managers]
     await asyncio.gather(*(one.run(LINE) for one in opened))
 
@@ -635,13 +645,13 @@ def test_a_sandbox_that_does_not_start_says_why(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="bwrap is not installed"), opened():
         pass
-    assert started_here() - before == set()
+    assert left_since(before) == []
 
 
 def test_further_paths_can_be_read_and_not_written(opened: Opener, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     (tmp_path / "data").write_text("given\n")
-    with opened(replace(SETTINGS, readable=(str(tmp_path),))) as sandbox:
+    with opened(replace(SETTINGS, readable=[str(tmp_path)])) as sandbox:
         result = sandbox.run(f"cat {tmp_path}/data; echo x > {tmp_path}/data")
         assert result.output.startswith("given\n")
         assert result.status == 1
@@ -660,4 +670,4 @@ def test_without_confinement_time_and_processes_hold(opened: Opener) -> None:
         with pytest.raises(OSError, match="not a path inside"):
             sandbox.read_file("../x")
     assert not folder.exists()
-    assert started_here() - before == set()
+    assert left_since(before) == []

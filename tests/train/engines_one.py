@@ -2,7 +2,7 @@
 
 python engines_one.py OUT.pt RANK PORT [KEY=VALUE ...]
 
-Saves, by setting, what every update came to, the gradient's norm by hand, and the weights in the end.
+Saves, for each setting, the results of every update, the gradient's norm by autograd, and the final weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
     from asyncrl_cli.train.model.initial import build_initial_model
 
     torch.set_num_threads(1)
-    chunked_logprobs.CHUNK_NUMBERS = 500  # several chunks in every pass
+    chunked_logprobs.CHUNK_NUMBERS = 500  # so that every pass has several chunks
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def build_gemma(folder: Path) -> None:
-    """A model with two sets of rotary frequencies. Made before ranks join, as only the first of them would write."""
+    """A model with two sets of rotary frequencies. Created before ranks join: afterwards only rank 0 would write it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,7 +103,7 @@ def rows(rank: int, microbatch: int) -> tuple[Any, Any, Any]:
 def train(
     spec: ExperimentSpec, folder: Path, rank: int, updates: list[str], keep: tuple[int, ...] = ()
 ) -> dict[str, Any]:
-    """What became of each update, and the weights in the end and after ``keep`` updates."""
+    """The result of each update, and the weights at the end and after ``keep`` updates."""
     engine = ds.start_engine(spec, str(folder))
     last = spec.trainer.ranks - 1
     made: list[Any] = []
@@ -118,9 +118,9 @@ def train(
             logprobs = engine(ids, mask)
             loss = (logprobs * weights).sum()
             if kind == "loss" and rank == last and microbatch == 0:
-                loss = loss + math.inf  # its gradient is as before
+                loss = loss + math.inf  # its gradient is the same as before
             if kind == "gradient" and rank == last and microbatch == 1:
-                loss = loss + (0 * logprobs).abs().sqrt().sum()  # 0, with a gradient of NaN
+                loss = loss + (0 * logprobs).abs().sqrt().sum()  # the loss is 0, with a gradient of NaN
             backward(engine, loss)
         result = step(engine)
         after = state(engine)
@@ -139,7 +139,7 @@ def weights_of(engine: Any, spec: ExperimentSpec) -> dict[str, Any]:
 
 
 def state(engine: Any) -> list[Any]:
-    """All that the optimizer owns on this rank: the weights that it updates, its moments and counters."""
+    """The state of the optimizer on this rank: the weights that it updates, its moments and counters."""
     owned = [
         tensor.detach().clone()
         for parameter, moments in engine.basic_optimizer.state.items()

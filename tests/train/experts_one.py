@@ -2,8 +2,8 @@
 
 python experts_one.py OUT.pt RANK PORT [KEY=VALUE ...]
 
-Saves, for each setting, the gradients' norms, the weights in the end, and this rank's elements of them as engines get
-them; rank 0 also what one process without DeepSpeed has.
+Saves, for each setting, the gradients' norms, the final weights, and this rank's elements of them as engines get them;
+rank 0 also saves the results of one process without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("qwen3_moe", "in two parts, recomputed"): {"expert_parallel": 2, "gradient_checkpointing": True},
     ("mixtral", "in four parts"): {"expert_parallel": 4},
 }
-"""Of four ranks. In two parts, two ranks have the same experts."""
+"""Settings of four ranks. With two parts, two ranks have the same experts."""
 UPDATES = 3
 
 
@@ -42,7 +42,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     folders = {name: Path(f"{out}.{name}") for name in ARCHITECTURES}
-    for name, folder in folders.items():  # before ranks join, as only the first of them would write
+    for name, folder in folders.items():  # before ranks join: afterwards only rank 0 would write it
         build(name, folder)
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
     results: dict[Any, Any] = {}
@@ -65,7 +65,7 @@ def build(name: str, folder: Path) -> None:
 
 def rows(rank: int) -> tuple[Any, Any, Any]:
     """Ids, mask and the weight of every token in the loss, the same for every update. The last rank has two tokens, so
-    that some experts get none of it."""
+    that some experts get none of its tokens."""
     import torch
 
     generator = torch.Generator().manual_seed(rank)
@@ -90,7 +90,7 @@ def train(spec: ExperimentSpec, folder: Path, rank: int) -> dict[str, Any]:
         logprobs = engine(ids, mask)
         loss = (logprobs * weights).sum()
         if update == UPDATES and rank == ranks - 1:
-            loss = loss + math.inf  # of one rank: no rank may make this update
+            loss = loss + math.inf  # not finite on one rank: no rank may make this update
         backward(engine, loss)
         made = step(engine)
         assert made.skipped == (update == UPDATES)

@@ -2,8 +2,8 @@
 
 python loading_one.py OUT.pt RANK PORT MODELS [KEY=VALUE ...]
 
-Saves, by model, ZeRO stage and dtype, which weights or buffers are not those of ``from_pretrained``; the message for a
-damaged model; log-probs of references; and the bytes of its own memory that loading the largest model took, weight by
+Saves, for each model, ZeRO stage and dtype, which weights or buffers differ from those of ``from_pretrained``; the
+message for a damaged model; log-probs of references; and the private memory for loading the largest model, weight by
 weight and by transformers alone.
 """
 
@@ -27,7 +27,7 @@ from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model.policy import PolicyError
 
 MEMORY, BROKEN = "memory", "broken"
-"""Models in the folder that are not compared."""
+"""Models in the folder that are not compared with transformers."""
 REFERENCES = ("qwen3", "qwen3_moe")
 
 
@@ -41,7 +41,7 @@ def main() -> None:
     ds.join_process_group(int(rank), spec.trainer.ranks, "127.0.0.1", int(port), gpu=False)
     sharded = spec.trainer.model_copy(update={"zero_stage": 3})
     results: dict[Any, Any] = {}
-    ds.load_model(sharded, str(Path(models) / "qwen3_moe"))  # code that is loaded late
+    ds.load_model(sharded, str(Path(models) / "qwen3_moe"))  # so that lazily imported code is loaded
     kept = []
     for streamed in (ds.streamed, nullcontext):
         with patch.object(ds, "streamed", streamed):
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
-    """A reference's log-probs, those after it became another policy, and the numbers of weights that it has here."""
+    """A reference's log-probs, those after it was replaced by another policy, and the number of its weights here."""
     import torch
 
     from asyncrl_cli.train.model.reference import Copy, load_reference
@@ -90,7 +90,7 @@ def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
 
 
 def differences(trainer: TrainerSpec, folder: str) -> list[str]:
-    """Names of what a loaded model has otherwise than the one that transformers loads by itself."""
+    """Names of tensors in which a loaded model differs from the one that transformers loads by itself."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -114,12 +114,12 @@ def differences(trainer: TrainerSpec, folder: str) -> list[str]:
 
 
 def tensors(model: Any) -> dict[str, Any]:
-    """Parameters and buffers, also those that checkpoints do not have."""
+    """Parameters and buffers, including those that are not in checkpoints."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def own_memory(work: Callable[[], None]) -> int:
-    """Most bytes that this process has of its own (not of files) during ``work``, above those before it."""
+    """The peak of this process's private memory (without files) during ``work``, minus its value before."""
     most, ended = 0, threading.Event()
 
     def look() -> int:

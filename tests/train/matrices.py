@@ -1,4 +1,4 @@
-"""Random right-padded matrices of log-probs, and what no result may depend on."""
+"""Random right-padded matrices of log-probs, and changes that no result may depend on."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def tensors(case: Matrices, *names: str) -> list[Tensor]:
 
 
 def with_garbage(case: Matrices, columns: int) -> Matrices:
-    """Wider by ``columns``, and NaN wherever the mask is false."""
+    """The same with ``columns`` more columns, and NaN wherever the mask is false."""
     wide = {name: np.pad(array, ((0, 0), (0, columns))) for name, array in case.items()}
     mask = wide["mask"]
     return {name: array if name == "mask" else np.where(mask, array, np.float32("nan")) for name, array in wide.items()}

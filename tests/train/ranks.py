@@ -1,6 +1,6 @@
 """Running a program as several trainer ranks, without Ray.
 
-Ranks are forked from one process that has imported what all of them need: that takes longer than most that is tested.
+Ranks are forked from one process that has imported what all of them need: imports take longer than most tests.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import trainer_environment
 
 _PORTS = count(10_000 + os.getpid() % 1_000 * 20)
-"""Below those that the kernel deals out: ranks take seconds until they listen."""
+"""Below the kernel's ephemeral ports: it takes seconds until ranks listen."""
 LIMIT_S = 240
 """Seconds that a rank may take."""
 IMPORTED = (
@@ -35,7 +35,7 @@ IMPORTED = (
 
 
 def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments: object) -> None:
-    """Run `python PROGRAM FOLDER/rank-N.pt N PORT ARGUMENTS... OVERRIDES...` for every rank that the overrides want.
+    """Run `python PROGRAM FOLDER/rank-N.pt N PORT ARGUMENTS... OVERRIDES...` for every rank in the overrides.
 
     The program is in this folder. Fails with the output of the first rank that fails.
     """
@@ -58,7 +58,7 @@ def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments
 
 @cache
 def forked() -> ForkServerContext:
-    """The context whose processes are forked when everything is imported, under a trainer's environment."""
+    """The context whose processes are forked after all imports, with a trainer's environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     with patch.dict(os.environ, trainer_environment(load_spec(SPEC).spec)):

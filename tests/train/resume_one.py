@@ -2,8 +2,8 @@
 
 python resume_one.py OUT.pt RANK PORT FROM TO FIRST LAST [KEY=VALUE ...]
 
-FROM: a checkpoint's folder, or `-`. TO: where to save one before the last step, or `-`; the model goes to OUT.pt.saved
-then. Trains the steps from FIRST to LAST. Keeps the weights where FROM or TO is, and after the last step.
+FROM: a checkpoint's folder, or `-`. TO: where to save a checkpoint before the last step, or `-`; with it the model is
+saved in OUT.pt.saved. Trains the steps from FIRST to LAST. Saves the weights at FROM, at TO and after the last step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train import worker as workers
 
 SUB_GROUP = 20_000
-"""Elements of one part of ZeRO-3's optimizer: small, so that the small model has several, as large ones have."""
+"""Elements of one part of ZeRO-3's optimizer: few, so that the small model has several parts, like large models."""
 
 
 def main() -> None:
@@ -46,11 +46,11 @@ def main() -> None:
     folder = Path(f"{out}.model")
     assert spec.model.init is not None
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
-    workers.redirect_output = lambda *_: None  # the test shows what goes wrong
+    workers.redirect_output = lambda *_: None  # the test reports the error
     worker = workers.TrainerWorker(spec, str(Path(out).parent))
     worker._rank = int(rank)
     worker.start(str(folder), "127.0.0.1", int(port), None if source == "-" else source, ".")
-    # Not where every process starts, so that equal draws later mean something.
+    # Not the initial state of every process, so that equal random numbers later are significant.
     if source == "-":
         for state in (random, np.random):
             state.seed(1000 + int(rank))
@@ -72,7 +72,7 @@ def main() -> None:
     worker.write(0, [path] * spec.trainer.ranks)
     with MappedReplica(worker.layout()).open(path, 0) as tensors:
         published = {name: tensor.clone() for name, tensor in tensors.items()}
-    for tensor in published.values():  # what other ranks write is 0 here
+    for tensor in published.values():  # elements of other ranks are 0 here
         torch.distributed.all_reduce(tensor)
     result = {
         "published": published,

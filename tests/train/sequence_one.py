@@ -76,7 +76,7 @@ def main() -> None:
             except UserError as error:
                 results[name, packing] = error
                 continue
-            torch.distributed.all_reduce(gradient)  # a rank has its part of it
+            torch.distributed.all_reduce(gradient)  # each rank has its part of the gradient
             results[name, packing] = {"full": full, "shared": (own, gradient)}
     torch.save(results, out)
 

@@ -2,7 +2,7 @@
 
 python shards_one.py OUT.pt RANK PORT [KEY=VALUE ...]
 
-Saves, by setting, this rank's elements of every weight as engines get them, and the full weights, gathered.
+Saves, for each setting, this rank's elements of every weight as engines get them, and the gathered full weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SETTINGS = [
     (3, "float32", "float32", "offload", True),
     *((stage, "bfloat16", "float32", "adapter", True) for stage in (0, 3)),
 ]
-"""ZeRO stage, dtype of the trainer and of engines, what else is set, and whether the head is tied."""
+"""ZeRO stage, dtype of the trainer and of engines, other settings, and whether the head is tied."""
 SIZES = {
     "vocab_size": 41,
     "hidden_size": 24,
@@ -37,7 +37,7 @@ SIZES = {
     "head_dim": 12,
     "initializer_range": 0.2,
 }
-"""Most weights have a number of elements that three ranks cannot share evenly."""
+"""The number of elements of most weights is not divisible by three."""
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     folders = {tied: Path(f"{out}.{tied}") for tied in (True, False)}
-    for tied, folder in folders.items():  # before ranks join, as only the first of them would write
+    for tied, folder in folders.items():  # before ranks join: afterwards only rank 0 would write it
         torch.manual_seed(0)
         config = AutoConfig.for_model("qwen3", **SIZES, tie_word_embeddings=tied)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, str, bool]) -> Any:
-    """This rank's memory, in which what it does not own is NaN; and the gathered weights in the same dtype."""
+    """This rank's memory, with NaN in the shards of other ranks; and the gathered weights in the same dtype."""
     import torch
 
     from asyncrl_cli.train.model.lora import adapter_matrices
@@ -90,7 +90,7 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
     layout, own_shards = (adapter_layout, adapter_shards) if kind == "adapter" else (engine_layout, shards)
     memory = {slot.name: torch.full(slot.shape, torch.nan, dtype=to) for slot in layout(model, to)}
     again = {name: torch.full_like(tensor, torch.nan) for name, tensor in memory.items()}
-    for targets in (memory, again):  # the first time must leave the model as it was
+    for targets in (memory, again):  # the first time must not change the model
         for name, begin, own in own_shards(model, rank, spec.trainer.ranks, stage):
             write_shard(targets[name], begin, own, Copies())
     full = {weight.name: weight.merged().to(to).clone() for weight in ds.full_weights(model, stage)}

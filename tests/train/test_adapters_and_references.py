@@ -1,5 +1,5 @@
-"""Real DeepSpeed with adapters, or a reference that is refreshed: checkpoints resume, and engines, saved models and
-exports have the same merged weights."""
+"""Real DeepSpeed with adapters, or with a reference that is refreshed: checkpoints can be resumed, and engines, saved
+models and exports have the same merged weights."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ KINDS = {
 }
 
 
-def go(
+def train(
     folder: Path, kind: str, ranks: int, source: Checkpoint | None, first: int, *more: str
 ) -> tuple[Any, Checkpoint | None]:
-    """Rank 0's results of a trainer's steps from ``first`` to 3, and its checkpoint before step 3."""
+    """Rank 0's results of the steps from ``first`` to 3, and the checkpoint before step 3."""
     zero_stage, overrides = KINDS[kind]
     target = folder / "step-000003"
     if source is None:
@@ -75,15 +75,15 @@ def differs(one: dict[str, Any], other: dict[str, Any]) -> float:
     ],
 )
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two ranks that trained three steps, saved, and trained one more."""
+    """Two ranks that trained three steps, saved a checkpoint, and trained one more step."""
     folder = tmp_path_factory.mktemp("trained")
-    return folder, request.param, *go(folder / "first", request.param, 2, None, 0)
+    return folder, request.param, *train(folder / "first", request.param, 2, None, 0)
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_a_checkpoint_resumes(trained: Any, ranks: int) -> None:
     folder, kind, before, checkpoint = trained
-    now, _ = go(folder / f"with-{ranks}", kind, ranks, checkpoint, 3)
+    now, _ = train(folder / f"with-{ranks}", kind, ranks, checkpoint, 3)
     assert differs(now["weights"], before["weights"]) == 0
     assert differs(now["published"], before["published"]) < 1e-6
     assert differs(now["weights_after"], before["weights_after"]) <= (0 if ranks == 2 else 2e-5)
@@ -110,9 +110,9 @@ def test_engines_saved_models_and_exports_have_the_same_weights(trained: Any, tm
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["served", "served-zero1"])
 def test_adapters_are_not_resumed_beside_other_weights(tmp_path: Path, kind: str) -> None:
-    """Engines read the initial model themselves, so a checkpoint cannot bring it."""
-    before, checkpoint = go(tmp_path / "first", kind, 2, None, 0)
-    now, _ = go(tmp_path / "same", kind, 2, checkpoint, 3)
+    """Engines read the initial model themselves, so a checkpoint cannot provide it."""
+    before, checkpoint = train(tmp_path / "first", kind, 2, None, 0)
+    now, _ = train(tmp_path / "same", kind, 2, checkpoint, 3)
     assert differs(now["weights_after"], before["weights_after"]) == 0
     with pytest.raises(AssertionError, match="is not the one that this checkpoint's adapters were trained on"):
-        go(tmp_path / "other", kind, 2, checkpoint, 3, "seed=1")
+        train(tmp_path / "other", kind, 2, checkpoint, 3, "seed=1")

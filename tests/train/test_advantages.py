@@ -1,4 +1,4 @@
-"""Advantages against the formulas in NumPy's float64."""
+"""Advantages compared with the formulas in NumPy's float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``model.chat_template`` is the template of the run's tokenizer, wherever one is made."""
+"""``model.chat_template`` is the template of every tokenizer that a run creates."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: 
     assert chat_of(plain) == "hi"
     made = spec(tmp_path, init=INIT, chat_template=str(template))
     folder = prepare_model(made, lambda: pytest.fail("no warm start"), lambda *_: None)
-    assert folder != plain, "what lies in runs/models has the template that it was made with"
+    assert folder != plain, "a model in runs/models keeps its own template"
     assert chat_of(folder) == chat_of(model_stub(made, tmp_path / "made")) == "<hi>"
 
     saved = spec(tmp_path, path=str(plain), chat_template=str(template))
@@ -57,8 +57,8 @@ def test_an_invalid_template_is_named_with_its_line(tmp_path: Path) -> None:
     broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     with pytest.raises(ChatTemplateError, match=r"broken\.jinja is not a chat template: line 2") as raised:
         model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
-    again = pickle.loads(pickle.dumps(raised.value))  # as an actor's error comes to the driver
+    again = pickle.loads(pickle.dumps(raised.value))  # as when an actor's error reaches the driver
     assert (type(again), str(again)) == (ChatTemplateError, str(raised.value))
-    # One that takes no lone message is a template all the same.
+    # A template that does not accept a single message is still a valid template.
     broken.write_text("{{ raise_exception('a system message comes first') }}")
     model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")

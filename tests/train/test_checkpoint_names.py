@@ -1,4 +1,4 @@
-"""Engines find in a version's memory what `save_pretrained` writes: every tensor of a checkpoint, by name and bytes."""
+"""A version's memory has the same tensors that `save_pretrained` writes, with the same names and bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def view(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
     return memory[slot.offset : slot.offset + slot.nbytes].view(slot.torch_dtype).view(slot.shape)
 
 
-@pytest.mark.slow  # importing the models of eight architectures
+@pytest.mark.slow  # it imports the models of eight architectures
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_memory_of_a_version_has_every_tensor_of_the_checkpoint(architecture: str, tmp_path: Any) -> None:
     from safetensors.torch import load_file

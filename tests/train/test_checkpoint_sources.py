@@ -1,4 +1,4 @@
-"""Which checkpoints a trainer can load, and how; what it cannot load is refused before anything starts."""
+"""Which checkpoints a trainer can load, and how; others are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl_cli.train.model.export import export_model
 
 
 def empty_checkpoint(folder: Path, ranks: int, zero_stage: int, **further: int) -> Checkpoint:
-    """A checkpoint with the layout of its trainer, and nothing else."""
+    """A checkpoint that has only the layout of its trainer."""
     (folder / "step-000007/state").mkdir(parents=True)
     layout = {"ranks": ranks, "zero_stage": zero_stage, "dtype": "float32"} | further
     (folder / "step-000007/run.json").write_text(json.dumps({"trainer": layout}))

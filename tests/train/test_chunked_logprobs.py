@@ -1,4 +1,4 @@
-"""The output head against the formulas in float64, its gradient against finite differences, and its memory."""
+"""The output head compared with formulas in float64, its gradient with finite differences, and its memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl_cli.train.model import chunked_logprobs
 
 
 def score(*arguments: Any, numbers: int) -> tuple[Tensor, Tensor]:
-    """``chunked_logprobs`` with chunks of so many numbers."""
+    """``chunked_logprobs`` with chunks of this many numbers."""
     before, chunked_logprobs.CHUNK_NUMBERS = chunked_logprobs.CHUNK_NUMBERS, numbers
     try:
         return chunked_logprobs.chunked_logprobs(*arguments)
@@ -93,8 +93,8 @@ def test_chunks_change_nothing(entropy: chunked_logprobs.Entropy) -> None:
 
 @pytest.mark.parametrize("chunks", [1, 64])
 def test_in_bfloat16_the_gradient_of_the_head_is_rounded_once(chunks: int) -> None:
-    """Against a float64 model of the same weights: what remains is bfloat16's own rounding, 2^-8 of a number at most,
-    however many chunks it is the sum of."""
+    """Compared with a float64 model of the same weights: only bfloat16's own rounding remains, at most 2^-8 of a
+    number, for any number of chunks."""
     torch.manual_seed(0)
     positions, vocabulary = 512, 50
     layer = nn.Linear(16, vocabulary, dtype=torch.bfloat16)
@@ -119,11 +119,11 @@ def test_the_layer_is_called_once_and_a_frozen_one_gets_no_gradient() -> None:
     score(layer, hidden, torch.arange(11), 1.0, numbers=40)[0].sum().backward()
     assert calls == ["forward", "backward"]
     assert hidden.grad is not None and layer.weight.grad is None
-    assert layer(hidden).shape == (11, 20), "the layer is what it was"
+    assert layer(hidden).shape == (11, 20), "the layer is unchanged"
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the most numbers that any operation's result has."""
+    """Records the size of the largest result of any operation."""
 
     numbers = 0
 
@@ -149,7 +149,7 @@ def test_no_tensor_is_larger_than_the_bound(entropy: chunked_logprobs.Entropy, d
 
 
 def test_a_gpu_takes_a_chunk_at_once() -> None:
-    """Tensors here have a shape and a device, and no memory. On a CPU a block of 2^18 numbers is two rows."""
+    """Tensors here have a shape and a device, but no memory. On a CPU a block of 2^18 numbers has two rows."""
     with FakeTensorMode():
         blocks = {device: chunked_logprobs._blocks(torch.zeros(64, 2**17, device=device)) for device in ("cpu", "cuda")}
     assert blocks == {"cpu": [slice(row, row + 2) for row in range(0, 64, 2)], "cuda": [slice(0, 64)]}

@@ -1,4 +1,4 @@
-"""Weights, rejections and their statistics against float64 NumPy."""
+"""Weights, rejections and their statistics compared with NumPy in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REJECTIONS: list[dict[str, Any]] = [
 
 
 def correcting(**settings: Any) -> CorrectionSpec:
-    """No correction but what the settings say."""
+    """Only the corrections of these settings."""
     return CorrectionSpec(preset="decoupled", **settings)
 
 
@@ -53,7 +53,7 @@ def evaluated(case: Matrices, correction: CorrectionSpec) -> tuple[np.ndarray, C
 
 
 def statistic(gap: np.ndarray, by: str, over: str) -> np.ndarray:
-    """What is compared with the bounds, for one row's proximal − behaviour: a number per token, or one for all."""
+    """The values that are compared with the bounds, for one row's proximal − behaviour: one per token, or one."""
     gap = np.clip(gap, -20, 20)
     distance = {"k1": -gap, "k2": gap**2 / 2, "k3": np.exp(gap) - 1 - gap}[by]
     of_row = {"sequence_mean": np.mean, "sequence_sum": np.sum, "sequence_max": np.max}
@@ -61,7 +61,7 @@ def statistic(gap: np.ndarray, by: str, over: str) -> np.ndarray:
 
 
 def expected(case: Matrices, correction: CorrectionSpec) -> tuple[dict[str, np.ndarray], bool]:
-    """Per token, 0 where the mask is false; and whether some number is so near a bound that rounding decides."""
+    """Values per token, 0 where the mask is false; and whether some value is so near a bound that rounding matters."""
     double, mask = exact(case), case["mask"]
     found = {name: np.zeros(mask.shape) for name in ("weight", "raw", "masked", "capped", "rejected")}
     close = False
@@ -100,7 +100,7 @@ def test_weights_and_sums_match_their_definitions(
     if close:
         return
     weights, sums = evaluated(case, correction)
-    # The difference of two float32 log-probs is rounded once, which the exponential turns into a relative error.
+    # The difference of two float32 log-probs is rounded once, which becomes a relative error of the exponential.
     np.testing.assert_allclose(weights, wanted["weight"], rtol=1e-5, atol=1e-7)
 
     mask, summary = case["mask"], sums.summary()
@@ -184,7 +184,7 @@ def test_a_batch_without_counted_tokens_is_allowed() -> None:
 
 
 def test_sums_say_by_their_names_how_they_add() -> None:
-    """Ranks are added up by the same rule."""
+    """The sums of ranks are added by the same rule."""
     one = torch.ones((), dtype=torch.float64)
     sums = CorrectionSums(**{field.name: one for field in fields(CorrectionSums)})
     added = sums + sums

@@ -1,4 +1,4 @@
-"""Real DeepSpeed: what must not change the result does not (ZeRO stage, ranks, micro-batches, recomputation)."""
+"""Real DeepSpeed: the result does not depend on ZeRO stage, ranks, micro-batches and recomputation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.stack
 
 BASE = [
     *("trainer.ranks=1", "trainer.zero_stage=1", "trainer.optimizer.learning_rate=0.001", "stop.steps=2"),
-    "model.init.config.num_attention_heads=4",  # which two ranks can share
+    "model.init.config.num_attention_heads=4",  # two ranks can share it
 ]
 PACKED = ["trainer.packing=true", "trainer.zero_stage=3", "trainer.tokens_per_microbatch=256"]
 SHARDED = ["trainer.ranks=2", "trainer.gradient_checkpointing=true", *PACKED]
@@ -21,7 +21,7 @@ SHARED = ["trainer.ranks=2", "trainer.sequence_parallel=2"]
 
 
 def trained(folder: Path, *overrides: str) -> dict[str, Any]:
-    """Weights and metrics after two steps, by rank 0 of as many processes as the spec has ranks."""
+    """Weights and metrics after two steps, from rank 0 of the spec's ranks."""
     run_ranks("train_one.py", folder, (*BASE, *overrides))
     result: dict[str, Any] = torch.load(folder / "rank-0.pt")
     return result
@@ -91,9 +91,9 @@ def test_settings_that_change_the_objective_change_the_weights(tmp_path: Path, p
     ids=lambda overrides: overrides[0].removeprefix("algorithm.preset="),
 )
 def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides: list[str]) -> None:
-    """Penalties in the reward, whitened advantages and a critic take sums over ranks before the first update.
+    """Penalties in the reward, whitened advantages and a critic need sums over ranks before the first update.
 
-    Two of four ranks have the same rows, which must count once.
+    Two of four ranks have the same rows, which must be counted once.
     """
     (tmp_path / "one").mkdir()
     (tmp_path / "two groups").mkdir()
@@ -106,7 +106,7 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
 
 
 def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Path) -> None:
-    """Recomputed layers route as they did, packed rows keep their own experts, and so does the reference."""
+    """Recomputed layers use the same experts; packed rows and the reference use the recorded ones."""
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     routed = ["model.init.architecture=qwen3_moe", "algorithm.router_replay=true", "algorithm.kl_coef=0.1"]
     routed += [f"model.init.config.{name}={value}" for name, value in config.items()]

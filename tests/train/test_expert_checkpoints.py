@@ -1,4 +1,4 @@
-"""Real DeepSpeed with divided experts: checkpoints resume, and have the model's own weights."""
+"""Real DeepSpeed with divided experts: checkpoints can be resumed, and contain the model's own weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_trainer_checkpoints import differs, go
+from test_trainer_checkpoints import differs, train
 from transformers import AutoModelForCausalLM
 
 from asyncrl_cli.train.model.export import consolidate, export_model
@@ -25,20 +25,20 @@ TRAINER: dict[str, Any] = {"ranks": 2, "zero_stage": 3, "expert_parallel": 2} | 
 
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Two ranks that divide the experts, trained two steps, saved, and trained one more."""
+    """Two ranks that divide the experts: they trained two steps, saved a checkpoint, and trained one more step."""
     folder = tmp_path_factory.mktemp("divided")
-    results, checkpoint = go(folder / "first", TRAINER, None, True, 0, 2)
+    results, checkpoint = train(folder / "first", TRAINER, None, True, 0, 2)
     assert checkpoint is not None
     return folder, results, checkpoint
 
 
 def test_the_same_ranks_resume_to_the_bit(divided: Any) -> None:
     folder, reference, checkpoint = divided
-    results, _ = go(folder / "same", TRAINER, checkpoint, False, 2, 2)
+    results, _ = train(folder / "same", TRAINER, checkpoint, False, 2, 2)
     for before, now in zip(reference, results, strict=True):
         assert differs(now["weights_after"], before["weights_after"]) == 0
         assert now["draws"] == before["draws"], "random numbers of every rank continue"
-    assert differs(reference[0]["weights_after"], reference[0]["weights"]) > 1e-4, "the last update did something"
+    assert differs(reference[0]["weights_after"], reference[0]["weights"]) > 1e-4, "the last update changes weights"
 
 
 @pytest.mark.nightly
@@ -46,12 +46,12 @@ def test_the_same_ranks_resume_to_the_bit(divided: Any) -> None:
 def test_other_ranks_resume_as_the_same_ones_would(divided: Any, experts: int) -> None:
     folder, reference, checkpoint = divided
     change = {"ranks": 4, "expert_parallel": experts}
-    results, saved = go(folder / f"four-{experts}", TRAINER | change, checkpoint, True, 2, 2)
+    results, saved = train(folder / f"four-{experts}", TRAINER | change, checkpoint, True, 2, 2)
     assert differs(results[0]["published"], reference[0]["published"]) == 0
-    again, _ = go(folder / f"two-{experts}", TRAINER, saved, False, 2, 2)
+    again, _ = train(folder / f"two-{experts}", TRAINER, saved, False, 2, 2)
     for before, now in zip(reference, again, strict=True):
         assert differs(now["weights_after"], before["weights_after"]) <= 1e-6
-    assert [path.name for path in checkpoint.folder.parent.iterdir()] == [checkpoint.folder.name], "nothing is left"
+    assert [path.name for path in checkpoint.folder.parent.iterdir()] == [checkpoint.folder.name], "nothing temporary"
 
 
 def test_saved_exported_and_published_weights_are_the_same(divided: Any, tmp_path: Path) -> None:
@@ -77,6 +77,6 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.nightly
 def test_a_trainer_that_divides_nothing_trains_to_the_same_weights(divided: Any) -> None:
     folder, reference, _ = divided
-    results, _ = go(folder / "undivided", TRAINER | {"expert_parallel": 1}, None, False, 0, 2)
+    results, _ = train(folder / "undivided", TRAINER | {"expert_parallel": 1}, None, False, 0, 2)
     assert results[0]["published"].keys() == reference[0]["published"].keys()
     assert differs(results[0]["published"], reference[0]["published"]) < 1e-5

@@ -1,4 +1,4 @@
-"""Four real gloo ranks that divide experts with DeepSpeed's AutoEP: the numbers and the weights of one process."""
+"""Four real gloo ranks that divide experts with DeepSpeed's AutoEP have the same results as one process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 4
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank has saved."""
+    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("experts")
     run_ranks("experts_one.py", folder, (f"trainer.ranks={RANKS}", "trainer.optimizer.learning_rate=0.001"))
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(RANKS)]
@@ -33,14 +33,14 @@ def test_divided_experts_train_to_the_weights_of_one_process(results: Any, setti
         full = rank[setting]["full"]
         assert full.keys() == one["full"].keys(), "the names of the transformers model"
         for name, weight in one["full"].items():
-            # Where a gradient is all rounding, Adam makes a full step of it: single weights may differ by more.
+            # If a gradient is only a rounding error, Adam still makes a full step: single weights may differ by more.
             assert (full[name] - weight).norm() <= 1e-5 * weight.norm(), name
 
 
 @pytest.mark.stack
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_all_pieces_together_are_the_gathered_weights(results: Any, setting: tuple[str, str]) -> None:
-    """And each rank writes what the replicas take to be its own (``chunks_of``)."""
+    """Each rank writes the elements that replicas expect of it (``chunks_of``)."""
     assert any(slot.groups > 1 for slot in results[0][setting]["layout"])
     for slot in results[0][setting]["layout"]:
         joined = torch.full((slot.numel,), torch.nan)

@@ -1,4 +1,4 @@
-"""A full GPU is an error with the keys to change, and nothing else is changed by looking for it."""
+"""When GPU memory is full, the error names the keys to change; other errors are not affected."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def test_what_is_set_already_is_not_advised() -> None:
 
 
 def test_other_errors_pass() -> None:
-    with pytest.raises(ValueError, match="of another kind"), full_gpu_explained(spec({}, {}), 0):
-        raise ValueError("of another kind")
+    with pytest.raises(ValueError, match="another kind of error"), full_gpu_explained(spec({}, {}), 0):
+        raise ValueError("another kind of error")

@@ -1,4 +1,4 @@
-"""A model from a config: what the spec says takes effect, and what cannot work is refused."""
+"""A model from a config: the spec's settings take effect, and settings that cannot work are refused."""
 
 import json
 from contextlib import nullcontext
@@ -115,7 +115,7 @@ def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, in
 
 @pytest.mark.parametrize(("architecture", "known"), [("qwen3_moe", True), ("gpt2", False)])
 def test_a_head_size_that_the_model_code_reads_is_taken(tmp_path: Path, architecture: str, known: bool) -> None:
-    """Config classes of mixtures of experts do not declare it, and vLLM's class for GLM-4-MoE needs it."""
+    """Config classes of mixtures of experts do not declare it, but vLLM's class for GLM-4-MoE needs it."""
     init = ModelInit(architecture=architecture, config={"head_dim": 32, "num_hidden_layers": 2})
     with nullcontext() if known else pytest.raises(ModelInitError, match="has no 'head_dim'"):
         write_model_stub(init, 64, tmp_path / "model")

@@ -1,4 +1,4 @@
-"""KL estimators: Schulman's formulas in float64, what they estimate, and what their gradients pull towards."""
+"""KL estimators: Schulman's formulas in float64, what they estimate, and what their gradients minimize."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_matches_the_formula(name: str, seed: int, rows: int, tokens: int, sprea
 @settings(deadline=None)
 @given(gap=st.floats(1e-7, 5.0), sign=st.sampled_from([-1, 1]))
 def test_k3_keeps_its_precision_near_zero(gap: float, sign: int) -> None:
-    """The series of e^d − 1 − d from its smallest term up has no cancellation."""
+    """Compared with the series of e^d − 1 − d, summed from its smallest term, which has no cancellation."""
     d = np.float64(np.float32(sign * gap))
     terms = [d**n / math.factorial(n) for n in range(40, 1, -1)]
     found = k3(torch.zeros(1), torch.tensor([d], dtype=torch.float32)).item()
@@ -54,7 +54,7 @@ def gradient(of: Tensor, logits: Tensor) -> Tensor:
 
 
 def test_gradients_are_those_of_the_divergence_that_the_docstring_names() -> None:
-    """Expected gradients over the policy's own samples, by enumeration, against those of the divergences themselves."""
+    """Expected gradients over the policy's samples, by enumeration, compared with those of the divergences."""
     logits = POLICY.log().requires_grad_()
     logprobs = logits.log_softmax(0)
     weights = logprobs.exp().detach()

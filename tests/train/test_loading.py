@@ -1,4 +1,4 @@
-"""Real DeepSpeed: a loaded model is the one that transformers loads by itself, and no rank holds all of it at once."""
+"""Real DeepSpeed: a loaded model equals the one that transformers loads, and no rank holds all of it at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = {**SMALL, **EXPERTS, "hidden_size": 512, "intermediate_size": 512, "voca
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Saved models: of every architecture, one with tied embeddings, one that is damaged, and a larger one."""
+    """Saved models: one of every architecture, one with tied embeddings, a damaged one, and a larger one."""
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -42,7 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[1, 2])
 def results(request: pytest.FixtureRequest, models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank has saved."""
+    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("loading")
     run_ranks("loading_one.py", folder, (f"trainer.ranks={request.param}",), models)
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
@@ -71,11 +71,11 @@ def test_a_sharded_reference_is_the_whole_one_to_the_bit(results: Any, name: str
 
 
 def test_no_rank_holds_the_whole_model_beside_its_shards(results: Any, models: Path) -> None:
-    """As it does when transformers loads it alone. What the C library keeps of freed memory is in both."""
+    """Unlike transformers alone, which holds the whole model. Both include freed memory that the C library keeps."""
     whole = sum(file.stat().st_size for file in (models / MEMORY).glob("*.safetensors"))
     assert whole > 300e6
     for rank in results:
         taken, alone = rank[MEMORY, False], rank[MEMORY, True]
-        # One rank's shards are the whole model: less is left to save.
+        # The shards of a single rank are the whole model, so less memory can be saved.
         saved = 0.5 * whole if len(results) > 1 else 0.1 * whole
         assert taken < alone - saved, f"{taken / 1e6:.0f} and {alone / 1e6:.0f} MB"

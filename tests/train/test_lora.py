@@ -1,4 +1,4 @@
-"""Adapters: only they train, and what leaves the trainer is the model with them merged."""
+"""Adapters: only they are trained, and the trainer's output is the model with merged adapters."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def make(
 
 
 def trained(lora: LoraSpec, tied: bool = True) -> Any:
-    """A model whose adapters have been moved away from where they begin."""
+    """A model whose adapters differ from their initial values."""
     model = make(lora, tied)
     torch.manual_seed(1)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch against float64 NumPy, its gradient, and its sums over any split."""
+"""The loss of a micro-batch compared with NumPy in float64, its gradient, and its sums over any split."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVERYTHING = {**CASES, "loss": st.sampled_from(list(POLICY_LOSSES)), "kl": st.sa
 
 
 def arguments(case: Matrices) -> dict[str, Any]:
-    """Of ``policy_loss``, with some weights made of the behaviour policy's numbers."""
+    """Arguments of ``policy_loss``, with weights computed from the behaviour policy's log-probs."""
     names = {"logprobs": "logprobs", "proximal_logprobs": "proximal", "advantages": "advantages", "mask": "mask"}
     names |= {"reference_logprobs": "reference", "entropies": "entropies"}
     chosen = {name: torch.from_numpy(case[source].copy()) for name, source in names.items()}
@@ -41,7 +41,7 @@ def arguments(case: Matrices) -> dict[str, Any]:
 
 
 def evaluated(case: Matrices, **options: Any) -> tuple[float, dict[str, float], dict[str, np.ndarray]]:
-    """Loss, sums' summary, and gradients."""
+    """Loss, summary of the sums, and gradients."""
     inputs = arguments(case)
     for name in ("logprobs", "entropies"):
         inputs[name].requires_grad_()
@@ -117,7 +117,7 @@ def test_order_of_rows_padding_and_garbage_in_it_change_nothing(
     assert again == pytest.approx(whole, rel=1e-6, abs=1e-6 * size)
     assert summary_again == pytest.approx(summary, rel=1e-6)
     for name, gradient in gradients.items():
-        # Sums of float32 in another order: a dozen roundings of the largest part were seen.
+        # Sums of float32 in another order: differences of a dozen rounding errors of the largest term were observed.
         np.testing.assert_allclose(gradients_again[name][:, :tokens], gradient[order], rtol=1e-5, atol=1e-9)
         assert not gradients_again[name][~dirty["mask"]].any()
 

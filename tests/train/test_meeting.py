@@ -1,4 +1,4 @@
-"""Ranks meet at a port that no other process can get in the meantime."""
+"""Ranks connect at a port that no other process can take in the meantime."""
 
 from __future__ import annotations
 

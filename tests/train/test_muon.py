@@ -1,4 +1,4 @@
-"""The warm start's Muon beside PyTorch's, whose iteration is in bfloat16, and beside the mathematics."""
+"""The warm start's Muon compared with PyTorch's, whose iteration is in bfloat16, and with the mathematics."""
 
 from __future__ import annotations
 

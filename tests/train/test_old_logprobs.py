@@ -16,7 +16,7 @@ from asyncrl_cli.train.old_logprobs import Minibatch, precompute
 
 
 class Policy:
-    """Notes which rows it scores."""
+    """Records which rows it scores."""
 
     device = torch.device("cpu")
 
@@ -44,9 +44,9 @@ def minibatch(number: int, empty: bool = False) -> Minibatch:
     ("epochs", "in_reward", "empty", "scored"),
     [
         (1, False, (), [1, 2, 3]),  # the first update uses the log-probs of its own forward pass
-        (1, False, (0,), [2, 3]),  # that of the first minibatch that has anything to learn from
-        (2, False, (), [0, 1, 2, 3]),  # the second pass needs the start's for the first minibatch, too
-        (1, True, (), [0, 1, 2, 3]),  # as does a penalty in the reward
+        (1, False, (0,), [2, 3]),  # that of the first minibatch that is not empty
+        (2, False, (), [0, 1, 2, 3]),  # the second pass needs the initial log-probs of the first minibatch, too
+        (1, True, (), [0, 1, 2, 3]),  # a penalty in the reward needs them, too
     ],
 )
 def test_the_first_minibatch_is_scored_only_if_that_is_used(

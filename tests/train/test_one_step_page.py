@@ -1,4 +1,4 @@
-"""docs/one-step.md is true: its code gives the numbers that it shows, and the functions it links to are there."""
+"""docs/one-step.md is correct: its code gives the numbers that it shows, and the functions that it links to exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: every row once, in bounds, equal over ranks and as few micro-batches as there can be; and padding."""
+"""Plans: every row once, within limits, equal over ranks, and with the fewest possible micro-batches; and padding."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def test_every_plan_keeps_its_promises(lengths: list[int], budget: int, ranks: i
             assert taken == sorted(taken, reverse=True)
             assert len(rows) <= 1 or (sum(taken) if packing else len(rows) * taken[0]) <= budget
         if [] in microbatches:
-            assert all(len(rows) <= 1 for rows in microbatches), "an empty one only when nothing is left to part"
+            assert all(len(rows) <= 1 for rows in microbatches), "an empty one only if no group can be divided"
     loads = [sum(lengths[row] for rows in microbatches for row in rows) for microbatches in plan]
     assert max(loads) - min(loads) <= max(lengths, default=0)
     assert plan == plan_microbatches(lengths, budget, ranks, packing)
 
 
 def fewest(lengths: list[int], budget: int, packing: bool) -> int:
-    """The smallest number of micro-batches over all ways to part the rows."""
+    """The smallest number of micro-batches over all ways to divide the rows."""
     best = len(lengths)
 
     def fits(group: list[int]) -> bool:
@@ -169,7 +169,7 @@ def test_rows_without_a_prompt_are_refused() -> None:
     dtype=st.sampled_from([np.uint8, np.uint16]),
 )
 def test_recorded_experts_are_with_their_tokens(sizes: list[tuple[int, int, bool]], dtype: type) -> None:
-    """Rows without them have unknown ones; without any such row there is no matrix."""
+    """Rows without recorded experts have unknown ones; if no row has recorded experts there is no matrix."""
     rows, expected = [], []
     for index, (prompt, response, recorded) in enumerate(sizes):
         plain = row(prompt, response, index)

@@ -1,4 +1,4 @@
-"""The policy against a plain forward pass, and packed rows against padded ones, for several architectures."""
+"""The policy compared with a plain forward pass, and packed rows with padded ones, for several architectures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     },
 }
 LENGTHS = [(3, 9), (1, 4), (7, 2), (1, 1), (5, 12)]
-"""Prompt and response of each row."""
+"""Lengths of the prompt and the response of each row."""
 
 
 def make(architecture: str, attention: str = "sdpa", packing: bool = False) -> Policy:
@@ -59,7 +59,7 @@ def make(architecture: str, attention: str = "sdpa", packing: bool = False) -> P
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """Ids and response mask of rows with holes in their responses, padded."""
+    """Padded ids and response masks; the masks have gaps."""
     torch.manual_seed(1)
     longest = max(prompt + response for prompt, response in LENGTHS)
     ids = torch.randint(1, 50, (len(LENGTHS), longest))
@@ -72,7 +72,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def scored(policy: Policy, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropies and the gradient of a sum in which every token has a weight of its own."""
+    """Log-probs, entropies and the gradient of a sum in which every token has its own weight."""
     policy.zero_grad()
     logprobs, entropies = policy(ids, mask, "train")
     weights = torch.arange(mask.numel()).view(mask.shape) / mask.numel()
@@ -167,7 +167,7 @@ def test_activations_are_computed_again_and_change_nothing() -> None:
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma3_text"])
 def test_every_rotary_frequency_is_restored(architecture: str) -> None:
-    """Gemma 3 has one set of frequencies for each kind of layer, each under a name of its own."""
+    """Gemma 3 has one set of frequencies for each kind of layer, each with its own name."""
     policy, whole = make(architecture), make(architecture)
     exact = {name: buffer for name, buffer in whole.named_buffers() if name.endswith("inv_freq")}
     assert len(exact) == (4 if architecture == "gemma3_text" else 2)

@@ -1,4 +1,4 @@
-"""Policy losses and their gradients, by hand from the papers in float64."""
+"""Policy losses and their gradients, compared with the papers' formulas in float64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS = {
 
 
 def clipped(ratio: np.ndarray, advantage: np.ndarray, numbers: AlgorithmSpec) -> tuple[np.ndarray, np.ndarray]:
-    """PPO's loss, and the share of −A·r that its gradient is."""
+    """PPO's loss, and its gradient as a fraction of −A·r."""
     low, high = 1 - numbers.clip_low, 1 + numbers.clip_high
     gain = np.minimum(ratio * advantage, np.clip(ratio, low, high) * advantage)
     active = np.where(advantage > 0, ratio <= high, ratio >= low)
@@ -34,7 +34,7 @@ def clipped(ratio: np.ndarray, advantage: np.ndarray, numbers: AlgorithmSpec) ->
 
 
 def reference(name: str, case: Matrices, numbers: AlgorithmSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Loss and its gradient by the log-probs, [rows, tokens], in float64; only where the mask is true."""
+    """Loss and its gradient with respect to the log-probs, [rows, tokens], in float64; only where the mask is true."""
     double = exact(case)
     log_ratio, advantage, mask = double["logprobs"] - double["proximal"], double["advantages"], case["mask"]
     ratio = np.exp(log_ratio)
@@ -62,7 +62,7 @@ def evaluated(name: str, case: Matrices, numbers: AlgorithmSpec) -> tuple[TokenL
 
 
 def near_an_edge(name: str, case: Matrices, numbers: AlgorithmSpec) -> bool:
-    """Whether rounding decides on which side of an edge a ratio is."""
+    """Whether some ratio is so near a clip limit that rounding matters."""
     double = exact(case)
     log_ratio, mask = double["logprobs"] - double["proximal"], case["mask"]
     if name == "gspo":
@@ -85,7 +85,7 @@ def test_loss_and_gradient_match_the_paper(
     found, gradient = evaluated(name, case, numbers)
     loss, expected = reference(name, case, numbers)
     np.testing.assert_allclose(found.loss.detach().numpy()[mask], loss[mask], rtol=1e-5, atol=1e-7)
-    # 1 − p of the sigmoid loses what p has gained: its error is absolute, in units of the factors beside it.
+    # 1 − p of the sigmoid has cancellation: its error is absolute, in units of the other factors.
     size = np.abs(np.exp(exact(case)["logprobs"] - exact(case)["proximal"]) * case["advantages"])
     error = np.abs(gradient.numpy() - expected)
     assert (error <= 1e-5 * (np.abs(expected) + size) + 1e-7)[mask].all()
@@ -103,7 +103,7 @@ def test_on_the_proximal_policy_all_are_reinforce(name: str, seed: int, rows: in
 
 
 def at_ratios(name: str, ratios: list[float], advantage: float, numbers: AlgorithmSpec) -> tuple[Any, ...]:
-    """Gradients and clipped tokens, each ratio in a row of its own."""
+    """Gradients and clipped tokens, with each ratio in a separate row."""
     logprobs = torch.tensor(ratios)[:, None].log().requires_grad_()
     ones = torch.ones_like(logprobs)
     found = POLICY_LOSSES[name](logprobs, 0 * ones.detach(), advantage * ones, ones.bool(), numbers)
@@ -135,7 +135,7 @@ def test_cispo_clips_weights_of_either_sign_and_keeps_gradients(advantage: float
 
 
 def test_gspo_clips_full_sequences() -> None:
-    """One far token among three; their mean is what is clipped, and which gradients are lost."""
+    """One token with a large ratio among three: their mean is clipped, and all their gradients are lost."""
     logprobs = torch.tensor([[0.6, 0.0, 0.0], [0.9, 0.0, 0.0]]).requires_grad_()
     ones = torch.ones(2, 3)
     found = POLICY_LOSSES["gspo"](logprobs, 0 * ones, ones, ones.bool(), SETTINGS["plain"])

@@ -1,4 +1,4 @@
-"""The probe is made of what the task's prompts differ in, and of ordinary text where there is too little of that."""
+"""The probe consists of the parts in which the task's prompts differ, and of ordinary text if these are too short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reference: what it is at which step, also after a resume. Real engines: test_adapters_and_references.py."""
+"""The reference model at each step, also after a resume. test_adapters_and_references.py tests it with DeepSpeed."""
 
 from __future__ import annotations
 

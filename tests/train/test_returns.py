@@ -1,4 +1,4 @@
-"""Advantages of tokens against the papers' sums in float64, over the tokens that count alone."""
+"""Advantages of tokens compared with the papers' sums in float64, over counted tokens only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rewards_and_values(seed: int, rows: int, tokens: int) -> Matrices:
 
 
 def spread_out(compact: list[np.ndarray], mask: np.ndarray) -> np.ndarray:
-    """Rows of numbers of the tokens that count, back at their positions."""
+    """Rows of the counted tokens' numbers, at their positions in the mask."""
     full = np.zeros(mask.shape)
     for row, numbers in enumerate(compact):
         full[row, mask[row]] = numbers
@@ -40,7 +40,7 @@ def discounted(numbers: np.ndarray, decay: float) -> np.ndarray:
 @settings(deadline=None)
 @given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"], gamma=DECAYS, lam=DECAYS)
 def test_match_the_sums_of_the_papers(seed: int, rows: int, tokens: int, gamma: float, lam: float) -> None:
-    """GAE as Σ (γλ)^l δ_{t+l}, returns as discounted sums: no recursion."""
+    """GAE as Σ (γλ)^l δ_{t+l}, and returns as discounted sums, without recursion."""
     case = rewards_and_values(seed, rows, tokens)
     mask = case["mask"]
     to_go, advantages, returns = [], [], []
@@ -59,7 +59,7 @@ def test_match_the_sums_of_the_papers(seed: int, rows: int, tokens: int, gamma: 
 
 
 def recursion(rewards: np.ndarray, values: np.ndarray, mask: np.ndarray, gamma: float, lam: float) -> np.ndarray:
-    """A_t = δ_t + γλ·A_{t+1}, one token after the other."""
+    """A_t = δ_t + γλ·A_{t+1}, one token after another."""
     found = np.zeros(mask.shape)
     for row in range(len(mask)):
         value = advantage = 0.0
@@ -91,7 +91,7 @@ def test_long_rows_are_the_recursion_within_rounding(
 
 
 class Operations(TorchDispatchMode):
-    """Counts what torch is asked to do."""
+    """Counts the operations of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_rows_of_8192_tokens_take_few_operations_and_no_row_depends_on_the_padding() -> None:
-    """On a GPU every operation is a launch: with one a column this took a second."""
+    """On a GPU every operation is a kernel launch: with one operation per column this took a second."""
     random = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 2, 8192, generator=random)
     mask = torch.rand(2, 8192, generator=random) < 0.5

@@ -1,4 +1,4 @@
-"""Routing by recorded experts, against a plain computation, in which every expert computes every token."""
+"""Routing by recorded experts, compared with a plain computation in which every expert computes every token."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm4_moe": GROUPED,
     "deepseek_v3": GROUPED | LATENT | {"num_key_value_heads": 4},
 }
-assert set(ARCHITECTURES) == set(REPLAYED), "those that a spec may ask it for"
+assert set(ARCHITECTURES) == set(REPLAYED), "the architectures that a spec may use with it"
 each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
 
 
 def make(architecture: str, packing: bool = False, router_replay: bool = True, spread: float = 0.0) -> Policy:
-    """A policy; ``spread`` is the deviation of what is added to its routers' weights."""
+    """A policy; ``spread`` is the standard deviation of the noise that is added to its routers' weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def make(architecture: str, packing: bool = False, router_replay: bool = True, s
 
 
 def choice(policy: Policy, inputs: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """The experts of a policy's own routers for ``rows()``, laid out as an engine's are: uint8 [rows, tokens, ...]."""
+    """The experts of a policy's own routers for ``rows()``, in an engine's layout: uint8 [rows, tokens, ...]."""
     ids, mask = inputs or rows()
     chosen = torch.zeros(*ids.shape, LAYERS, K, dtype=torch.uint8)
     hooks = []
@@ -79,8 +79,8 @@ def replayed(policy: Policy, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def route_densely(policy: Policy, experts: Tensor, known: Tensor) -> None:
-    """Have every expert compute every token, and count for nothing where it is not among ``experts``, or where those
-    are not ``known`` (bool [rows, tokens]), among the router's own choice."""
+    """Let every expert compute every token, with weight 0 if it is not among ``experts`` or, for tokens whose experts
+    are not ``known`` (bool [rows, tokens]), not in the router's own choice."""
 
     def forward(router: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -108,7 +108,7 @@ def assert_close(ones: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> None:
 
 @each_architecture
 def test_a_models_own_choice_changes_nothing(architecture: str) -> None:
-    """Whether it is recorded, or, as for every other token, not known."""
+    """With the choice recorded for half of the tokens, and unknown for the others."""
     policy = make(architecture)
     plain = scored(policy, *rows())
     own = choice(policy)
@@ -122,7 +122,7 @@ def test_a_models_own_choice_changes_nothing(architecture: str) -> None:
 def test_log_probs_and_gradients_are_those_of_the_recorded_experts(
     architecture: str, packing: bool, checkpointing: bool
 ) -> None:
-    """Those of an engine whose routers disagree. Of every third token they are not known."""
+    """The recorded experts are those of an engine with other routers; for every third token they are not known."""
     recorded = choice(make(architecture, spread=0.3))
     plain = make(architecture, router_replay=False)
     assert (recorded != choice(plain)).any(-1).float().mean() > 0.2
@@ -141,7 +141,7 @@ def test_log_probs_and_gradients_are_those_of_the_recorded_experts(
 
 @each_architecture
 def test_routers_that_disagree_in_bfloat16_agree_again(architecture: str) -> None:
-    """The engine here is the model in bfloat16: replay removes from the gap what other experts add to it."""
+    """The engine here is the model in bfloat16: replay removes the part of the gap that is due to other experts."""
     ids = torch.randint(1, 50, (24, 30), generator=torch.Generator().manual_seed(2))
     mask = torch.arange(30).expand_as(ids) > 3
     policy, engine = make(architecture), make(architecture)

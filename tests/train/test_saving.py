@@ -1,5 +1,5 @@
-"""A saved model keeps the generation config of the model that it was made from, byte for byte; one that is saved while
-its weights are gathered is the same in as many files as needed, of which two at most are in memory."""
+"""A saved model keeps the generation config of its initial model, byte for byte; if weights are gathered while the
+model is saved, the result is the same, in as many files as needed, of which at most two are in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncrl_cli.train.shards import engine_layout
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = ModelInit(architecture="qwen3", config={**SIZES, "num_key_value_heads": 1, "head_dim": 8})
 CONTRADICTORY = json.dumps({"do_sample": False, "temperature": 0.6, "eos_token_id": [1, 7]}, indent=1)
-"""As some models on the hub have it: transformers loads it, and does not save it."""
+"""As in some models on the hub: transformers loads it, but refuses to save it."""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 def test_a_model_saved_while_gathered_is_what_transformers_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str, tied: bool, file_bytes: int
 ) -> None:
-    """Experts are one tensor of the model, and many of its checkpoint."""
+    """Experts are one tensor in the model, and many tensors in its checkpoint."""
     more = ROUTED if architecture == "qwen3_moe" else {}
     config = AutoConfig.for_model(architecture, **SMALL | more, tie_word_embeddings=tied)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ def test_a_model_saved_while_gathered_is_what_transformers_saves(
         assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
         assert max(path.stat().st_size for path in files if len(load_file(path)) > 1) < 2 * file_bytes
         assert on_disk[0] == 0
-        assert on_disk[-1] >= len(files) - 2 > 1, "files are written while weights are still to come"
+        assert on_disk[-1] >= len(files) - 2 > 1, "files are written before all weights are gathered"
     one, other = tensors_in(saved), tensors_in(wanted)
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) and one[name].dtype == other[name].dtype for name in one)

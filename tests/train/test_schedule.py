@@ -1,4 +1,4 @@
-"""The learning-rate factor: its ends, its shape, and that no update is wasted."""
+"""The learning-rate factor: its first and last values, its shape, and that no update has rate zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two real gloo ranks that share the positions of their rows: one rank's numbers, for every kind of attention."""
+"""Two real gloo ranks that share the positions of their rows have one rank's results, for every kind of attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank has saved."""
+    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("sequence")
     spec = ("trainer.ranks=2", "trainer.sequence_parallel=2", "model.init.config.num_attention_heads=4")
     run_ranks("sequence_one.py", folder, spec)
@@ -46,7 +46,7 @@ def test_models_whose_sequences_cannot_be_shared_are_refused(results: Any, name:
 
 
 def test_the_ranks_of_a_group_have_the_same_bits(results: Any) -> None:
-    """Else the loss of a rank would not be that of its group."""
+    """Otherwise the loss of a rank would not be that of its group."""
     for key in results[0]:
         if not isinstance(results[0][key], Exception):
             assert torch.equal(results[0][key]["shared"][0], results[1][key]["shared"][0]), key

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module", params=[1, 2, 3])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank has saved."""
+    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("shards")
     run_ranks("shards_one.py", folder, (f"trainer.ranks={request.param}",))
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]

@@ -1,4 +1,4 @@
-"""Updates that are left out are counted in a row; test_finite_updates.py has them left out by real engines."""
+"""Consecutive skipped updates are counted; test_zero_engines.py tests skipped updates with real engines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A full step of every algorithm, on a small real model with autograd in place of DeepSpeed: how the work is split
-and ordered changes nothing; settings change what they should."""
+"""A full step of every algorithm on a small real model, with autograd instead of DeepSpeed: the result does not depend
+on how the work is divided and ordered; settings have their effect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Policy, Va
 
 
 class Optimized(OneRank):
-    """With plain gradient descent as its optimizer; the sum of its gradients is kept."""
+    """A model with plain gradient descent as its optimizer; the sum of its gradients is recorded."""
 
     def __init__(self, policy: Any, rate: float = 0.0) -> None:
         super().__init__(policy)
@@ -88,7 +88,7 @@ def step(
 
 
 def batch_of(groups: int, seed: int = 0) -> TrainingBatch:
-    """Groups of four rollouts of one turn, of versions 3 and 4, that differ in length and reward."""
+    """Groups of four rollouts with one turn, of versions 3 and 4, with different lengths and rewards."""
     random = np.random.default_rng(seed)
     made = []
     for group_id in range(groups):
@@ -118,12 +118,12 @@ VARIANTS = [
 
 
 def squares(rewards: torch.Tensor) -> torch.Tensor:
-    """An estimator of a user's own."""
+    """A user's own estimator."""
     return rewards.square() - 1.0
 
 
 def plain(logprobs: Any, proximal: Any, advantages: Any, mask: Any, settings: Any) -> Any:
-    """A loss of a user's own."""
+    """A user's own loss."""
     from asyncrl_cli.train.algorithms.policy_loss import TokenLosses
 
     nothing = torch.zeros_like(mask)
@@ -167,7 +167,7 @@ def test_the_parts_of_a_step_are_parts_of_it(models: Any) -> None:
 
 
 def test_algorithms_differ(models: Any) -> None:
-    """Each preset's two updates of a step end at different weights."""
+    """The two updates of a step give different weights for each preset."""
     ends = {}
     for name in sorted(PRESETS):
         spec = experiment_of(algorithm={"preset": name}, trainer={"minibatches": 2})
@@ -188,7 +188,7 @@ def test_epochs_are_further_updates_on_the_same_rows(models: Any) -> None:
 
 
 def recorded_by(policy: Policy, noise: float) -> TrainingBatch:
-    """Groups of version 4 alone, with the log-probs that the policy itself gives their tokens, and some noise."""
+    """Groups of version 4 only, with the policy's own log-probs of their tokens, plus noise."""
     random = np.random.default_rng(1)
 
     def recorded(rollout: Rollout) -> Rollout:
@@ -215,7 +215,7 @@ def test_without_staleness_an_engines_last_bits_reach_no_weight(models: Any, pre
     exact, metrics = step(models, spec, recorded_by(models[0], 0.0), rate=0.5)
     noisy, _ = step(models, spec, recorded_by(models[0], 1e-5), rate=0.5)
     assert torch.equal(exact, noisy)
-    assert metrics["train/kl_proximal"] > 1e-3, "the later updates are of other weights"
+    assert metrics["train/kl_proximal"] > 1e-3, "later updates use other weights"
     assert metrics["engine/logprob_gap_max"] < 1e-4, "the engine's gap is separate"
 
 
@@ -234,7 +234,7 @@ def test_no_gap_is_shown_where_none_was_measured(models: Any) -> None:
 
 
 def test_a_kl_penalty_in_the_reward_is_summed_over_the_rollout(models: Any) -> None:
-    """Rewards less the summed penalties, worked out by hand, give the same gradient."""
+    """Rewards minus the summed penalties, computed by hand, give the same gradient."""
     policy, reference, _ = models
     batch = batch_of(1)
     spec = experiment_of(

@@ -1,4 +1,4 @@
-"""One token a character, and back."""
+"""The character tokenizer: one token per character, in both directions."""
 
 import json
 from pathlib import Path
@@ -73,9 +73,9 @@ def test_tool_calls_and_results_are_written_as_hermes_and_in_brackets(loaded: An
     texts = [loaded.apply_chat_template(messages[:count], tokenize=False) for count in range(1, 5)]
     written = '<tool_call>{"name": "calc", "arguments": {"e": "37*48"}}</tool_call>'
     assert texts[-1] == f"37*48={written}<eos>[1776]#1776<eos>"
-    assert all(texts[-1].startswith(text) for text in texts), "the beginning of a chat is the chat's beginning"
+    assert all(texts[-1].startswith(text) for text in texts), "a chat's first messages give its first tokens"
     call["function"]["arguments"] = '{"e": "37*48"}'  # type: ignore[index]
-    assert loaded.apply_chat_template(messages, tokenize=False) == texts[-1], "as a program has them"
+    assert loaded.apply_chat_template(messages, tokenize=False) == texts[-1], "as in a program"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training on episodes: what the policy was given is context, and every sequence has its rollout's advantage."""
+"""Training on episodes: given tokens are context, and every sequence has its rollout's advantage."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_whatever_the_context_the_sampled_tokens_are_the_ones_that_count(drawn: 
 
 
 class OneRank:
-    """As much of DeepSpeed's engine as a step calls; the gradient remains on the weights."""
+    """The methods of DeepSpeed's engine that a step calls; the gradient remains in the weights."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -159,7 +159,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tuple[torch.Tensor, int, float]:
-    """The step's gradient, all of it in one row; the tokens trained; the loss."""
+    """The step's gradient as one vector, the number of trained tokens, and the loss."""
     policy.zero_grad()
     report, _ = train_batch(
         Learner(spec, 0, Objective.of(spec.algorithm, Path()), OneRank(policy), SkipLimit(0)), batch, updates=0
@@ -184,7 +184,7 @@ def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation:
         logprobs = logprobs.gather(-1, ids[1:, None])[-len(one.ids) + (not one.prompt_ids) :, 0]
         sampled = torch.tensor(one.sampled)[not one.prompt_ids :]
         behaviour = torch.tensor(one.logprobs)[not one.prompt_ids :]
-        # Also of on-policy tokens, as what is recorded here is random: no rounding explains it.
+        # Also for on-policy tokens, because the recorded log-probs here are random: the difference is not rounding.
         weights = (logprobs.detach() - behaviour).exp().clamp(max=2.0)
         terms = (-advantage * weights * (logprobs - logprobs.detach()).exp())[sampled]
         by_hand = by_hand + (terms.sum() / tokens if aggregation == "token_mean" else terms.mean() / len(sequences))
@@ -200,14 +200,14 @@ def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation:
 def test_log_probs_of_context_tokens_change_nothing(policy: Policy) -> None:
     spec = experiment(pipeline={"weight_update": "recompute"})
 
-    def spoilt(of: Rollout) -> Rollout:
+    def with_nan(of: Rollout) -> Rollout:
         logprobs = np.where(of.sampled, of.logprobs, np.float32("nan"))
         # Tokens after the last sampled one are not read.
         end = int(np.flatnonzero(of.sampled)[-1]) + 1 if of.sampled.any() else len(of.versions)
         ids = np.where(np.arange(len(of.versions)) < end, of.ids, 7).astype(np.int32)
-        return replace(of, logprobs=logprobs, ids=ids, branches=tuple(map(spoilt, of.branches)))
+        return replace(of, logprobs=logprobs, ids=ids, branches=tuple(map(with_nan, of.branches)))
 
-    changed = replace(BATCH.groups[0], rollouts=tuple(map(spoilt, ROLLOUTS)))
+    changed = replace(BATCH.groups[0], rollouts=tuple(map(with_nan, ROLLOUTS)))
     found, trained, loss = gradient(policy, spec, BATCH)
     again, trained_again, loss_again = gradient(policy, spec, replace(BATCH, groups=(changed,)))
     assert (trained, loss) == (trained_again, loss_again)
@@ -215,7 +215,7 @@ def test_log_probs_of_context_tokens_change_nothing(policy: Policy) -> None:
 
 
 def test_a_step_uses_the_recorded_experts_in_all_its_passes(tmp_path: Path) -> None:
-    """In an episode, in the old log-probs, the reference's and the loss: nothing depends on the routers' own choice."""
+    """In an episode, in old log-probs, the reference's and the loss: nothing depends on the routers' own choice."""
     from transformers import AutoModelForCausalLM
 
     sizes = {"num_local_experts": 6, "num_experts_per_tok": 2}
@@ -225,7 +225,7 @@ def test_a_step_uses_the_recorded_experts_in_all_its_passes(tmp_path: Path) -> N
     random = np.random.default_rng(0)
 
     def chosen(tokens: int) -> Any:
-        """Of two layers, two different experts each."""
+        """Two layers, with two different experts each."""
         each = [random.choice(6, 2, replace=False) for _ in range(2 * tokens)]
         return np.array(each, np.uint8).reshape(tokens, 4)
 
@@ -240,7 +240,7 @@ def test_a_step_uses_the_recorded_experts_in_all_its_passes(tmp_path: Path) -> N
         return Policy(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), 1.0, router_replay=True)
 
     def step(of: TrainingBatch, favoured: int) -> torch.Tensor:
-        """The gradient where the routers' own choice would be an expert of theirs."""
+        """The gradient if the routers themselves would choose the ``favoured`` expert."""
         policy, reference = made(), made()
         for router in (*replayed_routers(policy.model).values(), *replayed_routers(reference.model).values()):
             router.register_forward_hook(

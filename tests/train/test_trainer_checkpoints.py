@@ -1,4 +1,4 @@
-"""Real DeepSpeed: a checkpoint resumes with as many ranks as it was saved by, and with any other number."""
+"""Real DeepSpeed: a checkpoint can be resumed with the same number of ranks, and with any other number."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ pytestmark = pytest.mark.stack
 
 BASE = ("trainer.optimizer.learning_rate=0.001", "pipeline.groups_per_step=8")
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2}
-"""Largest difference of a weight after an update on other ranks: they add up gradients in another order."""
+"""Largest difference of a weight after an update with more or fewer ranks: they add gradients in another order."""
 
 
 def saved_by(trainer: dict[str, Any], folder: Path) -> Checkpoint:
-    """Complete a checkpoint as the driver does."""
+    """Complete a checkpoint, like the driver."""
     dtype, experts = trainer.get("dtype", "float32"), trainer.get("expert_parallel", 1)
     layout = TrainerLayout(trainer["ranks"], trainer["zero_stage"], dtype, experts)
     (folder / "run.json").write_text(json.dumps({"step": 2, "trainer": asdict(layout)}))
@@ -33,12 +33,12 @@ def saved_by(trainer: dict[str, Any], folder: Path) -> Checkpoint:
     return Checkpoint.at(folder)
 
 
-def go(
+def train(
     folder: Path, trainer: dict[str, Any], source: Checkpoint | None, saves: bool, first: int, last: int
 ) -> tuple[list[dict[str, Any]], Checkpoint | None]:
-    """Every rank's results of one trainer, and the checkpoint it saved before its last step.
+    """The results of every rank of one trainer, and the checkpoint that it saved before its last step.
 
-    Every trainer has checkpoints of its own, in a folder whose name would be a bad regular expression.
+    Every trainer has its own checkpoints, in a folder whose name is not a valid regular expression.
     """
     target = folder / "c++ (1)" / "step-000002"
     if saves:
@@ -69,32 +69,32 @@ KINDS = [
 
 @pytest.fixture(scope="module", params=KINDS)
 def two_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two ranks that trained two steps, saved, and trained one more."""
+    """Two ranks that trained two steps, saved a checkpoint, and trained one more step."""
     stage, dtype, algorithm = request.param
     trainer = {"ranks": 2, "zero_stage": stage, "dtype": dtype, "algorithm.preset": algorithm}
     folder = tmp_path_factory.mktemp("two")
-    results, checkpoint = go(folder / "first", trainer, None, True, 0, 2)
+    results, checkpoint = train(folder / "first", trainer, None, True, 0, 2)
     return folder, trainer, results, checkpoint
 
 
 def test_other_ranks_resume_as_the_same_ones_would(two_ranks: Any) -> None:
     folder, trainer, reference, checkpoint = two_ranks
     tolerance = TOLERANCE[trainer["dtype"]]
-    alone, saved_alone = go(folder / "alone", trainer | {"ranks": 1}, checkpoint, True, 2, 2)
-    two_again, _ = go(folder / "two-again", trainer, saved_alone, False, 2, 2)
+    alone, saved_alone = train(folder / "alone", trainer | {"ranks": 1}, checkpoint, True, 2, 2)
+    two_again, _ = train(folder / "two-again", trainer, saved_alone, False, 2, 2)
     for results in (alone, two_again):
         assert results[0]["updates"] == reference[0]["updates"] == 2
         assert results[0]["draws"] == reference[0]["draws"], "random numbers continue"
         assert differs(results[0]["weights"], reference[0]["weights"]) == 0
         assert differs(results[0]["weights_after"], reference[0]["weights_after"]) <= tolerance
-    assert differs(reference[0]["weights_after"], reference[0]["weights"]) > 1e-4, "the last update did something"
-    assert [path.name for path in checkpoint.folder.parent.iterdir()] == [checkpoint.folder.name], "nothing is left"
+    assert differs(reference[0]["weights_after"], reference[0]["weights"]) > 1e-4, "the last update changes weights"
+    assert [path.name for path in checkpoint.folder.parent.iterdir()] == [checkpoint.folder.name], "nothing temporary"
     assert verify(checkpoint) == [], "loading changes nothing"
 
 
 def test_the_same_ranks_resume_to_the_bit(two_ranks: Any) -> None:
     folder, trainer, reference, checkpoint = two_ranks
-    results, _ = go(folder / "same", trainer, checkpoint, False, 2, 2)
+    results, _ = train(folder / "same", trainer, checkpoint, False, 2, 2)
     for before, now in zip(reference, results, strict=True):
         assert differs(now["weights_after"], before["weights_after"]) == 0
         assert now["draws"] == before["draws"], "random numbers of every rank continue"
@@ -103,8 +103,8 @@ def test_the_same_ranks_resume_to_the_bit(two_ranks: Any) -> None:
 
 def test_a_trainer_that_never_stepped_resumes_from_the_initial_model(two_ranks: Any, tmp_path: Path) -> None:
     _, trainer, *_ = two_ranks
-    reference, checkpoint = go(tmp_path / "first", trainer, None, True, 0, 0)
-    results, _ = go(tmp_path / "alone", trainer | {"ranks": 1}, checkpoint, False, 0, 0)
+    reference, checkpoint = train(tmp_path / "first", trainer, None, True, 0, 0)
+    results, _ = train(tmp_path / "alone", trainer | {"ranks": 1}, checkpoint, False, 0, 0)
     assert results[0]["updates"] == 0
     assert differs(results[0]["weights"], reference[0]["weights"]) == 0
     assert differs(results[0]["weights_after"], reference[0]["weights_after"]) <= 10 * TOLERANCE[trainer["dtype"]]
@@ -114,7 +114,7 @@ def test_stages_one_and_two_are_exchangeable(two_ranks: Any) -> None:
     folder, trainer, reference, checkpoint = two_ranks
     if trainer["zero_stage"] not in (1, 2):
         pytest.skip("ZeRO 0 and 3 are not exchangeable")
-    results, _ = go(folder / "stage", trainer | {"zero_stage": 3 - trainer["zero_stage"]}, checkpoint, False, 2, 2)
+    results, _ = train(folder / "stage", trainer | {"zero_stage": 3 - trainer["zero_stage"]}, checkpoint, False, 2, 2)
     assert differs(results[0]["weights"], reference[0]["weights"]) == 0
     assert differs(results[0]["weights_after"], reference[0]["weights_after"]) <= 1e-6
 
@@ -147,7 +147,7 @@ def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None
     torch.testing.assert_close(found, torch.from_numpy(logprobs), rtol=0, atol=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "new/model")
     assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(stub).get_vocab()
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "nothing is left"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["model"], "no temporary file remains"
 
 
 GENERATE = """
@@ -172,12 +172,13 @@ def test_an_export_loads_in_vllm(two_ranks: Any, tmp_path: Path) -> None:
 
     folder, trainer, _, checkpoint = two_ranks
     if (trainer["zero_stage"], trainer["dtype"], trainer["algorithm.preset"]) != (3, "float32", "grpo"):
-        pytest.skip("one kind is enough")
+        pytest.skip("one kind of checkpoint is enough")
     export_model(checkpoint, str(folder / "first/rank-0.pt.model"), tmp_path / "model", None)
     spec = load_spec(Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml").spec
     done = subprocess.run(
         [sys.executable, "-c", GENERATE, str(tmp_path / "model")],
-        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)} | engine_environment(spec),
+        # vLLM's cache, in the home folder, saves it a process that imports all of vLLM for each class of models.
+        env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home())} | engine_environment(spec),
         capture_output=True,
         text=True,
         check=False,

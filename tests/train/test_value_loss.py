@@ -1,4 +1,4 @@
-"""The critic's loss against float64 NumPy, and its sums over any split."""
+"""The critic's loss compared with NumPy in float64, and its sums over any split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def evaluated(case: Matrices, clip: float | None) -> tuple[float, ValueSums, np.
 
 @settings(deadline=None)
 @given(**CASES)
-@example(seed=509, rows=1, tokens=10, spread=3.0, clip=1.0)  # a value inside the range that rounding moves out of it
+@example(seed=509, rows=1, tokens=10, spread=3.0, clip=1.0)  # a value inside the range that leaves it by rounding
 def test_matches_the_formula(seed: int, rows: int, tokens: int, spread: float, clip: float | None) -> None:
     case = matrices(seed, rows, tokens, spread)
     loss, sums, gradient = evaluated(case, clip)
@@ -73,7 +73,7 @@ def test_rows_padding_and_splits_change_nothing(
 
 
 def test_a_value_that_moved_away_from_the_return_comes_back() -> None:
-    """Two values that moved by 1: the one towards its return is held, the one away from it is not."""
+    """Two values that changed by 1: the one that approached its return is clipped, the other one is not."""
     values = torch.tensor([[1.0, 1.0]], requires_grad=True)
     old, returns = torch.zeros(1, 2), torch.tensor([[2.0, -2.0]])
     loss, sums = value_loss(values, old, returns, torch.ones(1, 2).bool(), clip=0.2, denominator=2.0)

@@ -1,4 +1,4 @@
-"""The warm start: what is learned, from which tokens, and that it repeats to the bit."""
+"""The warm start: what is learned, from which tokens, and that the result is reproducible bit for bit."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ CONFIG = {
 }
 TASK = SpellBackward(min_letters=3, max_letters=3)
 PRINTS_JSON = CHAT_TEMPLATE.replace("arguments if arguments is string else ", "")
-"""As most models' templates do: a text would stand in quotes."""
+"""Like the templates of most models: it would put a text into quotes."""
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +129,7 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
         ((ids, prompt),) = _tokenized([messages], _Chat(tokenizer, False, {}), 256, chat.end_tokens)
         assert ids[:prompt] == chat.render(messages[:-1])
         reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
-        calls = [[call["function"] for call in said.get("tool_calls", ())] for said in (reply, messages[-1])]
+        calls = [[call["function"] for call in message.get("tool_calls", ())] for message in (reply, messages[-1])]
         assert calls[0] == calls[1] and (reply["content"] or None) == messages[-1]["content"]
 
 
@@ -192,7 +192,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_the_rest(tmp_path: Path, tie
         [names.pop(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
         for optimizer in _optimizers(model, WarmStart(steps=1))
     )
-    assert not names, "every parameter is in one of them, and in no two"
+    assert not names, "every parameter is in exactly one of them"
     assert len(muon) == 7
     assert all("proj" in name for name in muon)
     assert "model.embed_tokens.weight" in adamw

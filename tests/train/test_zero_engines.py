@@ -1,5 +1,5 @@
-"""Real DeepSpeed in every ZeRO stage and dtype: updates that are not finite leave no trace, norms are what they are
-called, and small updates add up in bfloat16."""
+"""Real DeepSpeed with every ZeRO stage and dtype: updates that are not finite have no effect, reported norms are
+correct, and small updates accumulate in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.stack
 
 @pytest.fixture(scope="module", params=[1, 2])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank has saved."""
+    """The results that each rank has saved."""
     folder = tmp_path_factory.mktemp("engines")
     run_ranks("engines_one.py", folder, (f"trainer.ranks={request.param}", "trainer.optimizer.learning_rate=0.001"))
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(request.param)]
@@ -48,13 +48,13 @@ def test_every_stage_trains_to_the_same_weights(results: Any) -> None:
     plain = results[0][(0, "float32")]["good"]["weights"]
     for stage in (*((stage, "float32") for stage in (1, 2, 3)), (2, "float32", "optimizer"), (3, "float32", "all")):
         for name, weight in results[0][stage]["good"]["weights"].items():
-            # Where a gradient is all rounding, Adam makes a full step of it: single weights may differ by more.
+            # If a gradient is only a rounding error, Adam still makes a full step: single weights may differ by more.
             assert (weight - plain[name]).norm() < 1e-5 * plain[name].norm(), (stage, name)
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_updates_smaller_than_bfloat16_can_show_add_up(results: Any, stage: int) -> None:
-    """One of 2e-5 changes no weight of 0.05, from which the next one is 2.4e-4 away; thirty of them do."""
+    """An update of 2e-5 does not change a weight of 0.05, because the next larger number is 2.4e-4 away; thirty do."""
     slow = results[0]["slow", stage]
     assert slow["optimized"] == {torch.float32}
     weights = (slow["kept"][0], slow["kept"][1], slow["weights"])

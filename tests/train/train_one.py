@@ -1,6 +1,6 @@
 """Train `stop.steps` on made-up rollouts and save the weights: the program that test_engine.py runs per setting.
 
-python train_one.py OUT.pt RANK PORT [--set KEY=VALUE ...]
+python train_one.py OUT.pt RANK PORT [KEY=VALUE ...]
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 
 
 def sequence(rng: np.random.Generator, name: str, step: int, episode: bool) -> Rollout:
-    """One sequence. In an episode tokens were given to the policy first, and here and there later."""
+    """One sequence. In an episode it begins with given tokens, and has more of them at random positions."""
     length = int(rng.integers(2, 30))
     versions = np.full(length, step, np.int32)
     if episode:
@@ -55,7 +55,7 @@ def batch(step: int, groups: int) -> TrainingBatch:
 
 
 def routed(batch: TrainingBatch, layers: int, experts: int) -> TrainingBatch:
-    """The same with recorded experts: of every token two different ones in each layer, of some they are not known."""
+    """The same with recorded experts: two different ones for every token and layer, unknown for some tokens."""
     rng = np.random.default_rng(batch.step)
 
     def rows(tokens: int) -> Experts:

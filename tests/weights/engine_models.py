@@ -1,4 +1,4 @@
-"""Loads small models into vLLM's own classes, from a folder and from a published version, and compares all they hold.
+"""Loads small models into vLLM's own classes, from a folder and from a published version, and compares all tensors.
 
     python -m tests.weights.engine_models ARCHITECTURE...
 
@@ -40,7 +40,7 @@ from asyncrl_cli.weights.vllm_worker import BACKEND, ReplicaInitInfo, ReplicaTra
 from tests.small_models import small_model
 
 POSITION = 4000
-"""Where rotary frequencies are compared."""
+"""The position at which rotary frequencies are compared."""
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def compared(architecture: str, folder: Path) -> dict[str, Any]:
     layout = [part for slot in slots for part in slot.parts or (slot,)]
     transfer.init_transfer_engine(ReplicaInitInfo([_fields(slot) for slot in layout]))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    # Of the first version nothing may remain, nor of the random weights that an engine starts with.
+    # Nothing may remain of the first version, or of the random weights with which an engine starts.
     publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)
     publish(transfer, config, weights, model, slots, 2, folder)
     ours, theirs = dict(held(served)), dict(held(loaded))
@@ -85,7 +85,7 @@ def _fields(slot: TensorSlot) -> dict[str, Any]:
 
 
 def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]:
-    """vLLM's model for the folder ``model``, as its CPU worker makes it."""
+    """vLLM's model for the folder ``model``, as its CPU worker creates it."""
     latent = hasattr(AutoConfig.from_pretrained(folder / "model").get_text_config(), "kv_lora_rank")
     config = AsyncEngineArgs(
         model=str(folder / "model"),
@@ -99,9 +99,9 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         kv_cache_memory_bytes=2**20,
         block_size=32,
         enable_chunked_prefill=False,
-        enable_prefix_caching=False,  # of models with linear attention it needs chunked prefill
+        enable_prefix_caching=False,  # models with linear attention need chunked prefill
         use_tqdm_on_load=False,
-        attention_backend="CPU_MLA" if latent else None,  # the other one, for CPUs with AMX, takes no float32
+        attention_backend="CPU_MLA" if latent else None,  # the other one, for CPUs with AMX, has no float32
     ).create_engine_config()
     with set_current_vllm_config(config):
         init_worker_distributed_environment(config, 0, f"file://{folder / 'world'}", 0, "gloo")
@@ -117,7 +117,7 @@ def publish(
     version: int,
     folder: Path,
 ) -> None:
-    """Write the memory of a version as a trainer rank does, and have the engine's end load it."""
+    """Write the memory of a version like a trainer rank, and load it with the engine's transfer engine."""
     model.load_state_dict(weights)
     path, size = folder / "memory", size_of(slots)
     path.write_bytes(bytes(size) + version.to_bytes(VERSION_BYTES, "little"))
@@ -139,7 +139,7 @@ KERNEL = " kernel"
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer, and what each packed kernel makes of the same input."""
+    """Every parameter and buffer, and the output of each packed kernel for the same input."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, layer in model.named_modules():

@@ -1,8 +1,8 @@
-"""Hosts that hold version 1, each a process of its own, good or bad.
+"""Hosts that hold version 1, each in a separate process, correct or faulty.
 
     python -m tests.weights.holders KIND        prints a URL, and serves until it is killed
 
-The bytes of a version are a function of its number: each process has them without asking another.
+The bytes of a version are a function of its number, so that each process can compute them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def manifest(version: int) -> Manifest:
 
 
 class BadHolder(http.server.BaseHTTPRequestHandler):
-    """Has all chunks, as it says, and does not give them."""
+    """Claims to have all chunks, but does not deliver them correctly."""
 
     protocol_version = "HTTP/1.1"
     kind = ""
@@ -111,7 +111,7 @@ class BadHolder(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def wait(self) -> None:
-        sys.stdout.write("waiting\n")  # at once: other threads write it, too
+        sys.stdout.write("waiting\n")  # in one call, because other threads write to it, too
         sys.stdout.flush()
         time.sleep(3600)
 
@@ -127,7 +127,7 @@ def main(kind: str) -> None:
         signal.pause()
     BadHolder.kind = kind
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BadHolder)
-    server.handle_error = lambda *_: None  # clients end connections, as they should
+    server.handle_error = lambda *_: None  # clients close connections, as expected
     print(f"http://127.0.0.1:{server.server_port}", flush=True)
     server.serve_forever()
 

@@ -1,4 +1,4 @@
-"""The agent as it is in a run: an actor of Ray, asked by the driver, with ranks and engines as other processes."""
+"""The agent as in a run: an actor of Ray that the driver calls, with ranks and engines in other processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Agents:
-    """Agents of one test; all on this host, which is enough for what they do for the driver."""
+    """Agents of one test. All are on this host, which is sufficient for what they do for the driver."""
 
     def __init__(self, ray: Any, folder: Path) -> None:
         self.ray = ray
@@ -40,7 +40,7 @@ class Agents:
         actor = self.ray.remote(HostAgent).options(num_cpus=0).remote(f"agent-{len(self.actors)}", str(self.folder))
         self.actors.append(actor)
         endpoint = self.ray.get(actor.start.remote(SLOTS, RANKS, TOKEN, "127.0.0.1"), timeout=120)
-        # The test's hosts are one node of Ray; they are told apart by their names.
+        # The test's hosts are one node of Ray; they are distinguished by their names.
         return actor, Endpoint(f"host-{len(self.actors)}", endpoint.url)
 
     def publish(self, actor: Any, version: int, keep: Manifest | None = None) -> Manifest:
@@ -73,7 +73,7 @@ def test_a_version_goes_from_a_trainers_host_to_an_engines_host_and_on(agents: A
         last = agents.publish(trainer, version, last)
         assert last == manifest(version)
         here = get(trainer.pull.remote(last, [], 0.0))
-        assert here.fetched_bytes == 0, "where all ranks are nothing is fetched"
+        assert here.fetched_bytes == 0, "a host with all ranks fetches nothing"
         pulled: Pulled = get(engine.pull.remote(last, [trainers, engines], 60.0))
         assert pulled.fetched_bytes == sum(chunk.nbytes for chunk in CHUNKS)
         for found in (here, pulled):
@@ -107,13 +107,13 @@ def test_a_caller_that_does_not_wait_any_longer_leaves_the_fetch_to_the_next(age
     engine, _ = agents.start()
     first = agents.publish(trainer, 1)
 
-    async def impatient() -> Pulled:
+    async def cancelled_caller() -> Pulled:
         call = asyncio.ensure_future(engine.pull.remote(first, [trainers], 60.0))
         await asyncio.sleep(0)
         call.cancel()
-        return await engine.pull.remote(first, [], 60.0)  # without holders: it can only wait for the other one
+        return await engine.pull.remote(first, [], 60.0)  # without holders, so it can only wait for the other fetch
 
-    assert asyncio.run(impatient()).path
+    assert asyncio.run(cancelled_caller()).path
 
 
 def test_of_a_killed_agent_nothing_is_left(agents: Agents) -> None:

@@ -1,6 +1,6 @@
-"""Copies from and to the replica: on CPU as they are, on CUDA what is asked of the driver, which is a stand-in here.
+"""Copies from and to the replica: on CPU as in a run, and for CUDA the calls to the driver, which is a stand-in here.
 
-`make gpu` makes the same calls of a real one.
+`make gpu` makes the same calls to a real driver.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ GPU = torch.device("cuda", 1)
 
 
 class Answer(NamedTuple):
-    """As CUDA's errors are."""
+    """A return code like CUDA's."""
 
     value: int
 
 
 class Driver:
-    """What the driver has pinned, by address; as a real one it refuses memory that is pinned already."""
+    """The memory that the driver has pinned, by address; like a real one it refuses memory that is already pinned."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -65,7 +65,7 @@ class Driver:
     def ones(self, _: int, device: torch.device) -> None:
         assert device == GPU
         self.forgotten += 1
-        raise RuntimeError("CUDA error: out of memory")  # what the failed call has left
+        raise RuntimeError("CUDA error: out of memory")  # the error code of the failed call
 
 
 @pytest.fixture
@@ -107,10 +107,10 @@ def test_each_buffer_is_pinned_once_and_given_back(driver: Driver) -> None:
     with closing(Replica(SLOTS, 1)) as replica:
         mapped = MappedReplica(SLOTS, on)
         for version in range(4):
-            # Tensors on CPU, as of a rank with ``offload: all``.
+            # Tensors on CPU, as for a rank with ``offload: all``.
             tensors = published(replica, mapped, version, version, on)
             assert all(bool((tensor == version).all()) for tensor in tensors.values())
-            assert driver.synchronized == 2 * (version + 1), "no copy is under way when the memory is given back"
+            assert driver.synchronized == 2 * (version + 1), "no copy is running when the memory is unpinned"
         sizes = list(driver.pinned.values())
         assert sizes == [sizes[0]] * len(sizes)
         assert sizes[0] >= size_of(SLOTS)
@@ -144,7 +144,7 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same(driver: Driver, caplo
             tensors = published(replica, mapped, 1, 2.0, on)
         assert all(bool((tensor == 2).all()) for tensor in tensors.values())
     assert caplog.messages == [f"weights are copied slowly: {size_of(SLOTS) + 8} bytes cannot be pinned (CUDA error 2)"]
-    assert driver.forgotten == 1, "else the next kernel would fail with the error that CUDA keeps"
+    assert driver.forgotten == 1, "otherwise the next kernel would fail with the stored error"
 
 
 def test_parts_that_are_pinned_before_one_fails_are_given_back(

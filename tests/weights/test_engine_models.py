@@ -1,4 +1,4 @@
-"""vLLM's own classes hold after a publish what they hold after loading the folder, for each architecture."""
+"""After a publish vLLM's own classes have the same tensors as after loading the folder, for each architecture."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.stack
 
 LIMIT_S = 280.0
 OFTEN = ("qwen3_moe", "gemma3_text")
-"""Between them: fused experts that are loaded in the pause, dense layers made before it, a tied and an untied head."""
+"""They cover fused experts that are loaded in the pause, dense layers that are prepared, a tied and an untied head."""
 REFUSED = {"gpt_oss"}
-"""Before a run starts (`architecture_is_served`)."""
+"""Refused before a run starts (`architecture_is_served`)."""
 NEED_PROCESSOR = {"gemma3"}
-"""vLLM makes them only with the files of an image processor."""
+"""vLLM creates them only with the files of an image processor."""
 NEED_TORCHVISION = {"qwen3_5_text"}
 RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED, *NEED_PROCESSOR})
 
 
 def compare(*architectures: str) -> list[dict[str, Any]]:
-    """One process for all: importing vLLM takes longer than the rest."""
+    """One process for all architectures: importing vLLM takes longer than the rest."""
     command = [sys.executable, "-m", "tests.weights.engine_models", *architectures]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr[-4000:]

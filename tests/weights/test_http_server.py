@@ -1,4 +1,4 @@
-"""The server of weights: nothing without the token, and nothing but weights with it."""
+"""The server of weights: without the token it serves nothing, and with it only weights."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def server(replica: Replica) -> Iterator[WeightServer]:
 
 
 def ask(server: WeightServer, request: bytes) -> bytes:
-    """What the server sends until it closes the connection."""
+    """All bytes that the server sends until it closes the connection."""
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         connection.sendall(request)

@@ -1,4 +1,4 @@
-"""The layout: tensors where they belong, and chunks that have every byte of every tensor once."""
+"""The layout: tensors at their offsets, and chunks that contain every byte of every tensor once."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_slots_are_aligned_in_order_and_never_overlap(tensors: Tensors) -> None:
 def test_shards_of_a_tensor_follow_one_another_and_are_those_of_zero_3(numel: int, ranks: int) -> None:
     shards = [shard_of(numel, rank, ranks) for rank in range(ranks)]
     assert [position for start, stop in shards for position in range(start, stop)] == list(range(numel))
-    # DeepSpeed pads the tensor to a multiple of the ranks, and gives each the same share.
+    # DeepSpeed pads the tensor to a multiple of the number of ranks, and gives each rank the same share.
     padded = numel + -numel % ranks
     for rank, (start, stop) in enumerate(shards):
         assert (start, stop) == (
@@ -74,7 +74,7 @@ def test_experts_are_divided_over_neighbours_before_they_are_sharded(groups: int
     shards = [range(*shard_of(numel, rank, ranks, groups)) for rank in range(ranks)]
     assert sorted(position for shard in shards for position in shard) == list(range(numel))
     for rank, shard in enumerate(shards):
-        # DeepSpeed's AutoEP: rank r has part r % groups, and of that the ranks r, r + groups, … have a share each.
+        # DeepSpeed's AutoEP: rank r has part r % groups, of which the ranks r, r + groups, … have one share each.
         part = range(numel)[rank % groups * sharing * share :][: sharing * share]
         assert shard == part[rank // groups * share :][:share]
 
@@ -87,7 +87,7 @@ def test_chunks_have_every_byte_of_every_tensor_once(tensors: Tensors, ranks: in
         chunks = chunks_of.__wrapped__(slots, ranks)
     found = Counter(position for chunk in chunks for position in bytes_of(chunk.ranges))
     wanted = [position for slot in slots for position in range(slot.offset, slot.offset + slot.nbytes)]
-    assert found == Counter(wanted), "each once, and no byte of the gaps between tensors"
+    assert found == Counter(wanted), "each byte once, and no byte of the gaps between tensors"
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
     assert all(0 < chunk.nbytes <= chunk_bytes for chunk in chunks)
 
@@ -130,7 +130,7 @@ def test_a_chunk_has_bytes_of_its_rank_alone_and_is_as_large_as_it_may_be(
         of_rank = [chunk for chunk in chunks if chunk.rank == rank]
         assert [position for chunk in of_rank for position in bytes_of(chunk.ranges)] == own
         assert all(chunk.nbytes == chunk_bytes for chunk in of_rank[:-1])
-        # Neighbouring ranges are one: each costs a place in a system call.
+        # Adjacent ranges are joined, because each range needs an entry in a system call.
         for chunk in of_rank:
             assert all(one.stop < other.start for one, other in zip(chunk.ranges, chunk.ranges[1:], strict=False))
 

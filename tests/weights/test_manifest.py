@@ -1,4 +1,4 @@
-"""The manifest: one checksum for the bytes, whoever has them."""
+"""The manifest: one checksum of the bytes, the same on all hosts."""
 
 from __future__ import annotations
 

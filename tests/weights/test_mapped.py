@@ -1,4 +1,4 @@
-"""The tensors in other processes of the host: the same bytes, one version at a time, and nothing left behind."""
+"""The tensors in other processes of the host: the same bytes, one version at a time, and no memory remains."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_each_memory_is_mapped_once_and_no_descriptor_is_lost(replica: Replica) 
                 pointers.add(tensors["head"].data_ptr())
             descriptors.add(len(os.listdir("/proc/self/fd")))
     assert len(pointers) == 2
-    assert len(descriptors) == 2, "one with one memory mapped, one with two"
+    assert len(descriptors) == 2, "one descriptor with one mapping, one with two"
 
 
 @pytest.mark.slow
@@ -155,7 +155,7 @@ def test_another_process_reads_the_same_tensors_while_the_next_version_is_writte
     ) as reader:
         tell([replica.path(first), 1])
         check(1)
-        # It loads still: the memory of its version is not used again.
+        # It is still loading, so the memory of its version is not reused.
         third = publish(replica, mapped, 3, publish(replica, mapped, 2, first))
         tell("it has loaded")
         assert reader.stdout is not None

@@ -1,4 +1,4 @@
-"""Fetching a version from other processes: from good holders, and past those that lie, stall or die."""
+"""Fetching a version from other processes: from correct holders, and in spite of holders that lie, stall or die."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def replica() -> Iterator[Replica]:
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "SILENCE_S", 0.3)
     monkeypatch.setattr("asyncrl_cli.weights.http_mover.SILENCE_S", 0.3)
 
@@ -91,7 +91,7 @@ def pull(replica: Replica, holders: Sequence[Endpoint], timeout_s: float = 60, v
 
 
 def failure(replica: Replica, holder: Endpoint, fault: str) -> PullFailed:
-    """The error of a pull in which this fault was met; on a busy machine a short one may end before it."""
+    """The error of a pull with this fault; on a busy machine a short pull may end before the fault."""
     for timeout_s in (0.7, 5.0, 60.0):
         with pytest.raises(PullFailed) as caught:
             pull(replica, [holder], timeout_s)
@@ -119,7 +119,7 @@ def test_the_bytes_of_the_version_arrive_once(replica: Replica, holders: Holders
 
 
 @pytest.mark.parametrize("kind", BAD)
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("short_waits")
 def test_a_bad_holder_is_named_and_a_good_one_is_enough(replica: Replica, holders: Holders, kind: str) -> None:
     bad, good = holders(kind, "good")
     error = failure(replica, bad, BAD[kind])
@@ -127,7 +127,7 @@ def test_a_bad_holder_is_named_and_a_good_one_is_enough(replica: Replica, holder
     assert f"{bad.url} (node {kind[:8]}): " in error.message
     assert BAD[kind] in error.message
     assert TOKEN not in str(error)
-    assert not any(replica.held(1)), "nothing of it is used"
+    assert not any(replica.held(1)), "no byte of it is used"
     assert has_version(replica, pull(replica, [bad, good]).path, 1)
 
 
@@ -144,7 +144,7 @@ def test_without_a_holder_of_a_chunk_the_rest_stays_and_the_next_pull_continues(
 ) -> None:
     first, second = holders("rank-0", "rank-1")
     count = sum(chunk.rank == 0 for chunk in CHUNKS)
-    while sum(held := replica.held(1)) < count:  # at once, on a machine that is not busy
+    while sum(held := replica.held(1)) < count:  # immediately, on an idle machine
         with pytest.raises(PullFailed, match=f"it has {count} chunks|it did not answer in time"):
             pull(replica, [first], timeout_s=1)
     assert [index for index, has in enumerate(held) if has] == [chunk.index for chunk in CHUNKS if chunk.rank == 0]
@@ -157,7 +157,7 @@ def test_a_holder_that_is_killed_in_the_middle(replica: Replica, holders: Holder
     stalling, good = holders("stalling", "good")
     with ThreadPoolExecutor(1) as thread:
         pulling = thread.submit(pull, replica, [stalling, good])
-        assert holders.line("stalling") == "waiting", "half a chunk has been sent"
+        assert holders.line("stalling") == "waiting", "half of a chunk has been sent"
         holders.kill("stalling")
         pulled = pulling.result(60)
     assert has_version(replica, pulled.path, 1)
@@ -169,7 +169,7 @@ def test_an_idle_holder_takes_over_what_is_slow(
 ) -> None:
     monkeypatch.setattr(pull_module, "SLOW_S", 0.2)
     stalling, good = holders("stalling", "good")
-    pulled = pull(replica, [stalling, good], timeout_s=wire.SILENCE_S)  # or the silence would end it
+    pulled = pull(replica, [stalling, good], timeout_s=wire.SILENCE_S)  # otherwise the timeout for silence would end it
     assert has_version(replica, pulled.path, 1)
     assert pulled.faults == {"stalling": "it was slower than another"}
 
@@ -187,7 +187,7 @@ def test_a_newer_pull_overtakes_an_older_one(replica: Replica, holders: Holders)
 
 
 def test_a_version_that_is_replaced_while_it_arrives(replica: Replica, holders: Holders) -> None:
-    """Ranks of this host begin versions 2 and 3 meanwhile: there is no memory left for version 1."""
+    """Ranks of this host begin versions 2 and 3 meanwhile, so there is no memory for version 1."""
     (stalling,) = holders("stalling")
     older = Pull(replica, manifest(1), HttpMover(TOKEN), [stalling], 60)
     with ThreadPoolExecutor(1) as thread:
@@ -205,7 +205,7 @@ def test_a_version_that_is_replaced_while_it_arrives(replica: Replica, holders: 
 
 
 def test_hosts_that_fetch_at_the_same_time_give_to_each_other(holders: Holders) -> None:
-    """Of two hosts each has one trainer host, and the other one as a peer."""
+    """Each of two hosts fetches from one trainer host, and from the other host as a peer."""
     rank_0, rank_1 = holders("rank-0", "rank-1")
     mover = HttpMover(TOKEN)
     with closing(Replica(SLOTS, RANKS)) as one, closing(Replica(SLOTS, RANKS)) as other:
@@ -225,7 +225,7 @@ def test_hosts_that_fetch_at_the_same_time_give_to_each_other(holders: Holders) 
 
 
 def test_unchanged_chunks_are_not_fetched_again(replica: Replica, holders: Holders) -> None:
-    """As with frozen weights: version 9 has the bytes of version 1, but for chunk 2."""
+    """As with frozen weights: version 9 has the bytes of version 1, except for chunk 2."""
     pulled = pull(replica, holders("good"))
     digests = list(manifest(1).digests)
     digests[2] = manifest(2).digests[2]
@@ -252,7 +252,7 @@ def test_a_version_that_was_made_again_with_other_bytes_is_fetched_again(replica
 
 
 class CountingLink:
-    """A holder in memory, which counts what it is asked, and fails."""
+    """A holder in memory that counts requests, and fails."""
 
     def __init__(self, asked: list[int], failure: Exception) -> None:
         self.asked = asked

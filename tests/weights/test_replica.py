@@ -1,4 +1,4 @@
-"""A host's replica: two versions at most, and only checked bytes are given to anyone."""
+"""A host's replica: at most two versions, and only verified bytes are given to others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_chunks() -> Iterator[None]:
 
 @cache
 def content(version: int) -> bytes:
-    """The bytes of a version. The second half of the tensors changes with every third version only."""
+    """The bytes of a version. The second half of the tensors changes only with every third version."""
     half = size_of(SLOTS) // 2
     return bytes((version * 31 + i) % 256 for i in range(half)) + bytes(
         (version // 3 * 7 + i) % 256 for i in range(size_of(SLOTS) - half)
@@ -71,7 +71,7 @@ def has_bytes_of(memory: bytes, version: int) -> bool:
 
 @dataclass
 class Reader:
-    """An engine that loads: it holds the shared lock."""
+    """An engine that is loading: it holds the shared lock."""
 
     descriptor: int
     version: int
@@ -103,7 +103,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     def write_and_fail(self) -> None:
         before, version = self.kept(), self.published + 1
         write(self.replica.begin(version, self.current()), version + 100, self.local)
-        assert self.kept() == before, "what engines may ask for is not overwritten"
+        assert self.kept() == before, "versions that engines may load are not overwritten"
         assert not any(self.replica.held(version))
 
     @precondition(lambda self: self.local)
@@ -141,13 +141,13 @@ class ReplicaMachine(RuleBasedStateMachine):
                     self.replica.add(buffer, index, wanted.digests[index])
         except RunError as error:
             assert "no free memory" in error.message
-            assert not any(held[wanted.version]), "a version that has begun to arrive has its memory"
+            assert not any(held[wanted.version]), "a version whose transfer has begun has its memory"
             return
         if share == 1:
             assert self.replica.path(wanted) is not None
         assert all(new >= old for new, old in zip(self.replica.held(wanted.version), held[wanted.version], strict=True))
         if complete:
-            assert self.replica.path(manifest(max(complete))), "the newest whole version stays"
+            assert self.replica.path(manifest(max(complete))), "the newest complete version is kept"
 
     @precondition(lambda self: self.published >= 0)
     @rule()
@@ -324,7 +324,7 @@ def test_a_host_has_memory_for_the_shards_of_its_ranks_and_all_once_it_fetches()
         other = replica.begin(1, ranks=[1])
         assert first != other
         for path in (first, other):
-            # Its own page has the version's number.
+            # A separate page contains the version's number.
             assert shard <= memory(path) <= shard + 2 * PAGE
         whole = Manifest(2, slots, RANKS, ("",) * len(replica.chunks))
         with replica.receiving(whole) as buffer:

@@ -61,14 +61,14 @@ return float(f"{first.pid}.{int(second.stdout):07d}")
 
 
 class Harness:
-    """An actor, and the results of prompts that it plays."""
+    """An actor, and the results of its episodes."""
 
     def __init__(self, actor: EpisodeActor) -> None:
         self.actor = actor
         self._count = 0
 
     async def play(self, *codes: str, apart: bool = False, **fields: Any) -> list[Played]:
-        """The results of episodes that run these at the same time."""
+        """The results of simultaneous episodes with these prompts."""
         first, self._count = self._count, self._count + len(codes)
         plays = (
             self.actor.play(f"{first + index}", Prompt(f"row/{index}", code, fields), ACCESS, apart)
@@ -254,7 +254,7 @@ finally:
         await actor.pid()
         await actor.actor.cancel(["mine"])
         assert reason(await playing) == "it was cancelled"
-        await actor.play("return 1")  # its turn comes after the cancelled one's
+        await actor.play("return 1")  # it runs after the cancelled one
         assert (tmp_path / "stopped").exists()
 
     run_in_actor(test, tmp_path)
@@ -270,7 +270,7 @@ def test_a_task_that_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     (tmp_path / "leaves.py").write_text("import os; os._exit(9)")
     with pytest.raises(TaskError, match=r"loading leaves:agent failed: its process ended \(exit status 9\)"):
         run(refused("leaves:agent"))
-    # What the process imports beside the task, which may fail within its memory limit.
+    # Other modules that the process imports, which may fail because of its memory limit.
     (tmp_path / "lean.py").write_text("import sys; sys.modules['aiohttp'] = None\nasync def agent(row, model): ...")
     with pytest.raises(TaskError, match=r"loading lean:agent failed: its process ended \(exit status 1\)"):
         run(refused("lean:agent"))

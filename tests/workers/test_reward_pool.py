@@ -58,7 +58,7 @@ REWARDS = """
 
 @pytest.fixture
 def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Scored | RewardFailure]]:
-    """Has a new actor score responses, all at once."""
+    """A function with which a new actor scores responses, all at the same time."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     monkeypatch.setattr("asyncrl_cli.workers.actor.redirect_output", lambda *_: None)
 
@@ -109,7 +109,7 @@ def test_an_async_reward_that_takes_too_long_does_not_affect_others(score: Any) 
     ],
 )
 def test_only_the_reward_that_fails_is_lost(score: Any, fault: str, reason: str) -> None:
-    """Five wait in one process; one of them takes it away from all."""
+    """Five rewards wait in one process; one of them kills the process."""
     texts = ["await_ = 1", "1", fault, "1", "1"]
     scored = score(texts, use="user_rewards:together", reward_concurrency=5, reward_timeout_s=1.0)
     assert [index for index, result in enumerate(scored) if isinstance(result, RewardFailure)] == [2]

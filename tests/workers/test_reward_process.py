@@ -62,7 +62,7 @@ def response(text: str) -> Response:
 
 
 class Harness:
-    """A process and the loop that it is used in."""
+    """A process, and the event loop in which it is used."""
 
     def __init__(self, loop: asyncio.Runner, spec: TaskSpec, folder: Path) -> None:
         self._loop = loop
@@ -113,7 +113,7 @@ def test_one_process_scores_until_it_is_closed(start: Callable[..., Harness]) ->
     pid = process.pid()
     assert pid != os.getpid()
     assert process.score("pid again") == pid
-    assert process.score("x" * 10**6 + " = 1") == 1.0, "what fits in no pipe's buffer"
+    assert process.score("x" * 10**6 + " = 1") == 1.0, "more than the buffer of a pipe"
     assert process.score("alarm") == 0.25, "signals work as in any main thread"
     assert process.usable
     process.close()
@@ -145,7 +145,7 @@ def test_a_reward_that_hangs_is_killed(start: Callable[..., Harness], hang: str)
         ("ctypes.string_at(0)", "signal SIGSEGV"),
         ("forked", "exit status 4"),
         ("os.closerange(3, 4096)", "exit status 1"),
-        ("os.closerange(3, 4096); time.sleep(2)", "exit status 1"),  # as late as it likes, within its limit
+        ("os.closerange(3, 4096); time.sleep(2)", "exit status 1"),  # at any time within its limit
     ],
 )
 def test_how_the_process_ended_is_reported(start: Callable[..., Harness], end: str, how: str) -> None:
@@ -197,7 +197,7 @@ def test_a_task_that_cannot_be_loaded_is_refused(start: Callable[..., Harness], 
 
 
 def test_it_dies_with_its_owner(tmp_path: Path) -> None:
-    """Also when the owner is killed while the reward spins in C."""
+    """Also if the owner is killed while the reward is in a loop in C code."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
     code = f"""if True:
         import asyncio; from pathlib import Path; from asyncrl_cli.records.prompt import Prompt
@@ -216,7 +216,7 @@ def test_it_dies_with_its_owner(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed owner removes nothing
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed owner does not remove its files
     )
     assert owner.stdout is not None
     lines = iter(owner.stdout.readline, "")

@@ -1,4 +1,4 @@
-"""Rewards are finite floats, or there is a reason why not."""
+"""Rewards are finite floats, or failures with a reason."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def test_numbers_become_floats(value: Any) -> None:
     ids=lambda value: repr(value)[:9],
 )
 def test_anything_else_is_a_failure_with_a_name(value: Any) -> None:
-    said = reason(returning(value))
-    assert said.startswith(f"rewards:f returned {repr(value)[:100]}")
-    assert said.endswith("for prompt 'row/7', which is not a finite number")
+    text = reason(returning(value))
+    assert text.startswith(f"rewards:f returned {repr(value)[:100]}")
+    assert text.endswith("for prompt 'row/7', which is not a finite number")
 
 
 def test_a_reward_that_raises_is_named_with_its_cause_and_leaves_a_traceback(

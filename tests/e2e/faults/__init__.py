@@ -1,7 +1,6 @@
-"""Kills at any moment, and what must hold after each of them.
+"""Faults injected at any moment of a run, and what must hold afterwards.
 
-``parts`` says which processes of this machine are which part of a run, ``moments`` when to inject a fault,
-``disturbed`` leads a run through its faults to its end; ``evidence`` keeps what the journal said meanwhile, ``audit``
-says what must hold of it in the end, and ``verdict`` puts all checks together. ``campaign`` is the long one (`make
-faults`).
+``parts`` finds the processes of each part of a run, and ``moments`` decides when to inject a fault. ``disturbed`` runs
+a spec with faults until its end. ``evidence`` takes snapshots of the journal during the run, ``audit`` checks the final
+journal, and ``verdict`` combines all checks. ``campaign`` is the long campaign (`make faults`).
 """

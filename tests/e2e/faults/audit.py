@@ -1,6 +1,6 @@
-"""What must hold of a journal once its run is complete, whatever happened on the way.
+"""What must hold for the journal of a complete run, whatever happened during the run.
 
-Nothing here knows of kills: these are the promises as such, read off the rows.
+Nothing here depends on the injected faults: the project's promises are checked on the rows.
 """
 
 from __future__ import annotations
@@ -90,14 +90,14 @@ def _admissions(connection: sqlite3.Connection, uid_of: Callable[[int], str]) ->
         if uid != uid_of(serial):
             yield f"group {group_id} has the prompt {uid}, where {uid_of(serial)} comes next"
             break
-    given_up = Counter(uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE state = 'requeued'"))
+    requeued = Counter(uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE state = 'requeued'"))
     again = Counter(uid for (uid,) in connection.execute("SELECT uid FROM groups WHERE serial IS NULL"))
-    if given_up != again:
-        yield f"requeued are {given_up - again}, started again {again - given_up}"
+    if requeued != again:
+        yield f"requeued are {requeued - again}, started again {again - requeued}"
 
 
 def _leftovers(connection: sqlite3.Connection) -> Iterator[str]:
-    """Every group that was admitted had its end: trained, rejected or requeued."""
+    """Every admitted group has ended: it was trained, rejected or requeued."""
     for state, count in connection.execute(
         "SELECT state, count(*) FROM groups WHERE state IN ('running', 'finished') GROUP BY state"
     ):
@@ -105,12 +105,12 @@ def _leftovers(connection: sqlite3.Connection) -> Iterator[str]:
     for group_id, state in connection.execute(
         "SELECT id, state FROM groups WHERE (state = 'taken') != (step IS NOT NULL)"
     ):
-        yield f"group {group_id} is {state}, and its step says otherwise"
+        yield f"group {group_id} is {state}, which contradicts its step"
 
 
 def _segments(connection: sqlite3.Connection) -> Iterator[str]:
-    """The segments of a sequence follow one another from token 0 on, and those of a rollout have as many sampled tokens
-    as it says."""
+    """The segments of a sequence follow each other without gaps from token 0, and those of a rollout have as many
+    sampled tokens as its row states."""
     ends: dict[tuple[int, int, int], int] = {}
     sampled: Counter[tuple[int, int]] = Counter()
     for *sequence, start, version, tokens in connection.execute(
@@ -138,8 +138,8 @@ def _batch(connection: sqlite3.Connection, batch: TrainingBatch, settings: Buffe
         yield f"step {step} has {len(batch.groups)} groups"
     if batch.version != step // settings.publish_every:
         yield f"step {step} was taken at version {batch.version}"
-    if (lag := max(batch.staleness, default=0)) > settings.max_staleness:
-        yield f"step {step} has a group that lags {lag} versions behind"
+    if (staleness := max(batch.staleness, default=0)) > settings.max_staleness:
+        yield f"step {step} has a group of staleness {staleness}"
     for group in batch.groups:
         yield from _group(step, batch.version, group, settings)
 
@@ -155,11 +155,11 @@ def _group(step: int, version: int, group: Any, settings: BufferSettings) -> Ite
             yield f"{name}: an unfinished rollout"
         for sequence in rollout.sequences:
             lengths = {len(sequence.ids), len(sequence.logprobs), len(sequence.versions)}
-            # A rollout that has its prompt is no episode: nothing else was given to it.
+            # A rollout with prompt ids is not an episode: all its other tokens were sampled.
             versions = sequence.versions if rollout.prompt_ids else sequence.versions[sequence.sampled]
             if len(lengths) > 1:
                 yield f"{name}: tokens, log-probs and versions of different lengths"
             elif np.any(np.diff(versions) < 0):
-                yield f"{name}: versions that fall"
+                yield f"{name}: decreasing versions"
             elif len(versions) and not group.version <= versions[0] <= versions[-1] <= version:
                 yield f"{name}: tokens of versions {versions[0]} to {versions[-1]}"

@@ -2,10 +2,10 @@
 
     python -m tests.e2e.faults.campaign --kills 60 --seed 0
 
-Real runs of eight kinds, each with several faults while it goes on. Once a run is complete its journal is audited,
-every snapshot of it that was taken meanwhile is compared with the end, its recorded batches are trained again and must
-give the same weights, and a run without staleness must equal its undisturbed twin bit for bit. Prints a line per kill
-and a table; ends with 1 when anything at all does not hold.
+Real runs of eight kinds, each with several faults. The journal of a complete run is audited and compared with every
+snapshot that was taken during the run; its recorded batches are trained again and must give the same weights; and a run
+without staleness must equal a run without faults, bit for bit. Prints a line per kill and a table; exits with 1 if any
+check fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.conftest import Runs, litter
+from tests.e2e.conftest import Runs, leftover_files
 from tests.e2e.faults.audit import Audit
 from tests.e2e.faults.disturbed import DisturbedRun, Hung
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
@@ -33,14 +33,14 @@ LONG_WORDS: dict[str, Any] = {
     "task": {"use": "spell_backward", "options": {"min_letters": 6, "max_letters": 8, "careful": 0.6}},
     "journal": {"segment_seconds": 0.05},
 }
-"""Longer responses, recorded often: at any moment many rollouts are half done, and some of that is in the journal."""
-TWINNED = "no staleness"
-"""Runs of this kind must equal an undisturbed one, bit for bit: without staleness it is not up to chance what is in a
-batch, and a rollout that was cut goes on with the random numbers that it would have had (decision 0064)."""
+"""Longer responses, recorded often: at any moment many rollouts are unfinished, with some tokens in the journal."""
+COMPARED = "no staleness"
+"""Runs of this kind must equal a run without faults, bit for bit: without staleness the content of a batch does not
+depend on chance, and an interrupted rollout continues with the same random numbers (decision 0064)."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "async": {"checkpoints": {"every": 10}, "evaluation": {"every": 30, "prompts": 16}},
-    TWINNED: {**LONG_WORDS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
+    COMPARED: {**LONG_WORDS, "pipeline": {"max_staleness": 0}, "checkpoints": {"every": 7}},
     "two engines": {
         **LONG_WORDS,
         "rollout": {"engines": 2, "max_running_rollouts": 32},
@@ -60,7 +60,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "reject": {"algorithm": {"uniform_groups": "reject"}, "checkpoints": {"every": 9}},
     "one step off": {"pipeline": {"mode": "one_step_off", "max_staleness": 1}, "checkpoints": {"every": 40}},
 }
-"""What each kind of run changes of the spell spec."""
+"""What each kind of run changes in the base spec."""
 
 FAULTS = (
     *("driver settled", "driver save", "driver publish", "driver commit", "driver last"),
@@ -76,7 +76,7 @@ FAULTS = (
     *("agent settled", "agent publish", "agent publish", "agent publish, engine soon", "agent settled, trainer soon"),
     *("scorer settled", "scorer commit", "scorer publish, scorer soon", "driver settled, scorer resume"),
 )
-"""Faults as `part moment`; those joined by a comma follow one another in the same run."""
+"""Faults as `part moment`; faults joined by a comma follow each other in the same run."""
 
 
 @dataclass(slots=True)
@@ -86,13 +86,13 @@ class Campaign:
     runs: Runs
     seed: int
     say: Any = print
-    twin: Path | None = None
+    undisturbed: Path | None = None
     done: list[tuple[str, DisturbedRun, Verdict]] = field(default_factory=list)
     kills: int = 0
 
-    def go_on(self, kind: str, faults: list[str], number: int) -> None:
-        """One run of a kind through these faults."""
-        before = litter()
+    def do_run(self, kind: str, faults: list[str], number: int) -> None:
+        """Do one run of this kind with these faults."""
+        before = leftover_files()
         run = self._run(kind, f"{self.seed}/{number}")
         started = time.monotonic()
         self.say(f"run {number}, {kind}: {'; '.join(faults)}")
@@ -104,8 +104,8 @@ class Campaign:
             run.measure()
             verdict = judge(run, before)
             problems = [*verdict.violations, *replay_violations(self.runs, run)]
-            if kind == TWINNED:
-                problems += differences(run.folder, self._twin())
+            if kind == COMPARED:
+                problems += differences(run.folder, self._undisturbed())
             found = verdict.audit
         except Hung as hung:
             run.end()
@@ -114,7 +114,8 @@ class Campaign:
             self.kills += 1
             back = "-" if kill.back_s is None else f"{kill.back_s:.1f} s"
             self.say(
-                f"  kill {self.kills:3}  {kill.part:8} {kill.moment:8} at step {kill.step:3}, trained on after {back}"
+                f"  kill {self.kills:3}  {kill.part:8} {kill.moment:8} at step {kill.step:3}, "
+                f"next step trained after {back}"
             )
         self.say(f"  {summary(run, found)}; {late} faults came too late; {time.monotonic() - started:.0f} s")
         problems += [f"the driver stopped by itself: {stop}" for stop in run.stops]
@@ -128,13 +129,13 @@ class Campaign:
         spec = self.runs.write_spec(stop={"steps": STEPS}, **changes)
         return DisturbedRun(self.runs, spec, STEPS, random.Random(seed), self.say)
 
-    def _twin(self) -> Path:
-        if self.twin is None:
-            undisturbed = self._run(TWINNED, "")
+    def _undisturbed(self) -> Path:
+        if self.undisturbed is None:
+            undisturbed = self._run(COMPARED, "")
             undisturbed.start()
             undisturbed.finish(resumes=1)
-            self.twin = undisturbed.folder
-        return self.twin
+            self.undisturbed = undisturbed.folder
+        return self.undisturbed
 
     def table(self) -> Iterator[str]:
         """Kills by part and moment, and what was found."""
@@ -156,7 +157,7 @@ class Campaign:
 
 
 def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
-    """Kinds of runs in turn, each with some faults in shuffled order, without end."""
+    """Endless: the kinds of runs in turn, each with some faults in random order."""
     order = random.Random(seed)
     left: list[str] = []
     while True:
@@ -166,12 +167,12 @@ def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
                 if not left:
                     left = order.sample(FAULTS, len(FAULTS))
                 faults.append(left.pop())
-            # What comes last can only happen last.
+            # Faults at the moment `last` can only be the last ones of a run.
             yield kind, sorted(faults, key=lambda fault: fault.endswith("last"))
 
 
 def timed_lines() -> Callable[[str], None]:
-    """Prints lines with the seconds since now."""
+    """A function that prints lines with the seconds since this call."""
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -181,22 +182,22 @@ def timed_lines() -> Callable[[str], None]:
 
 
 def conclude(table: Iterable[str], done: Iterable[tuple[str, DisturbedRun, Verdict]]) -> int:
-    """Print the table and the runs that broke a promise; returns the exit code."""
+    """Print the table and the runs with violations; returns the exit code."""
     print()
     for line in table:
         print(line)
-    broken = [(kind, run) for kind, run, verdict in done if verdict.violations]
-    for kind, run in broken:
+    violating = [(kind, run) for kind, run, verdict in done if verdict.violations]
+    for kind, run in violating:
         print(f"violated by {kind}: {run.folder}")
-    return 1 if broken else 0
+    return 1 if violating else 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60, help="go on until so many parts were killed")
+    parser.add_argument("--kills", type=int, default=60, help="start no more runs after this many kills")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=list(KINDS), help="runs of this kind alone")
-    parser.add_argument("--folder", type=Path, help="where the runs are kept; a temporary folder when left out")
+    parser.add_argument("--only", choices=list(KINDS), help="only runs of this kind")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
     arguments = parser.parse_args()
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -205,7 +206,7 @@ def main() -> int:
         if campaign.kills >= arguments.kills:
             break
         if arguments.only in (None, kind):
-            campaign.go_on(kind, faults, number)
+            campaign.do_run(kind, faults, number)
     return conclude(campaign.table(), campaign.done)
 
 

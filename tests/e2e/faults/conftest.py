@@ -16,7 +16,7 @@ Disturb = Callable[..., DisturbedRun]
 
 @pytest.fixture
 def disturb(shared_runs: Runs) -> Iterator[Disturb]:
-    """Starts a run of the spell spec with some sections changed; no driver of it outlives the test."""
+    """A function that starts a run of the base spec with some sections changed. Its driver ends with the test."""
     started: list[DisturbedRun] = []
 
     def start(steps: int, **sections: Any) -> DisturbedRun:

@@ -1,4 +1,4 @@
-"""One run through its faults to its end, resumed after every death of its driver, with snapshots of its journal."""
+"""A run with faults until its end: it is resumed whenever its driver dies, and snapshots of its journal are taken."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ POLL_S = 0.05
 
 
 class Ended(Exception):
-    """The driver ended before what was waited for."""
+    """The driver ended before the awaited event."""
 
 
 class Hung(Exception):
-    """A run that goes neither on nor to its end."""
+    """A run that neither trains nor ends."""
 
 
 @dataclass(slots=True)
 class Kill:
-    """One kill: ``at`` in unix seconds, how many steps were trained by then, and seconds until the next one was."""
+    """One kill: ``at`` is its time in unix seconds, ``step`` the number of steps trained before it, ``back_s`` the
+    seconds until the next step was trained."""
 
     part: str
     moment: str
@@ -46,7 +47,7 @@ class Kill:
 
 @dataclass(slots=True)
 class DisturbedRun:
-    """A run of one spec. ``stops`` are the messages of drivers that ended by themselves, and not well."""
+    """A run of one spec. ``stops`` are the messages of drivers that ended by themselves with an error."""
 
     runs: Runs
     spec: Path
@@ -89,7 +90,7 @@ class DisturbedRun:
         self._begin("resume", self.folder.name, "--runs-dir", self.runs.folder)
 
     def finish(self, resumes: int = 5) -> None:
-        """See it to its end. A driver that ends badly is noted in ``stops``, and resumed so many times."""
+        """Wait for its end. A driver that ends with an error is noted in ``stops``; at most ``resumes`` are started."""
         for _ in range(resumes):
             try:
                 self.until(lambda: False, "the end")
@@ -99,15 +100,15 @@ class DisturbedRun:
                     return
             self.note_stop()
             self.resume()
-        raise Hung(f"resumed {resumes} times, and it ended badly every time")
+        raise Hung(f"resumed {resumes} times, and it ended with an error every time")
 
     def note_stop(self) -> None:
-        """The driver ended by itself: keep what it said."""
-        self.stops.append(f"exit {self.code}: {self.said().strip().splitlines()[-1:]}")
+        """The driver ended by itself: keep its message."""
+        self.stops.append(f"exit {self.code}: {self.printed().strip().splitlines()[-1:]}")
         self.say(f"    the driver stopped: {self.stops[-1]}")
 
     def end(self) -> None:
-        """Make sure that no driver goes on."""
+        """Make sure that no driver is running."""
         if self._process is not None and self._process.poll() is None:
             os.kill(self.pid, signal.SIGINT)
             try:
@@ -128,19 +129,19 @@ class DisturbedRun:
         assert self._process is not None
         return self._process.pid
 
-    def said(self) -> str:
+    def printed(self) -> str:
         """What the present driver has printed."""
         assert self._output is not None
         return self._output.read_text(errors="replace")
 
-    # -- where it is
+    # -- its progress
 
     def trained(self) -> int:
-        """Steps that the journal knows as trained."""
+        """The number of steps that the journal records as trained."""
         return int(self.ask("SELECT count(*) FROM batches WHERE trained_at IS NOT NULL") or 0)
 
     def taken(self) -> int:
-        """Batches that were taken."""
+        """The number of batches that were taken."""
         return int(self.ask("SELECT count(*) FROM batches") or 0)
 
     def ask(self, query: str) -> Any:
@@ -162,13 +163,13 @@ class DisturbedRun:
         return mark
 
     def pids(self, part: str) -> list[int]:
-        """Processes of a part that live now."""
+        """The living processes of a part."""
         if part == "driver":
             return [self.pid] if self.code is None else []
         return processes_of_part(self.mark, part) if self.mark else []
 
     def until(self, condition: Callable[[], Any], what: str, poll_s: float = POLL_S) -> Any:
-        """The first true answer. Raises ``Ended`` when the driver ends first, ``Hung`` when nothing moves any more."""
+        """The first true answer. Raises ``Ended`` when the driver ends first, ``Hung`` when no step is trained."""
         self._moved = (self.trained(), time.monotonic())
         watched = time.monotonic()
         while True:
@@ -182,7 +183,7 @@ class DisturbedRun:
             time.sleep(poll_s)
 
     def pause(self, seconds: float) -> None:
-        """Let so many seconds pass. Raises ``Ended``."""
+        """Wait for this many seconds. Raises ``Ended``."""
         deadline = time.monotonic() + seconds
         self.until(lambda: time.monotonic() >= deadline, "a moment", poll_s=0.005)
 
@@ -191,7 +192,7 @@ class DisturbedRun:
     def inject(self, part: str, moment: str, signal_number: int = signal.SIGKILL) -> bool:
         """Kill one process of a part at a moment (a name in ``MOMENTS``), and resume the run if it was the driver.
 
-        False when the run was complete before the moment came. A driver that ends badly meanwhile is resumed.
+        Returns False if the run was complete before the moment. A driver that ends with an error meanwhile is resumed.
         """
         while True:
             try:
@@ -214,19 +215,19 @@ class DisturbedRun:
         next(coming)
         while True:
             pid = self.random.choice(self.until(lambda: self.pids(part), f"a process of the {part}"))
-            _ = self.mark  # nobody can say it once the driver is dead
+            _ = self.mark  # read it now: it cannot be found once the driver is dead
             self.evidence.take_snapshot(self.journal)
             step = self.trained()
             next(coming, None)
             try:
                 os.kill(pid, signal_number)
             except ProcessLookupError:
-                continue  # it has just gone by itself
+                continue  # it has just ended by itself
             self.kills.append(Kill(part, moment, time.time(), step))
             return
 
     def await_cleanup(self) -> None:
-        """After the driver's death: wait until nothing of it lives, and take a snapshot."""
+        """After the driver's death: wait until none of its processes lives, and take a snapshot."""
         assert self._process is not None
         self._process.wait()
         deadline = time.monotonic() + 60
@@ -260,9 +261,9 @@ class DisturbedRun:
             )
 
     def _watch(self, what: str) -> None:
-        _ = self.mark  # keep it: once the driver is dead nobody can say it
+        _ = self.mark  # read it now: it cannot be found once the driver is dead
         trained, now = self.trained(), time.monotonic()
         if trained > self._moved[0]:
             self._moved = (trained, now)
         if now - self._moved[1] > QUIET_S:
-            raise Hung(f"waited {QUIET_S:.0f} s for {what} and no step was trained\n{self.said()[-3000:]}")
+            raise Hung(f"waited {QUIET_S:.0f} s for {what} and no step was trained\n{self.printed()[-3000:]}")

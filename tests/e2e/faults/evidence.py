@@ -1,8 +1,8 @@
-"""What a run's journal said while the run lived, to be held against what it says later.
+"""Snapshots of a run's journal during the run, to be compared with its later content.
 
-A snapshot has everything that is committed at that moment, through a connection that cannot write. Every later one must
-say the same, and may say more: a finished rollout stays bit for bit, an unfinished one is only ever continued, a batch
-keeps its groups. ``Evidence.contradictions`` has every way in which that was not so.
+A snapshot has everything that is committed at that moment, read through a read-only connection. Every later snapshot
+must contain the same and may contain more: a finished rollout does not change, an unfinished one is only continued, a
+batch keeps its groups. ``Evidence.contradictions`` lists every violation of this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecordedRollout:
     versions: tuple[int, ...]
 
     def became(self, later: RecordedRollout) -> bool:
-        """Whether ``later`` can be the same rollout, seen later."""
+        """Whether ``later`` can be a later state of the same rollout."""
         goes_on = (
             later.tokens.startswith(self.tokens)
             and later.logprobs.startswith(self.logprobs)
@@ -72,7 +72,7 @@ class Snapshot:
 
 @dataclass(slots=True)
 class Evidence:
-    """All snapshots of one run. ``prefixes_seen`` adds up the unfinished rollouts that each of them has."""
+    """All snapshots of one run. ``prefixes_seen`` is the sum of the unfinished rollouts in each of them."""
 
     seen: Snapshot = field(default_factory=Snapshot)
     snapshots: int = 0
@@ -80,13 +80,13 @@ class Evidence:
     contradictions: list[str] = field(default_factory=list)
 
     def take_snapshot(self, journal: Path) -> None:
-        """Read the journal as it is now; there may be none yet."""
+        """Read the present journal, if there is one yet."""
         try:
             connection = open_for_reading(journal)
         except JournalError:
             if self.snapshots:
                 raise
-            return  # a run that has only just begun
+            return  # the run has only just begun
         with closing(connection):
             self.add(read_snapshot(connection))
 
@@ -107,7 +107,7 @@ class Evidence:
 
 
 def read_snapshot(connection: sqlite3.Connection) -> Snapshot:
-    """One consistent reading of everything."""
+    """Read everything in one transaction."""
     connection.execute("BEGIN")
     try:
         return Snapshot(

@@ -1,8 +1,8 @@
 """When to inject a fault.
 
-A moment is a generator: it waits until the moment is near and yields once, for a snapshot of the journal and the choice
-of a process; what follows the yield waits for the instant itself. Some are random, the others are aimed at what
-has to be whole or not at all: a checkpoint being saved, a publish, a commit, a resume, the restart of another part.
+A moment is a generator. It waits until the moment is near and yields once; the caller then takes a snapshot of the
+journal and chooses a process. After the yield it waits for the exact moment. Some moments are random; the others aim at
+operations that must be atomic: saving a checkpoint, a publish, a commit, a resume, the restart of another part.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Run(Protocol):
 
 
 def settled(run: Run) -> Iterator[None]:
-    """The run trains; some time later."""
+    """Some time after the run has begun to train."""
     _steps_on(run, 3)
     run.pause(run.random.uniform(0, 2))
     yield
 
 
 def soon(run: Run) -> Iterator[None]:
-    """Soon after the last fault, whatever its process is doing: starting again, catching up, being brought up."""
+    """Soon after the last fault, whatever its process does then: it restarts, recovers or catches up."""
     run.pause(run.random.uniform(0, 10))
     yield
 
 
 def resume(run: Run) -> Iterator[None]:
-    """After a new driver was started, at any time until about the first step that it trains."""
+    """After the start of a new driver, at any time until about its first trained step."""
     run.pause(run.random.uniform(0, 25))
     yield
 
@@ -87,7 +87,7 @@ def commit(run: Run) -> Iterator[None]:
 
 
 def last(run: Run) -> Iterator[None]:
-    """All steps are trained: what is left is the last evaluation, the last checkpoint, and the model."""
+    """All steps are trained: only the last evaluation, the last checkpoint and the final model are missing."""
     run.until(lambda: run.trained() == run.steps, "the last step")
     yield
     run.pause(run.random.uniform(0, 1.5))
@@ -99,6 +99,6 @@ MOMENTS: dict[str, Callable[[Any], Iterator[None]]] = {
 
 
 def _steps_on(run: Run, steps: int) -> None:
-    """The run has trained so many more steps."""
+    """Wait until the run has trained this many more steps."""
     wanted = min(run.trained() + steps, run.steps)
     run.until(lambda: run.trained() >= wanted, f"step {wanted}")

@@ -1,4 +1,4 @@
-"""Which processes are which part of a run."""
+"""Which processes belong to which part of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The campaign's own eyes: a sound journal passes, and every kind of damage is named."""
+"""The checks of the campaign themselves: an intact journal passes, and every kind of damage is found."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WITHOUT_CHECKSUMS = (
     "UPDATE rollouts SET crc = NULL",
     "UPDATE segments SET key_crc = NULL",
 )
-"""As if the writer had been wrong and not the disk: readers would refuse a batch before it reaches the audit."""
+"""Damage as if by the writer, not by the disk: with checksums, readers would refuse the batch before the audit."""
 
 
 @pytest.fixture
 def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A complete run that was resumed once; some of its rollouts cross a version."""
+    """A complete run that was resumed once; some of its rollouts have tokens of two versions."""
     path = tmp_path / "journal.db"
     run = RecordedRun(path, monkeypatch, settings(total_steps=STEPS), lambda group: 9.0 if group == 3 else 3.0)
     for step in range(STEPS):
@@ -67,7 +67,7 @@ def test_a_sound_journal_passes(journal: Path) -> None:
         ("UPDATE batches SET trained_at = NULL WHERE step = 5", "never reported as trained"),
         ("DELETE FROM publishes WHERE version = 2", "without [2]"),
         ("UPDATE groups SET step = 1 WHERE step = 2", "has 4 groups"),
-        ("UPDATE groups SET version = 0 WHERE step = 4", "lags 4 versions behind"),
+        ("UPDATE groups SET version = 0 WHERE step = 4", "a group of staleness 4"),
         ("UPDATE groups SET version = version + 1 WHERE step = 4", "tokens of versions"),
         ("UPDATE groups SET serial = serial + 1, uid = 'p' || (serial + 1) WHERE serial > 4", "where 5 comes next"),
         ("UPDATE groups SET uid = 'p1' WHERE serial = 7", "where p7 comes next"),
@@ -135,18 +135,18 @@ def test_what_changes_afterwards_is_named(journal: Path, statement: str, named: 
 def test_an_unfinished_rollout_may_continue_and_may_not_restart(journal: Path) -> None:
     change(journal, "UPDATE rollouts SET finish_reason = NULL, reward = NULL WHERE group_id = 3")
 
-    def go_on(path: Path) -> None:
+    def continue_rollout(path: Path) -> None:
         change(
             path,
             "INSERT INTO segments (group_id, rollout_index, branch, start, version, tokens, logprobs, crc) "
             "VALUES (3, 0, 0, 4, 9, x'07000000', x'00000000', 0)",
         )
 
-    def begin_anew(path: Path) -> None:
+    def restart_rollout(path: Path) -> None:
         change(path, "DELETE FROM segments WHERE group_id = 3 AND rollout_index = 0 AND start > 0")
 
-    assert two_snapshots(journal, go_on).contradictions == []
-    found = two_snapshots(journal, begin_anew)
+    assert two_snapshots(journal, continue_rollout).contradictions == []
+    found = two_snapshots(journal, restart_rollout)
     assert found.prefixes_seen == 4  # two rollouts in each of two snapshots
     assert "rollout (3, 0) was unfinished" in found.contradictions[0]
 

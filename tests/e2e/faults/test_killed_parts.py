@@ -1,4 +1,4 @@
-"""Parts of real runs are killed and stopped; the campaign (`make faults`) does the same for longer."""
+"""Parts of real runs are killed and suspended. The campaign (`make faults`) does the same for a longer time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Runs, litter
+from tests.e2e.conftest import Runs, leftover_files
 from tests.e2e.faults.campaign import LONG_WORDS
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.verdict import differences, judge, replay_violations
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.stack
 CHANGED: dict[str, dict[str, Any]] = {
     "weights": {},
     "adapter": {"model": {"lora": {"rank": 8, "alpha": 16.0, "serve": "adapter"}}},
-    # Without a warm start all rewards are 0: what is trained is the bonus.
+    # Without a warm start all rewards are 0, and only the entropy bonus trains.
     "experts": {
         "model": {"init": MIXTRAL, "warm_start": None},
         "algorithm": {"router_replay": True, "uniform_groups": "train", "entropy_coef": 0.01},
@@ -28,8 +28,8 @@ PARTS = ("buffer", "trainer", "engine", "scorer", "host-agent")
 
 
 def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: Disturb, shared_runs: Runs) -> None:
-    before = litter()
-    # Ten seconds: an engine may be without a core for some, as other runs are on this machine.
+    before = leftover_files()
+    # Ten seconds: an engine may get no CPU for some seconds, because other runs use this machine.
     run = disturb(100, rollout={"hang_seconds": 10.0}, checkpoints={"every": 10})
     for fault in ("buffer commit", "trainer publish", "agent publish", "core publish", "scorer commit"):
         assert run.inject(*fault.split())
@@ -39,7 +39,7 @@ def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: 
     assert judge(run, before).violations == ()
     assert replay_violations(shared_runs, run) == []
     failures = {part: run.ask(f"SELECT count(*) FROM failures WHERE kind = '{part}'") for part in PARTS}
-    assert failures == {"buffer": 1, "trainer": 1, "engine": 2, "scorer": 1, "host-agent": 1}, run.said()
+    assert failures == {"buffer": 1, "trainer": 1, "engine": 2, "scorer": 1, "host-agent": 1}, run.printed()
 
 
 @pytest.mark.nightly
@@ -48,7 +48,7 @@ def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
     disturb: Disturb, changed: dict[str, dict[str, Any]]
 ) -> None:
     sections: dict[str, Any] = {
-        **LONG_WORDS,  # at any moment many rollouts are half done, and recorded so
+        **LONG_WORDS,  # at any moment many rollouts are unfinished, with some tokens recorded
         **changed,
         "model": {**LONG_WORDS["model"], **changed.get("model", {})},
         "pipeline": {"max_staleness": 0},
@@ -56,12 +56,12 @@ def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
     }
     undisturbed = disturb(40, **sections)
     undisturbed.finish()
-    before = litter()
+    before = leftover_files()
     run = disturb(40, **sections)
     for fault in ("core commit", "driver commit", "engine commit", "driver publish", "trainer resume"):
         assert run.inject(*fault.split())
     run.finish()
     assert run.resumes == 2
-    assert run.evidence.prefixes_seen > 0, "no rollout was cut"
+    assert run.evidence.prefixes_seen > 0, "no rollout was interrupted"
     assert judge(run, before).violations == ()
     assert differences(run.folder, undisturbed.folder) == []

@@ -1,4 +1,4 @@
-"""A run whose trainer does not continue stops, says so, and can be resumed."""
+"""A run whose trainer stalls stops, reports that, and can be resumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.e2e.conftest import litter
+from tests.e2e.conftest import leftover_files
 from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.disturbed import Ended
 from tests.e2e.faults.verdict import judge, left_behind
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.stack
 
 
 def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb) -> None:
-    before = litter()
-    limit_s = 20  # a healthy run may wait for a core for some seconds, as other runs are on this machine
+    before = leftover_files()
+    limit_s = 20  # a healthy run may get no CPU for some seconds, because other runs use this machine
     run = disturb(40, pipeline={"stall_minutes": limit_s / 60}, checkpoints={"every": 10})
     assert run.inject("trainer", "settled", signal.SIGSTOP)
     with pytest.raises(Ended):
         run.until(lambda: False, "the end")
     assert run.code == 1
-    said = run.said()
-    assert "Traceback" not in said
-    named = re.search(r"no progress: .*the trainer[^;]* since \d\d:\d\d:\d\d \((\d+) s\)", said)
-    assert named, said
+    printed = run.printed()
+    assert "Traceback" not in printed
+    named = re.search(r"no progress: .*the trainer[^;]* since \d\d:\d\d:\d\d \((\d+) s\)", printed)
+    assert named, printed
     assert limit_s <= int(named[1]) < 2 * limit_s
     assert left_behind(run, before) == []
     run.resume()

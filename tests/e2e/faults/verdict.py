@@ -1,4 +1,4 @@
-"""What is said of a disturbed run once it is complete: every check there is, and what each of them found."""
+"""The verdict on a complete disturbed run: all checks, and what they found."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.spec.load import load_spec
-from tests.e2e.conftest import Runs, litter, rows
+from tests.e2e.conftest import Runs, leftover_files, rows
 from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.evidence import read_snapshot
 
 CLEANING_S = 30.0
-"""Seconds that the reaper gets to clean up."""
+"""Seconds that the reaper has to clean up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What was counted, and everything that does not hold."""
+    """What was counted, and all violations."""
 
     audit: Audit
     violations: tuple[str, ...]
 
 
 def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
-    """Check a complete run. ``before``: the litter that was there when it started."""
+    """Check a complete run. ``before``: leftover files that existed when it started."""
     spec = load_spec(run.folder / "spec.yaml").spec
     uids = [f"{spec.task.use}/train/{row}" for row in range(spec.data.train.size or 0)]
     loader = PromptLoader(uids, spec.seed, spec.data.shuffle)  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
 
 
 def summary(run: DisturbedRun, found: Audit) -> str:
-    """One run in a line."""
+    """A summary of one run in one line."""
     return (
         f"{found.groups} groups, {found.rollouts} rollouts ({found.mixed_rollouts} across versions), staleness "
         f"{found.staleness}; {run.evidence.snapshots} snapshots, {run.evidence.prefixes_seen} unfinished rollouts in "
@@ -61,7 +61,7 @@ def summary(run: DisturbedRun, found: Audit) -> str:
 
 
 def totals(done: Sequence[tuple[DisturbedRun, Verdict]]) -> str:
-    """All runs of a campaign in a line."""
+    """A summary of all runs of a campaign in one line."""
     audits = [verdict.audit for _, verdict in done]
     return (
         f"{len(done)} runs; {sum(audit.groups for audit in audits)} groups trained, "
@@ -72,17 +72,17 @@ def totals(done: Sequence[tuple[DisturbedRun, Verdict]]) -> str:
 
 
 def left_behind(run: DisturbedRun, before: Collection[str]) -> list[str]:
-    """Processes and files of a run that is over."""
+    """Processes and files that remain of a run that has ended."""
     deadline = time.monotonic() + CLEANING_S
     while True:
-        left = [*sorted(litter() - set(before)), *map(str, run.living())]
+        left = [*sorted(leftover_files() - set(before)), *map(str, run.living())]
         if not left or time.monotonic() > deadline:
             return left
         time.sleep(0.1)
 
 
 def replay_violations(runs: Runs, run: DisturbedRun) -> list[str]:
-    """Train the recorded batches again from the initial model: every published version must come out equal."""
+    """Train the recorded batches again from the initial model: every published version must be equal."""
     ended = runs.run("replay", run.folder.name, "--runs-dir", runs.folder)
     versions = run.steps // load_spec(run.folder / "spec.yaml").spec.pipeline.publish_every
     wanted = f"all {versions} published versions of steps 1 to {run.steps} are equal"
@@ -92,7 +92,7 @@ def replay_violations(runs: Runs, run: DisturbedRun) -> list[str]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """How two runs differ in what they trained on, and in what came of it."""
+    """How two runs differ in their batches and in their results."""
     snapshots = []
     for folder in (one, other):
         with closing(open_for_reading(folder / FILE)) as connection:

@@ -5,8 +5,8 @@
     python -m tests.e2e.gateway.campaign --audit RUN
 
 Without ``--agents`` these are the libraries; ``all`` has in addition every program that is there
-(``requirements/agents.sh`` installs them). Prints what was found, and ends with 1 when anything does not hold (see
-``sessions``). ``--audit`` looks at a run that has ended, without a new one.
+(``requirements/agents.sh`` installs them). Prints what was found, and exits with 1 if any check of ``sessions`` fails.
+``--audit`` checks a run that has ended, without starting a new one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.e2e.gateway.sessions import audit, write_spec
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=500, help="at least so many, up to a whole step")
-    parser.add_argument("--agents", help="`all`, or names of program_agents.KINDS with commas between them")
+    parser.add_argument("--sessions", type=int, default=500, help="minimum number; rounded up to a whole step")
+    parser.add_argument("--agents", help="`all`, or names of program_agents.KINDS, separated by commas")
     parser.add_argument("--path", type=Path, default=AGENTS / "bin", help="the folder with the programs")
-    parser.add_argument("--folder", type=Path, help="where the run is kept; a temporary folder when left out")
-    parser.add_argument("--audit", type=Path, metavar="RUN", help="look at this run only")
+    parser.add_argument("--folder", type=Path, help="where the run is kept; default: a temporary folder")
+    parser.add_argument("--audit", type=Path, metavar="RUN", help="check this run only")
     arguments = parser.parse_args()
     if arguments.audit:
         return _report(arguments.audit.resolve())
@@ -48,7 +48,7 @@ def main() -> int:
 def _kinds(wanted: str, path: Path) -> list[str]:
     there, missing = installed(path)
     for name, why in missing.items():
-        print(f"left out: {name}: {why}")
+        print(f"skipped: {name}: {why}")
     return there if wanted == "all" else wanted.split(",")
 
 

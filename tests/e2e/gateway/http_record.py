@@ -1,9 +1,10 @@
-"""What goes over HTTP between a program and the gateway, recorded by a server that stands between them.
+"""A proxy server that records the HTTP exchanges between a program and the gateway.
 
-The program is not changed for it, and neither are its requests. ``reply_of`` reads what the gateway answered, in
-whichever of the three APIs; ``conversation_of`` reads what it was asked.
+Neither the program nor its requests are changed. ``reply_of`` reads the gateway's answer in any of the three APIs;
+``conversation_of`` reads the request.
 
-The module is copied beside the spec of a run and imported by its processes, so it imports nothing of the tests.
+The module is copied into the folder of a run's spec and imported by the run's processes, so it imports no other module
+of the tests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ BODY_BYTES = 2**26
 PER_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 """Headers that belong to one connection."""
 LIMITS = ("context_length_exceeded", "max_calls_exceeded", "max_sampled_tokens_exceeded")
-"""Codes of refusals that a program must expect: limits of the task and of the model."""
+"""Error codes that a program must expect: limits of the task and of the model."""
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Record:
 
 
 class Recorder:
-    """The server between programs and the gateway: one for all sessions of a process."""
+    """The proxy between programs and the gateway: one for all sessions of a process."""
 
     def __init__(self) -> None:
         self._records: dict[str, tuple[str, Record]] = {}
@@ -59,16 +60,16 @@ class Recorder:
         """Listen on a free port of the loopback interface until the process ends."""
         self._http = aiohttp.ClientSession(auto_decompress=False, timeout=aiohttp.ClientTimeout(total=None))
         app = web.Application(client_max_size=BODY_BYTES)
-        app.router.add_route("*", "/{rest:.*}", self._pass_on)
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        app.router.add_route("*", "/{rest:.*}", self._forward)
+        server = web.AppRunner(app, handler_cancellation=True)
+        await server.setup()
+        site = web.TCPSite(server, "127.0.0.1", 0)
         await site.start()
-        self._port = runner.addresses[0][1]
+        self._port = server.addresses[0][1]
 
     @asynccontextmanager
     async def session(self, base_url: str):  # type: ignore[no-untyped-def]
-        """Another base URL for the same session, and what goes over it."""
+        """Another base URL for the same session, and the record of what is sent to it."""
         url = urlsplit(base_url)
         _, _, name = url.path.removesuffix("/v1").rpartition("/")
         record = Record()
@@ -79,7 +80,7 @@ class Recorder:
         finally:
             del self._records[name]
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.split("/")
         gateway, record = self._records[parts[2] if len(parts) > 2 else ""]
         body = await request.read()
@@ -92,7 +93,7 @@ class Recorder:
             exchange.status = answered.status
             kept = {name: value for name, value in answered.headers.items() if name.lower() not in PER_HOP}
             answer = web.StreamResponse(status=answered.status, headers=kept)
-            with suppress(ConnectionResetError):  # a program may leave
+            with suppress(ConnectionResetError):  # a program may close the connection
                 await answer.prepare(request)
                 async for piece in answered.content.iter_any():
                     exchange.answer += piece.decode(errors="replace")
@@ -104,8 +105,8 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Reply:
-    """What the gateway answered to one call. ``text`` is what the program may take for the reply, ``calls`` the names
-    and arguments of tools; ``usage`` are the tokens of prompt and reply, None where the program did not ask."""
+    """The gateway's answer to one call. ``text`` is the text of the reply, ``calls`` are the names and arguments of
+    tools; ``usage`` are the token counts of prompt and reply, None if the program did not ask for them."""
 
     text: str
     calls: tuple[tuple[str, str], ...]
@@ -113,7 +114,7 @@ class Reply:
 
 
 def is_call(exchange: Exchange) -> bool:
-    """Whether it asks for a reply of the model."""
+    """Whether it requests a reply of the model."""
     return exchange.method == "POST" and exchange.path.endswith(("/chat/completions", "/responses", "/messages"))
 
 
@@ -125,7 +126,7 @@ def limit_of(exchange: Exchange) -> str | None:
 
 
 def reply_of(exchange: Exchange) -> Reply:
-    """Read the answer of a call that succeeded. Raises ``ValueError`` and ``KeyError`` for one that is no answer."""
+    """Read the answer of a call that succeeded. Raises ``ValueError`` or ``KeyError`` if it is invalid."""
     streamed = exchange.answer.lstrip().startswith(("event:", "data:"))
     if exchange.path.endswith("/chat/completions"):
         return _of_chat(_chunks(exchange.answer) if streamed else [json.loads(exchange.answer)])
@@ -135,7 +136,7 @@ def reply_of(exchange: Exchange) -> Reply:
 
 
 def conversation_of(exchange: Exchange) -> list[Any]:
-    """The tools, and the items of the conversation in order, without what only marks a cache."""
+    """The tools, and the items of the conversation in order, without cache markers."""
     asked = json.loads(exchange.asked)
     head = [asked.get("tools"), asked.get("system"), asked.get("instructions")]
     return [_unmarked(item) for item in [head, *(asked.get("messages") or asked.get("input") or ())]]

@@ -1,10 +1,10 @@
-"""A task that is played by other people's programs: the `openai` client, smolagents and openai-agents, unmodified.
+"""A task whose agents are third-party libraries: the `openai` client, smolagents and openai-agents, unmodified.
 
-Each answers a sum of the task ``calculator`` with its own loop and its own way of telling the model about tools. What
-each was answered over HTTP is written to a log, a line per session, below whichever library asked: that is what the
-test holds against the journal.
+Each computes a sum of the task ``calculator`` with its own loop and its own way of describing tools to the model. The
+HTTP answers to each library are written to a log, a line per session; the test compares this log with the journal.
 
-The module is copied beside the spec of the run and imported by its processes, so it imports nothing of the tests.
+The module is copied into the folder of the run's spec and imported by the run's processes, so it imports no other
+module of the tests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.ready.calculator import Calculator
 
 RETURN_IDS = {"return_token_ids": True}
-"""The one thing asked for beside what a library asks: the ids, for the log."""
+"""The only addition to a library's requests: token ids are returned, for the log."""
 TURNS = 3
 SYSTEM = "Use the tool calc for one operation at a time. Answer with # and the number."
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -43,18 +43,18 @@ def calc(e: str) -> str:
 
 
 class Log:
-    """What one session was answered, in the order of the answers."""
+    """The answers that one session received, in their order."""
 
     def __init__(self) -> None:
         self.calls: list[dict[str, Any]] = []
         self.errors: list[str] = []
 
-    async def hear(self, response: httpx.Response) -> None:
+    async def record(self, response: httpx.Response) -> None:
         """The hook of an asynchronous client."""
         await response.aread()
         self._note(response)
 
-    def hear_now(self, response: httpx.Response) -> None:
+    def record_sync(self, response: httpx.Response) -> None:
         """The hook of a synchronous client."""
         response.read()
         self._note(response)
@@ -72,7 +72,7 @@ class Log:
     def _add(self, parts: Sequence[dict[str, Any]], streamed: bool) -> None:
         if failed := [part["error"] for part in parts if part.get("error")]:
             self.errors.append(f"in a stream: {failed[0]}")
-        parts = [part.get("response", part) for part in parts]  # events of Responses have it inside
+        parts = [part.get("response", part) for part in parts]  # events of the Responses API contain a response
         choices = [choice for part in parts for choice in part.get("choices", ())]
         (prompt,) = [part["prompt_token_ids"] for part in parts if part.get("prompt_token_ids")]
         (usage,) = [part["usage"] for part in parts if part.get("usage")]
@@ -112,7 +112,7 @@ async def plain(question: str, access: ModelAccess, log: Log, streamed: bool = F
                     try:
                         message = (await stream.get_final_completion()).choices[0].message
                     except openai.LengthFinishReasonError:
-                        return ""  # this helper takes no reply that was cut, whichever server cuts it
+                        return ""  # the client's stream helper raises this for every truncated reply
             else:
                 completion = await client.chat.completions.create(**wanted, extra_body=RETURN_IDS)
                 message = completion.choices[0].message
@@ -138,7 +138,7 @@ async def plain(question: str, access: ModelAccess, log: Log, streamed: bool = F
 
 
 async def streaming(question: str, access: ModelAccess, log: Log) -> str:
-    """The same, reading streams."""
+    """The same with streamed replies."""
     return await plain(question, access, log, streamed=True)
 
 
@@ -148,7 +148,7 @@ async def smolagents(question: str, access: ModelAccess, log: Log) -> str:
     from smolagents.utils import AgentGenerationError
 
     def run() -> str:
-        with httpx.Client(event_hooks={"response": [log.hear_now]}, timeout=600) as http:
+        with httpx.Client(event_hooks={"response": [log.record_sync]}, timeout=600) as http:
             model = OpenAIServerModel(
                 access.model,
                 api_base=access.base_url,
@@ -160,9 +160,9 @@ async def smolagents(question: str, access: ModelAccess, log: Log) -> str:
             try:
                 return str(agent.run(question))
             except AgentGenerationError:
-                raise  # from the server
+                raise  # an error of the server
             except AgentError:
-                return ""  # about what the model wrote
+                return ""  # an error in the model's reply
 
     return await asyncio.to_thread(run)
 
@@ -176,7 +176,7 @@ async def openai_agents(question: str, access: ModelAccess, log: Log) -> str:
 
 
 async def openai_agents_responses(question: str, access: ModelAccess, log: Log) -> str:
-    """The same over Responses, which it uses by default; the server keeps the conversation."""
+    """The same over the Responses API, its default; the server keeps the conversation."""
     from agents import OpenAIResponsesModel
 
     async with _client(access, log) as client:
@@ -205,7 +205,7 @@ async def _run_agent(question: str, model: Any, **settings: Any) -> str:
     try:
         return str((await Runner.run(agent, question, max_turns=TURNS, **settings)).final_output)
     except (MaxTurnsExceeded, ModelBehaviorError):
-        return ""  # about what the model wrote
+        return ""  # an error in the model's reply
 
 
 LIBRARIES: tuple[Callable[[str, ModelAccess, Log], Awaitable[str]], ...] = (
@@ -223,11 +223,11 @@ class LibraryAgents:
         self._sums = Calculator()
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """Those of the task ``calculator``."""
+        """As in the task ``calculator``."""
         return self._sums.prompts(split, size)
 
     def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """Those of the task ``calculator``."""
+        """As in the task ``calculator``."""
         return self._sums.demonstration(rng, clean)
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
@@ -237,7 +237,7 @@ class LibraryAgents:
         )
 
     async def play(self, name: str, prompt: Prompt, model: ModelAccess) -> RewardResult:
-        """A session of the library of that name."""
+        """A session of the library with this name."""
         (library,) = (library for library in LIBRARIES if library.__name__ == name)
         log, text = Log(), ""
         try:
@@ -263,7 +263,7 @@ class LibraryAgents:
 def _client(access: ModelAccess, log: Log) -> Any:
     from openai import AsyncOpenAI
 
-    http = httpx.AsyncClient(event_hooks={"response": [log.hear]}, timeout=600)
+    http = httpx.AsyncClient(event_hooks={"response": [log.record]}, timeout=600)
     return AsyncOpenAI(base_url=access.base_url, api_key=access.api_key, http_client=http, max_retries=0)
 
 

@@ -1,6 +1,6 @@
-"""The task ``bugfix_command``, played by mini-swe-agent, with demonstrations in its words.
+"""The task ``bugfix_command`` with mini-swe-agent as its program, and demonstrations in its format.
 
-The module is copied beside the spec of a run and imported by its processes, so it imports nothing of the tests.
+The module is copied into the folder of a run's spec and imported by the run's processes, so it imports no test module.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 TOOL = "bash"
 FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 ESCAPED = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
-"""Characters that mini-swe-agent writes in another way in observations: Jinja's ``tojson`` does."""
+"""Characters that mini-swe-agent escapes in observations, because it uses Jinja's ``tojson``."""
 
 
 class MiniBugfix(BugfixByCommand):
@@ -41,7 +41,7 @@ class MiniBugfix(BugfixByCommand):
 
 
 def observation(output: str) -> str:
-    """What mini-swe-agent tells the model of a command that has succeeded."""
+    """mini-swe-agent's message to the model after a command that has succeeded."""
     text = json.dumps(output + "\n" if output else "")
     for character, escaped in ESCAPED.items():
         text = text.replace(character, escaped)

@@ -1,4 +1,4 @@
-"""OpenHands' SDK, as its documentation starts it: an agent with a terminal, and the question as its first message."""
+"""OpenHands' SDK, started as in its documentation: an agent with a terminal, and the question as its first message."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""A task that is played by other people's programs, unmodified: mini-swe-agent, Codex CLI, Claude Code, aider and
-OpenHands, and by the libraries of ``library_agents``.
+"""A task whose agents are unmodified third-party programs (mini-swe-agent, Codex CLI, Claude Code, aider and OpenHands)
+and the libraries of ``library_agents``.
 
-Each session is an episode of the ready task ``command``, in bubblewrap: it may write to its own folders alone. Between
-program and gateway stands ``http_record.Recorder``; what went over it is written to a log, a line per session.
+Each session is an episode of the ready task ``command``, in bubblewrap: it may write to its own folders only. Between
+program and gateway is the proxy ``http_record.Recorder``; its records are written to a log, a line per session.
 
-The module is copied beside the spec of a run and imported by its processes, so it imports nothing of the tests.
+The module is copied into the folder of a run's spec and imported by the run's processes, so it imports no other module
+of the tests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from asyncrl_cli.tasks.ready.calculator import Calculator
 from asyncrl_cli.tasks.ready.command import Command, CommandFailed
 
 MARK = "###"
-"""Before the question, so that a template finds it in whatever a program writes around it."""
+"""Precedes the question, so that a template can find it in the text that a program adds."""
 IN_A_BOX = (
     'exec bwrap --ro-bind / / --dev /dev --proc /proc --tmpfs /tmp --ro-bind "$AGENTS" "$AGENTS" '
     '--ro-bind "$HERE" "$HERE" --bind "$ASYNCRL_SCRATCH" "$ASYNCRL_SCRATCH" '
@@ -43,8 +44,9 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Program:
-    """How a program is started: a line for the shell, with the question as ``$1``. ``tool`` and ``argument`` are what
-    it calls its shell. ``ends`` is part of what it prints when it ends with an error at a limit of its own."""
+    """How a program is started: a line for the shell, with the question as ``$1``. ``tool`` and ``argument`` are the
+    names of its shell tool and of the command's argument. ``ends`` is part of its message when it stops at a limit of
+    its own."""
 
     line: str
     tool: str = ""
@@ -62,7 +64,7 @@ PROGRAMS = {
         'codex exec --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "$1"',
         "exec_command",
         "cmd",
-        ends="reason: max_output_tokens",  # of a reply that was truncated
+        ends="reason: max_output_tokens",  # for a truncated reply
     ),
     "claude-code": Program(
         'IS_SANDBOX=1 claude -p "$1" --max-turns 4 --permission-mode bypassPermissions', "Bash", ends="max turns"
@@ -71,7 +73,7 @@ PROGRAMS = {
     "openhands": Program(f'openhands-python {HERE / "openhands_agent.py"} "$1"', "terminal"),
 }
 FINISH = {"mini-swe-agent": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo {}"}
-"""The command that ends a session; others end with a reply that calls no tool."""
+"""The command that ends a session. Other programs end it with a reply that calls no tool."""
 KINDS = (*(library.__name__ for library in LIBRARIES), *PROGRAMS)
 
 
@@ -88,17 +90,17 @@ class Agents:
         self._recorder: asyncio.Task[Recorder] | None = None
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """Those of the task ``calculator``."""
+        """As in the task ``calculator``."""
         return self._sums.prompts(split, size)
 
     def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """A conversation of one kind of agent, up to some reply of the policy."""
+        """A conversation of one kind of agent, up to a random reply of the policy."""
         kind = rng.choice(self._kinds)
         if kind not in PROGRAMS:
             return self._sums.demonstration(rng, clean)
         sums = self._sums.demonstration(rng, clean=True)
         expression = sums[0]["content"].removesuffix("=")
-        result = str(eval(expression))  # of digits and signs, drawn by the calculator
+        result = str(eval(expression))  # consists of digits and signs only
         messages: list[Message] = [{"role": "user", "content": f"{MARK}{kind} {expression}="}]
         program = PROGRAMS[kind]
         steps = [_call(program, f"echo $(({expression}))")] if program.tool else []

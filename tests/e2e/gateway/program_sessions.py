@@ -1,13 +1,15 @@
-"""Sessions of programs, held against the journal.
+"""Sessions of programs, compared with the journal.
 
-A program's requests and answers were recorded on their way (``http_record``). The journal has the rollout's sequences:
-context, and runs of sampled tokens, one for each call. The two must tell the same story:
+A program's requests and answers were recorded by a proxy (``http_record``). The journal has the rollout's sequences:
+context, and runs of sampled tokens, one run for each call. The two must agree:
 
-- no request was refused, but at a limit of the task;
-- each call is one run: as many tokens before it as its prompt has, as many in it as its reply, and the reply's words;
-- no run is left over;
-- a call whose run has sampled tokens before it says in its request all that those calls were asked and answered. One
-  that says so, of a turn that no other call continued, has them.
+- no request was refused, except at a limit of the task;
+- each call has one run: the number of tokens before it is the length of the call's prompt, and its tokens are those of
+  the reply, in number and in text;
+- each run belongs to a call;
+- if a call's run has sampled tokens before it, the call's request contains the whole conversation of the calls that
+  sampled them. Conversely, if a request contains an earlier call that no other call has continued, its run follows the
+  tokens of that call.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ class Run:
 
 @dataclass
 class Call:
-    """A call that was answered: what it asked, what it got, and its run in the journal."""
+    """A call that was answered: its request, its reply, and its run in the journal."""
 
     asked: list[Any]
     reply: Reply
     run: Run | None = None
 
     def continues(self, earlier: Call) -> bool:
-        """Whether its conversation begins with that call's and the reply to it, word for word."""
+        """Whether its conversation begins exactly with that call's conversation and the reply to it."""
         count = len(earlier.asked)
         return self.asked[:count] == earlier.asked and _replied(self.asked[count:]) == (
             earlier.reply.text,
@@ -65,7 +67,7 @@ class Findings:
 
 
 def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], decode: Decode) -> Findings:
-    """Hold the record of a session against the sequences of its rollout, which have names."""
+    """Compare the record of a session with the sequences of its rollout, by their names."""
     found = Findings()
     calls = list(_answered(session, found))
     if session["failed"] and not found.limits:
@@ -79,7 +81,9 @@ def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], dec
         else:
             call.run = run
             left.remove(run)
-    found.problems += [f"{len(run.ids)} tokens of {run.sequence} are of no call: {decode(run.ids)!r}" for run in left]
+    found.problems += [
+        f"{len(run.ids)} tokens of {run.sequence} belong to no call: {decode(run.ids)!r}" for run in left
+    ]
     found.calls, found.tool_calls = len(calls), sum(bool(call.reply.calls) for call in calls)
     continued_calls: list[Call] = []
     for number, call in enumerate(calls):
@@ -91,13 +95,13 @@ def compare(session: dict[str, Any], sequences: Mapping[str, TokenSequence], dec
             found.continued += 1
             previous = next((one for one in calls[:number] if one.run == before[-1]), None)
             if previous is None or not call.continues(previous):
-                found.problems.append(f"call {number} has tokens in its context that its request does not say")
+                found.problems.append(f"call {number} has tokens in its context that its request does not contain")
             else:
                 continued_calls.append(previous)
         elif number:
             found.branches += 1
             if fitting_calls:
-                found.problems.append(f"call {number} begins a branch, though it says all of an earlier call")
+                found.problems.append(f"call {number} begins a branch, though it contains an earlier call")
     return found
 
 
@@ -112,7 +116,7 @@ def _answered(session: dict[str, Any], found: Findings) -> Iterator[Call]:
             try:
                 yield Call(list(map(_meaning, conversation_of(exchange))), reply_of(exchange))
             except (ValueError, KeyError, TypeError) as error:
-                found.problems.append(f"no answer of {exchange.path}: {error!r} in {exchange.answer[:500]}")
+                found.problems.append(f"invalid answer of {exchange.path}: {error!r} in {exchange.answer[:500]}")
 
 
 def _runs(sequences: Mapping[str, TokenSequence]) -> list[Run]:
@@ -158,7 +162,7 @@ def _replied(items: Sequence[Any]) -> tuple[str, tuple[tuple[str, Any], ...]]:
 
 
 def _meaning(item: Any) -> Any:
-    """A message whose content is one text, as plain text: programs write it now so, now so."""
+    """A message whose content is a list of one text, with a plain text as content: programs use both forms."""
     content = item.get("content") if isinstance(item, dict) else None
     if isinstance(content, list) and len(content) == 1 and set(content[0]) == {"type", "text"}:
         return {**item, "content": content[0]["text"]}

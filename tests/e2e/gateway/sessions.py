@@ -1,12 +1,12 @@
-"""Sessions of other people's agents during training, held against the journal.
+"""Sessions of third-party agents during training, compared with the journal.
 
-What every call of a session was answered (prompt ids, sampled ids, usage) comes from the agents' side
-(``library_agents.Log``); what was trained on comes from the journal. The two must tell the same story:
+The answer to each call of a session (prompt ids, sampled ids, usage) is recorded on the agents' side
+(``library_agents.Log``); the trained tokens are in the journal. The two must agree:
 
-- nobody saw an error;
-- the tokens that the agents were charged for are the rollout's sampled tokens, all of them, each once;
-- the ids of each call stand in a sequence of the rollout, unchanged: a later turn either begins with the exact ids of
-  an earlier one, reply included, or begins a sequence of its own.
+- no agent received an error;
+- the tokens in the ``usage`` of the agents' calls are the rollout's sampled tokens, each exactly once;
+- the ids of each call are in a sequence of the rollout, unchanged: a later turn either begins with the exact ids of an
+  earlier one, including the reply, or begins a new sequence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.e2e.gateway.program_sessions import Decode
 GROUPS_A_STEP, GROUP_SIZE = 5, 4
 LOG = "sessions.jsonl"
 REWORDS = "smolagents"
-"""The library that tells the model of its tool calls in other words than the model's."""
+"""The library that repeats the model's tool calls in its own words."""
 HERE = Path(__file__).parent
 
 
@@ -40,8 +40,9 @@ PROGRAM_AGENTS = ("program_agents.py", "http_record.py", "openhands_agent.py")
 
 
 def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path = Path()) -> Path:
-    """A spec whose training is so many sessions, and more up to a whole step. It lies in a folder of its own, with the
-    agents. ``kinds``: of ``program_agents``, with the programs in ``path``; without, the libraries alone."""
+    """Write a spec that trains on at least this many sessions, rounded up to a whole step. It is in a separate folder
+    with the agents. ``kinds`` are those of ``program_agents``, with the programs in ``path``; default: only the
+    libraries."""
     folder = runs.folder / "agents"
     folder.mkdir(exist_ok=True)
     (folder / LOG).unlink(missing_ok=True)
@@ -90,7 +91,7 @@ def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path 
 
 @dataclass(slots=True)
 class Audit:
-    """What was found. ``problems`` is empty when all holds."""
+    """What was found. ``problems`` is empty if all checks pass."""
 
     sessions: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -109,15 +110,15 @@ class Audit:
         kinds = ", ".join(f"{count} {name}" for name, count in sorted(self.sessions.items()))
         return (
             f"{sum(self.sessions.values())} sessions ({kinds}): {self.calls} calls, {self.tool_calls} replies with "
-            f"tool calls; {self.continued} calls went on from an earlier turn, {self.branches} began a branch; "
+            f"tool calls; {self.continued} calls continued an earlier turn, {self.branches} began a branch; "
             f"{self.sampled} tokens; {self.versions} versions of the weights, {self.publish_s:.1f} s apart, by "
-            f"{self.updates} updates, {self.crossed} sessions across one; {self.limits} refusals at limits; "
+            f"{self.updates} updates, {self.crossed} sessions used several versions; {self.limits} refusals at limits; "
             f"{len(self.problems)} problems"
         )
 
 
 def audit(run: Path) -> Audit:
-    """Hold the log of a finished run's agents against its journal."""
+    """Compare the log of a finished run's agents with its journal."""
     found = Audit()
     logged: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for session in rows(run.parent / "agents", LOG):
@@ -150,7 +151,7 @@ def audit(run: Path) -> Audit:
 
 
 def _decoder(run: Path) -> Decode:
-    """Text of a run's tokens."""
+    """The function that gives the text of a run's tokens."""
     from transformers import AutoTokenizer
 
     folder = next(run.parent.glob("models/*/tokenizer.json")).parent
@@ -159,7 +160,7 @@ def _decoder(run: Path) -> Decode:
 
 
 def _compare_program(session: dict[str, Any], rollout: Any, found: Audit, *, decode: Decode) -> list[str]:
-    """What does not fit between the session of a program and its rollout."""
+    """The differences between the session of a program and its rollout."""
     segments: defaultdict[str, list[Segment]] = defaultdict(list)
     for segment in rollout.segments:
         segments[segment.rollout_id].append(segment)
@@ -171,7 +172,7 @@ def _compare_program(session: dict[str, Any], rollout: Any, found: Audit, *, dec
 
 
 def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
-    """What does not fit between a session and its rollout."""
+    """The differences between a session and its rollout."""
     problems = []
     ids: defaultdict[str, list[int]] = defaultdict(list)
     versions: defaultdict[str, list[int]] = defaultdict(list)
@@ -180,7 +181,7 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
         versions[segment.rollout_id] += [segment.version] * len(segment.ids)
     charged = sum(completion for _, completion in (call["usage"] for call in session["calls"]))
     if charged != rollout.tokens:
-        problems.append(f"{charged} tokens were charged, {rollout.tokens} recorded")
+        problems.append(f"the usage of all calls is {charged} tokens, but {rollout.tokens} were recorded")
     accounted: Counter[str] = Counter()
     begun: list[tuple[str, list[int]]] = []
     for number, call in enumerate(session["calls"]):
@@ -205,7 +206,7 @@ def _compare(session: dict[str, Any], rollout: Any, found: Audit) -> list[str]:
         if any(version != CONTEXT for version in versions[holder][: len(prompt)]):
             found.continued += 1
             if not any(name == holder and prompt[: len(earlier)] == earlier for name, earlier in begun):
-                problems.append(f"call {number} goes on from turns whose ids its prompt does not have")
+                problems.append(f"call {number} continues turns whose ids its prompt does not have")
         elif number:
             found.branches += 1
             if session["library"] != REWORDS:

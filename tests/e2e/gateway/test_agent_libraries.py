@@ -19,6 +19,6 @@ def test_libraries_see_no_error_and_every_token_is_accounted_for(shared_runs: Ru
     found = audit(shared_runs.newest())
     assert not found.problems, "\n".join([str(found), *found.problems])
     assert sum(found.sessions.values()) >= SESSIONS and len(found.sessions) == 5
-    assert found.tool_calls > SESSIONS and found.continued > SESSIONS / 2, "it was tool use over several turns"
-    assert found.branches > 0, "smolagents rewords what the model said"
+    assert found.tool_calls > SESSIONS and found.continued > SESSIONS / 2, "tools were used over several turns"
+    assert found.branches > 0, "smolagents rewords the model's replies"
     assert found.versions == SESSIONS // 20 and found.updates > 0

@@ -37,7 +37,7 @@ def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:
     assert {failure or "" for _, _, failure in found} == {""}
     metrics = [json.loads(text) for _, text, _ in found]
     assert {reward for reward, _, _ in found} <= {0.0, 1.0}
-    assert sum(one.get("changed", 0.0) for one in metrics) > 0, "the shell has changed files"
+    assert sum(one.get("changed", 0.0) for one in metrics) > 0, "files were changed with the shell"
     assert all(one.get("changed") for (reward, _, _), one in zip(found, metrics, strict=True) if reward == 1.0)
     assert sum(one.get("tool_calls", 0.0) for one in metrics) > len(metrics)
     assert len(rows(run, "metrics.jsonl")) == 3

@@ -1,4 +1,4 @@
-"""Agents, commands and environments during real training: what is recorded of them, and what bad ones cost."""
+"""Agents, commands and environments during real training: what is recorded, and the effect of faulty ones."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Piece(NamedTuple):
 
     @property
     def by_token(self) -> list[tuple[Any, ...]]:
-        """What must stay as it is. The experts of context become known when the call after it ends."""
+        """What must not change. The experts of context tokens become known when the next call ends."""
         context = self.version == CONTEXT or not self.experts
         return list(zip(self.tokens, self.logprobs, [b""] * len(self.tokens) if context else self.experts, strict=True))
 
@@ -137,7 +137,7 @@ class Played(NamedTuple):
 
 
 def played(run: Path) -> dict[tuple[int, int], Played]:
-    """What the journal has of rollouts, by group and index."""
+    """The rollouts in the journal, by group and index."""
     with closing(open_for_reading(run / FILE)) as journal:
         pieces: dict[tuple[int, int], dict[int, list[Piece]]] = {}
         segments = journal.execute(
@@ -166,7 +166,7 @@ def played(run: Path) -> dict[tuple[int, int], Played]:
 
 
 def calls(rollout: Played) -> list[int]:
-    """How many replies the policy gave, in each sequence."""
+    """The number of the policy's replies in each sequence."""
     return [
         sum(sampled for sampled, _ in groupby(pieces, key=lambda piece: piece.version != CONTEXT))
         for pieces in rollout.pieces.values()
@@ -174,7 +174,7 @@ def calls(rollout: Played) -> list[int]:
 
 
 def write(runs: Runs, name: str, count: int, **fields: Any) -> str:
-    """Prompts in a file beside the spec, and the players."""
+    """Write prompts and the players into the folder of the spec."""
     (runs.folder / "players.py").write_text(textwrap.dedent(PLAYERS))
     lines = [json.dumps({"uid": f"{name}/{n}", "prompt": f"{name[:2]}{n}>"} | fields) for n in range(count)]
     (runs.folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
@@ -201,7 +201,7 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
     versions = set()
     for rollout in trained.values():
         name = rollout.uid.partition("/")[0]
-        assert calls(rollout) == expected[name], "and no branch"
+        assert calls(rollout) == expected[name], "one sequence each, without branches"
         assert set(rollout.metrics) == {"agent": set(), "echo": {"turns"}, "program": {"letters"}}[name]
         (pieces,) = rollout.pieces.values()
         assert pieces[0].version == CONTEXT
@@ -212,7 +212,7 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
         assert sampled == sorted(sampled)
         versions |= set(sampled)
     assert versions > {0}, "weights were updated while episodes ran"
-    assert {one.failure for one in played(run).values()} == {""}, "nobody saw an error"
+    assert {one.failure for one in played(run).values()} == {""}, "no agent received an error"
     assert len(rows(run, "metrics.jsonl")) == 4
     samples = rows(run, "evaluations/step-000004-greedy.jsonl")[1:]
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
@@ -264,8 +264,8 @@ def is_of_sandbox(process: psutil.Process, driver: int) -> bool:
 
 
 def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) -> None:
-    kinds = ("never returns", "floods", "prints", "leaves children", "ends its process", "plays fair")
-    parts = [write(runs, kind.replace(" ", "-"), 1 if kind != "plays fair" else 30, kind=kind) for kind in kinds]
+    kinds = ("never returns", "floods", "prints", "leaves children", "ends its process", "is correct")
+    parts = [write(runs, kind.replace(" ", "-"), 1 if kind != "is correct" else 30, kind=kind) for kind in kinds]
     lines = [line for part in parts for line in (runs.folder / part).read_text().splitlines()]
     (runs.folder / "all.jsonl").write_text("\n".join(lines) + "\n")
     run = runs.train(
@@ -273,7 +273,7 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
         pipeline=SMALL["pipeline"],
         rollout=ROLLOUT | {"retries": 0, "max_failed_share": 1.0},
         task={"use": "players:bad", "episode": {"timeout_s": 20, "max_calls": 8}},
-        data={"train": {"path": "all.jsonl"}, "eval": {"path": "plays-fair.jsonl", "size": 2}, "shuffle": False},
+        data={"train": {"path": "all.jsonl"}, "eval": {"path": "is-correct.jsonl", "size": 2}, "shuffle": False},
     )
     reasons: dict[str, set[str]] = {kind: set() for kind in kinds}
     ended: dict[str, set[str]] = {kind: set() for kind in kinds}
@@ -285,16 +285,16 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
     assert all("reached its limit of 8 calls" in reason for reason in reasons["floods"]) and reasons["floods"]
     assert all("exit status 5" in reason for reason in reasons["ends its process"]) and reasons["ends its process"]
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
-    for kind in ("prints", "leaves children", "plays fair"):
+    for kind in ("prints", "leaves children", "is correct"):
         assert "taken" in ended[kind] and not reasons[kind], kind
     logs = sum(log.stat().st_size for log in run.glob("logs/episode-worker-*.log"))
-    assert 16_000_000 < logs < 100_000_000, "16 MiB of each process, and there were few"
+    assert 16_000_000 < logs < 100_000_000, "16 MiB for each of a few processes"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
     assert left == []
 
 
 def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
-    """Nor are the experts lost that the engine chose for them."""
+    """The experts that the engine chose for them are kept, too."""
     spec = runs.write_spec(
         **SMALL | {"model": SMALL["model"] | {"init": MIXTRAL}, "algorithm": {"router_replay": True}},
         task={"use": "players:slow"},
@@ -305,24 +305,24 @@ def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
     until(lambda: list(runs.folder.glob("*/metrics.jsonl")) or process.poll() is not None, "the first step")
     run = runs.newest()
 
-    def in_the_midst() -> bool:
+    def some_are_halfway() -> bool:
         found = played(run).values()
         return any(one.state == "taken" for one in found) and any(
             one.state == "running" and sum(calls(one)) >= 2 for one in found
         )
 
     try:
-        until(lambda: in_the_midst() or process.poll() is not None, "episodes in their midst")
+        until(lambda: some_are_halfway() or process.poll() is not None, "unfinished episodes")
         mark = mark_of(process.pid)
         (gateway,) = processes_of_part(mark, "gateway")
         os.kill(gateway, signal.SIGKILL)
         taken = sum(one.state == "taken" for one in played(run).values())
         until(
             lambda: (
-                (sum(one.state == "taken" for one in played(run).values()) > taken + 32 and in_the_midst())
+                (sum(one.state == "taken" for one in played(run).values()) > taken + 32 and some_are_halfway())
                 or process.poll() is not None
             ),
-            "training to go on with another gateway",
+            "training to continue with another gateway",
         )
         assert processes_of_part(mark, "gateway") not in ([], [gateway])
     finally:
@@ -343,7 +343,7 @@ def test_after_a_kill_recorded_turns_are_not_sampled_again(runs: Runs) -> None:
             new = [token for piece in now.pieces[branch] for token in piece.by_token]
             assert new[: len(old)] == old
             kept += rollout.state == "running"
-    assert kept, "some were unfinished"
+    assert kept, "some rollouts were unfinished"
     sampled = [
         piece
         for rollout in after.values()

@@ -20,19 +20,21 @@ from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import ROOT, Runs, rows
 from tests.e2e.gateway.installed import AGENTS, installed
 
-pytestmark = pytest.mark.stack
+# What it joins is tested in test_bugfix.py (the task), test_episodes.py (commands in sandboxes) and
+# tests/gateway/test_programs.py (mini-swe-agent at the gateway).
+pytestmark = [pytest.mark.stack, pytest.mark.nightly]
 
 HERE = Path(__file__).parent
 STEPS, GROUPS, GROUP_SIZE = 2, 1, 4
 COMMAND = (
     'mini -y --exit-immediately -c mini.yaml -c agent.step_limit=4 -o "$HOME/trajectory.json" -t "Fix calc.py." '
-    '>"$HOME/log" 2>&1 || tail -n 3 "$HOME/log" >&2'  # at its limit of steps it ends with an error
+    '>"$HOME/log" 2>&1 || tail -n 3 "$HOME/log" >&2'  # it exits with an error when it reaches its limit of steps
 )
 
 
 @pytest.fixture
 def spec(tmp_path: Path) -> dict[str, Any]:
-    """The sections of a spec that trains it; what the spec needs lies beside it."""
+    """The sections of a spec that trains it. The files that the spec needs are written into its folder."""
     _, missing = installed()
     if reason := missing.get("mini-swe-agent"):
         pytest.skip(reason)
@@ -71,12 +73,12 @@ def test_mini_swe_agent_is_trained_on_bugfix(tmp_path: Path, spec: dict[str, Any
     assert len(found) == STEPS * GROUPS * GROUP_SIZE
     assert {failure or "" for *_, failure in found} == {""}
     assert {reward for _, reward, *_ in found} <= {0.0, 1.0}
-    assert any(json.loads(metrics)["changed"] for *_, metrics, _ in found), "it has changed files"
+    assert any(json.loads(metrics)["changed"] for *_, metrics, _ in found), "the agent has changed files"
     turns = []
     with snapshot(run / FILE) as connection:
         for group in {identity for identity, *_ in found}:
             for rollout in group_record(connection, group).rollouts:
-                segments = [one for one in rollout.segments if one.rollout_id == rollout.rollout_id]  # no branch's
+                segments = [one for one in rollout.segments if one.rollout_id == rollout.rollout_id]  # not of a branch
                 sampled = [segment.version != CONTEXT for segment in segments]
                 turns.append(sum(now and not before for before, now in pairwise([False, *sampled])))
     assert len(turns) == len(found)

@@ -1,4 +1,4 @@
-"""Output formats on real engines, by OpenAI's client: whatever random weights say, it has the form asked for."""
+"""Output formats on real engines with OpenAI's client: what random weights generate has the requested format."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_the_other_formats_on_both_paths(server: Server) -> None:
     ):
         for text in texts(**value):
             Visit.model_validate_json(text)
-    # Characters that a text does not show are no way out of a format.
+    # Special tokens, which have no text, cannot be used to evade a format.
     assert all(re.fullmatch(r"[^q]{30}", text, re.DOTALL) for text in texts(guided_regex="[^q]{30}"))
 
 
 def test_objects_of_any_kind(server: Server) -> None:
-    """Random weights may go on with one for ever: those that end are objects."""
+    """With random weights a reply may not end before the limit of tokens. Every reply that ends is an object."""
     for body in (
         {"response_format": {"type": "json_object"}},
         {"extra_body": {"structured_outputs": {"json_object": True}}},
@@ -131,7 +131,7 @@ def test_log_probs_are_of_the_distribution_that_the_format_leaves(server: Server
     )
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
     first, second, end = choice.logprobs.token_logprobs
-    assert first == end == 0.0 > second  # "a" and the end are the only tokens there
+    assert first == end == 0.0 > second  # "a" and the end token are the only possible tokens
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_formats_that_mean_nothing(server: Server, body: Any, param: str, reason
 
 
 def test_a_reply_continues_in_its_format_when_its_engine_dies(server: Server) -> None:
-    """Last: its engine starts again."""
+    """This test is the last one, because its engine restarts."""
     chat = server.client().chat.completions
     pattern = "([a-z]{9} ){150}!"
     body = asked(server, max_tokens=1800, seed=7, extra_body={"guided_regex": pattern})

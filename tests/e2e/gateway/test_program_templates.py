@@ -1,5 +1,5 @@
-"""The templates for other people's programs, as `asyncrl init` writes them: the programs play them with a small saved
-model, whose tokenizer and chat template leave their prompts as long as they are."""
+"""The templates for third-party programs, as `asyncrl init` writes them: the programs run with a small saved model,
+whose tokenizer and chat template do not shorten their prompts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ HERE = {
 }
 """What differs from a run on eight GPUs."""
 LONGEST = {"codex": 10_000, "claude-code": 10_000, "mini-swe-agent": 1_000}
-"""Tokens that a program's longest context has at least."""
+"""The minimum number of tokens in a program's longest context."""
 
 
 @pytest.fixture(scope="module")
@@ -82,12 +82,12 @@ def test_a_template_is_played_by_its_program_and_trained(name: str, tmp_path: Pa
         rollouts = [rollout for group in ids for rollout in group_record(journal, group).rollouts]
     assert len(rollouts) == GROUPS * GROUP_SIZE
     assert {rollout.reward for rollout in rollouts} <= {0.0, 1.0}
-    assert all(rollout.tokens > 0 and rollout.failure is None for rollout in rollouts), "it has asked the model"
+    assert all(rollout.tokens > 0 and rollout.failure is None for rollout in rollouts), "each has called the model"
     assert max(map(longest_context, rollouts)) > LONGEST[name]
 
 
 def longest_context(rollout: RolloutRecord) -> int:
-    """Tokens that one of its sequences was given."""
+    """The largest number of context tokens in one of its sequences."""
     given = Counter[str]()
     for segment in rollout.segments:
         given[segment.rollout_id] += len(segment.ids) if segment.version == CONTEXT else 0

@@ -1,5 +1,5 @@
-"""Other people's programs, unmodified, are played and trained while weights change; tests/gateway/test_programs.py has
-each of them alone."""
+"""Runs with unmodified third-party programs are trained while weights change. tests/gateway/test_programs.py tests each
+program alone."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ def test_programs_are_trained_and_every_token_is_accounted_for(shared_runs: Runs
     found = audit(shared_runs.newest())
     assert not found.problems, "\n".join([str(found), *found.problems])
     assert sum(found.sessions.values()) >= SESSIONS and found.updates > 0
-    assert found.continued > 0, "they were conversations"
+    assert found.continued > 0, "calls continued earlier turns"

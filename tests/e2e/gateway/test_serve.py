@@ -1,4 +1,4 @@
-"""`asyncrl serve` as people start it: real vLLM behind it, OpenAI's client before it."""
+"""`asyncrl serve` as users start it, with real vLLM and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     with serving(runs, runs.write_spec(model={"init": TINY, "warm_start": None, "max_length": 256})) as server:
         client = server.client()
-        assert [model.id for model in client.models.list()] == ["spell"]
+        assert [model.id for model in client.models.list()] == ["spelling"]
         ids: Any = {"return_token_ids": True}
         (choice,) = client.completions.create(
             model=server.model, prompt="spell: abc", max_tokens=40, seed=3, logprobs=0, extra_body=ids
@@ -81,7 +81,9 @@ def test_a_specs_model_is_served_and_ctrl_c_ends_it(tmp_path: Path) -> None:
                 answers = (there.chat.completions.create(**asked, seed=seed % 2 + 1) for seed in range(200))
                 return [answer.choices[0].message.content or "" for answer in await asyncio.gather(*answers)]
 
-        assert asyncio.run(many()) == texts[:2] * 100, "more than the engine runs at once, and each as if alone"
+        assert asyncio.run(many()) == texts[:2] * 100, (
+            "more requests than the engine runs at once, each answered as if it were alone"
+        )
         (gateway,) = processes_of_part(server.mark, "gateway")
         os.kill(gateway, signal.SIGKILL)
 

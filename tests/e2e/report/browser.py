@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def installed() -> str | None:
@@ -23,8 +23,8 @@ def installed() -> str | None:
 
 
 class Page:
-    """A page that is shown. ``errors`` are those of its scripts and of its console; ``requests`` the addresses that it
-    asked for."""
+    """An open page. ``errors`` are those of its scripts and of its console; ``requests`` the addresses that it
+    requested."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self.errors: list[str] = []
@@ -35,7 +35,7 @@ class Page:
         self._loaded = asyncio.Event()
 
     async def open(self, path: Path, width: int, height: int, dark: bool) -> None:
-        """Show a file, as large as a screen, until it is loaded."""
+        """Show a file in a window of this size, and wait until it is loaded."""
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self._ask(f"{domain}.enable")
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -43,28 +43,28 @@ class Page:
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self._ask("Emulation.setEmulatedMedia", features=[feature])
         await self._ask("Page.navigate", url=path.absolute().as_uri())
-        await asyncio.wait_for(self._loaded.wait(), PATIENCE_S)
+        await asyncio.wait_for(self._loaded.wait(), TIMEOUT_S)
 
     async def evaluate(self, script: str) -> Any:
-        """The value of an expression, once it is known."""
+        """The value of an expression; a promise is awaited."""
         answer = await self._ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         if "exceptionDetails" in answer:
             raise AssertionError(answer["exceptionDetails"])
         return answer["result"].get("value")
 
     async def screenshot(self, path: Path, whole: bool = False) -> None:
-        """Write what is seen, or the ``whole`` page, as PNG."""
+        """Write the visible part, or the ``whole`` page, as PNG."""
         answer = await self._ask("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     async def listen(self) -> None:
-        """Take in what the browser says, for ever."""
+        """Handle the browser's messages until cancelled."""
         async for message in self._socket:
-            said = message.json()
-            if "id" in said:
-                self._answers.pop(said["id"]).set_result(said)
+            received = message.json()
+            if "id" in received:
+                self._answers.pop(received["id"]).set_result(received)
                 continue
-            what, facts = said["method"], said["params"]
+            what, facts = received["method"], received["params"]
             if what == "Page.loadEventFired":
                 self._loaded.set()
             elif what == "Runtime.exceptionThrown":
@@ -80,16 +80,16 @@ class Page:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": number, "method": method, "params": parameters})
-        said = await asyncio.wait_for(answer, PATIENCE_S)
-        if "error" in said:
-            raise AssertionError(f"{method}: {said['error']}")
-        result: dict[str, Any] = said["result"]
+        reply = await asyncio.wait_for(answer, TIMEOUT_S)
+        if "error" in reply:
+            raise AssertionError(f"{method}: {reply['error']}")
+        result: dict[str, Any] = reply["result"]
         return result
 
 
 @asynccontextmanager
 async def page(profile: Path) -> AsyncIterator[Page]:
-    """A page in a browser of its own, whose profile is in this folder."""
+    """A page in a separate browser, whose profile is in this folder."""
     program = installed()
     assert program is not None
     process = await asyncio.create_subprocess_exec(
@@ -99,7 +99,7 @@ async def page(profile: Path) -> AsyncIterator[Page]:
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        port = await asyncio.wait_for(_port(process), PATIENCE_S)
+        port = await asyncio.wait_for(_port(process), TIMEOUT_S)
         async with (
             aiohttp.ClientSession() as session,
             session.get(f"http://127.0.0.1:{port}/json/list") as answer,

@@ -1,4 +1,4 @@
-"""These tests start no run, and nothing that another one leaves is theirs."""
+"""These tests start no run, so they do not check for leftover files."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> None:
-    """In place of the fixture that looks for what runs leave on the machine."""
+    """Replaces the fixture that checks for leftover files of runs."""

@@ -1,4 +1,4 @@
-"""The report in a headless Chromium: drawn without a word in the console, loading nothing, with controls that work."""
+"""The report in a headless Chromium: drawn without console messages or further downloads, with working controls."""
 
 from __future__ import annotations
 

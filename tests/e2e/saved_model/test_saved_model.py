@@ -1,5 +1,5 @@
 """A saved model from `asyncrl init` to its export: byte-level BPE, a chat template with tools and reasoning, several
-end tokens, and no supervised training. One run, which is resumed; every test looks at what it left, or serves it."""
+end tokens, and no supervised training. One run, which is resumed; every test checks its files, or serves its model."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.stack
 
 STEPS, RESUMED = 3, 4
 SAME = 1e-3
-"""Nats between an engine's and transformers' log-probs in float32: sums in another order."""
+"""Tolerance in nats between an engine's and transformers' log-probs in float32: they add in another order."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the run started from, what it left, and what was exported of it."""
+    """The initial model, the run, and the exported model."""
 
     initial: Path
     run: Path
@@ -39,7 +39,7 @@ class Saved:
 
 @pytest.fixture(scope="module")
 def saved(shared_runs: Runs) -> Saved:
-    """`init`, `train --dry-run`, `train`, `resume`, `checkpoint export`: as a user calls them one after the other."""
+    """`init`, `train --dry-run`, `train`, `resume`, `checkpoint export`: called one after the other, as by a user."""
 
     def call(*arguments: str | Path) -> Ended:
         ended = shared_runs.run(*arguments)
@@ -107,7 +107,7 @@ def test_engine_and_trainer_have_the_same_logprobs(saved: Saved) -> None:
             of_sampled = logprobs.gather(1, ids[0, 1:, None])[-len(sampled) :, 0]
             assert torch.allclose(of_sampled, torch.tensor(recorded), atol=SAME)
             compared += 1
-    assert compared >= 8, "the first step's, at least"
+    assert compared >= 8, "at least those of the first step"
 
 
 def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) -> None:
@@ -130,7 +130,14 @@ def test_the_exported_model_is_the_trained_one_with_all_its_files(saved: Saved) 
         assert (folder / name).read_bytes() == (saved.initial / name).read_bytes()
 
 
-@pytest.mark.parametrize("options", [("--step", str(STEPS)), ()], ids=["checkpoint", "final"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--step", str(STEPS)), id="checkpoint"),
+        # A folder that is served as it is, as that of a spec's model is (tests/e2e/gateway/test_serve.py).
+        pytest.param((), id="final", marks=pytest.mark.nightly),
+    ],
+)
 def test_its_models_are_served_and_a_kill_leaves_nothing(
     saved: Saved, shared_runs: Runs, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
