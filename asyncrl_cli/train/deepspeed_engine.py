@@ -1,14 +1,11 @@
-"""DeepSpeed under Ray: joins the process group, makes the engines with their settings, and gathers sharded weights."""
+"""DeepSpeed under Ray: joins the process group, and makes the engines with their settings."""
 
 from __future__ import annotations
 
 import os
-import re
 import socket
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -16,15 +13,13 @@ import torch
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
-from asyncrl_cli.train.model.lora import PlainWeight, add_adapters, plain_weights
+from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; the driver's limits for their calls are shorter."""
-LAYER = re.compile(r".*?\.\d+\.")
-"""The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
 REDUCE_NUMBERS = 2**24
 GPU_REDUCE_NUMBERS = 2 * 10**8
 """Numbers of gradients that ranks add up in one message, on CPUs and on GPUs. A larger gradient has a message of its
@@ -237,49 +232,6 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
     """Set the rate of every parameter group."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
-
-
-@contextmanager
-def gathered(parameters: list[torch.Tensor], zero_stage: int) -> Iterator[None]:
-    """Full parameters inside the block; a collective call under ZeRO-3."""
-    if zero_stage < 3 or not parameters:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters):
-        yield
-
-
-@contextmanager
-def replaced(parameters: list[torch.Tensor], zero_stage: int) -> Iterator[None]:
-    """As ``gathered``; after the block all ranks have rank 0's values."""
-    if zero_stage < 3:
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=0):
-        yield
-
-
-def full_weights(model: torch.nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
-    """The weights of a model, each complete until the next is taken. Collective: all ranks take all of them."""
-    for layer in by_layer(plain_weights(model)):
-        with gathered([part for weight in layer for part in weight.parts], zero_stage), torch.no_grad():
-            for weight in layer:
-                yield weight if weight.experts is None else PlainWeight(weight.name, weight.experts.gathered(), None)
-
-
-def by_layer(weights: Iterable[PlainWeight]) -> Iterator[list[PlainWeight]]:
-    """The weights in their order: those of one transformer layer together, to be gathered at once, others alone."""
-    for _, layer in groupby(weights, _layer_name):
-        yield list(layer)
-
-
-def _layer_name(weight: PlainWeight) -> str:
-    found = LAYER.match(weight.name)
-    return weight.name if found is None else found[0]
 
 
 def _gather_by_layer(module: torch.nn.Module) -> None:

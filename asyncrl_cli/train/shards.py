@@ -14,8 +14,8 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.train.deepspeed_engine import by_layer, gathered
 from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
+from asyncrl_cli.train.model.gathering import by_layer, gathered
 from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, full_shape, plain_weights
 from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of

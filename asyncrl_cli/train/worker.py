@@ -210,13 +210,13 @@ class TrainerWorker:
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
-        from asyncrl_cli.train import deepspeed_engine as ds
+        from asyncrl_cli.train.model.gathering import full_weights
         from asyncrl_cli.train.model.saving import save_while_gathered
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.shards import engine_layout
 
         # Collective, as in ``write``: ranks that write nothing take part.
-        weights = ds.full_weights(self._model, self._spec.trainer.zero_stage)
+        weights = full_weights(self._model, self._spec.trainer.zero_stage)
         if self._rank == 0:
             layout = engine_layout(self._model, self._model.dtype)  # engines may get the adapters alone
             save_while_gathered(self._model, self._model_dir, folder, layout, weights)

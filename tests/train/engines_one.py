@@ -19,6 +19,7 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model import chunked_logprobs
+from asyncrl_cli.train.model.gathering import gathered
 from asyncrl_cli.train.nonfinite_guard import backward, step
 
 SETTINGS = [
@@ -134,7 +135,7 @@ def train(
 
 def weights_of(engine: Any, spec: ExperimentSpec) -> dict[str, Any]:
     named = list(engine.module.model.named_parameters())
-    with ds.gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+    with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
         return {name: parameter.detach().clone() for name, parameter in named}
 
 

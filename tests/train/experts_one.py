@@ -20,6 +20,7 @@ from train_one import SPEC
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train.model.gathering import full_weights
 from asyncrl_cli.train.nonfinite_guard import backward, step
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -99,7 +100,7 @@ def train(spec: ExperimentSpec, folder: Path, rank: int) -> dict[str, Any]:
     memory = {slot.name: torch.full(slot.shape, torch.nan) for slot in layout}
     for name, begin, own in shards(model, rank, ranks, zero_stage=3):
         write_shard(memory[name], begin, own, Copies())
-    full = {weight.name: weight.merged().clone() for weight in ds.full_weights(model, zero_stage=3)}
+    full = {weight.name: weight.merged().clone() for weight in full_weights(model, zero_stage=3)}
     engine.destroy()
     return {"norms": norms[:UPDATES], "layout": layout, "memory": memory, "full": full}
 

@@ -24,6 +24,8 @@ from train_one import SPEC
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train.model.gathering import gathered, replaced
+from asyncrl_cli.train.model.lora import plain_weights
 from asyncrl_cli.train.model.policy import PolicyError
 
 MEMORY, BROKEN = "memory", "broken"
@@ -81,8 +83,8 @@ def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
     mask = torch.arange(12).expand(2, 12) > 4
     before = made(ids, mask)
     policy = ds.load_model(trainer, folder)
-    for weight in ds.plain_weights(policy):
-        with ds.replaced([weight.parameter], stage), torch.no_grad():
+    for weight in plain_weights(policy):
+        with replaced([weight.parameter], stage), torch.no_grad():
             weight.parameter.mul_(1.1)
     made.before_step(2, policy)
     own = sum(getattr(each, "ds_tensor", each).numel() for each in made._model.parameters())
@@ -98,7 +100,7 @@ def differences(trainer: TrainerSpec, folder: str) -> list[str]:
     model = ds.load_model(trainer, folder)
     ds._restore_rotary_frequencies(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    with ds.gathered(list(model.parameters()), trainer.zero_stage):
+    with gathered(list(model.parameters()), trainer.zero_stage):
         own = tensors(model)
         wanted = tensors(expected)
         different = sorted(own.keys() ^ wanted.keys())

@@ -20,6 +20,7 @@ from train_one import SPEC, batch
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train import worker as workers
+from asyncrl_cli.train.model.gathering import gathered
 
 SUB_GROUP = 20_000
 """Elements of one part of ZeRO-3's optimizer: few, so that the small model has several parts, like large models."""
@@ -58,7 +59,7 @@ def main() -> None:
 
     def weights() -> dict[str, Any]:
         named = list(worker._model.named_parameters())
-        with ds.gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+        with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
             return {name: parameter.detach().clone() for name, parameter in named}
 
     steps = range(int(first), int(last) + 1)

@@ -17,6 +17,7 @@ from train_one import SPEC
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train import deepspeed_engine as ds
+from asyncrl_cli.train.model.gathering import full_weights, gathered
 
 SETTINGS = [
     *((stage, "float32", "float32", "", tied) for stage in range(4) for tied in (True, False)),
@@ -93,10 +94,10 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
     for targets in (memory, again):  # the first time must not change the model
         for name, begin, own in own_shards(model, rank, spec.trainer.ranks, stage):
             write_shard(targets[name], begin, own, Copies())
-    full = {weight.name: weight.merged().to(to).clone() for weight in ds.full_weights(model, stage)}
+    full = {weight.name: weight.merged().to(to).clone() for weight in full_weights(model, stage)}
     if kind == "adapter":
         matrices = [(f"{weight.removesuffix('weight')}{kind}.weight", m) for weight, kind, m in adapter_matrices(model)]
-        with ds.gathered([matrix for _, matrix in matrices], stage):
+        with gathered([matrix for _, matrix in matrices], stage):
             full = {name: matrix.detach().to(to).clone() for name, matrix in matrices}
     engine.destroy()
     return memory, again, full

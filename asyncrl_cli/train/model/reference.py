@@ -20,7 +20,8 @@ from asyncrl_cli.runs.checkpoints import STATE
 from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import save_file
-from asyncrl_cli.train.deepspeed_engine import full_weights, load_model, replaced, without_optimizer
+from asyncrl_cli.train.deepspeed_engine import load_model, without_optimizer
+from asyncrl_cli.train.model.gathering import full_weights, replaced
 from asyncrl_cli.train.model.lora import plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group

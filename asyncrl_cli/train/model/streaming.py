@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl_cli.train.model.gathering import replaced
 from asyncrl_cli.train.model.policy import PolicyError
 
 
@@ -135,8 +136,6 @@ def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[s
 
 def _fill(own: Tensor, value: Tensor | None) -> None:
     """Rank 0's ``value`` into a sharded parameter, or into a buffer, which every rank has whole; collective."""
-    from asyncrl_cli.train.deepspeed_engine import replaced
-
     with torch.no_grad():
         if isinstance(own, nn.Parameter):
             with replaced([own], zero_stage=3):
