@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Python keeps the compiled tests: without them each process of pytest needs five seconds more to rewrite their assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart install agents test test-fast nightly parity faults cluster lint format bench against-trl gpu lock docs clean
+.PHONY: quickstart install agents test-setup test test-fast nightly parity faults cluster lint format bench against-trl gpu lock docs clean
 
 quickstart: install
 	$(BIN)/asyncrl train specs/quickstart.yaml
@@ -19,17 +19,22 @@ $(STAMP): requirements/$(DEVICE).lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV) $(DEVICE)
 	touch $@
 
-# Other people's agents, for tests that train them as they are. What cannot be installed is named; its tests are skipped.
+# Other people's agents, for tests that train them unchanged. Those that cannot be installed are named.
 AGENTS ?= .agents
 agents: install
 	bash requirements/agents.sh $(BIN)/python $(AGENTS)
+
+# Everything that tests need outside the environment. Tests skip what cannot be installed.
+test-setup: install
+	bash requirements/sandboxes.sh
+	bash requirements/agents.sh $(BIN)/python $(AGENTS) mini-swe-agent codex claude-code || true
 
 # Tests share the machine; those of a file share a process, because what their fixtures start takes seconds.
 # tests/conftest.py says which files come first. Three processes for two cores: tests of hosts and commands wait a third of
 # their time. Real runs wait for nothing.
 PROCESSES ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 # Both parts run, so that one failure does not hide another.
-test: install
+test: test-setup
 	status=0; \
 	$(BIN)/python -m pytest --ignore tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder || status=$$?; \
 	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || status=$$?; \

@@ -42,6 +42,17 @@ for candidate in ${PYTHON:-"${supported[@]/#/python}" python3}; do
   fi
   without_venv=$candidate
 done
+# Debian ships ensurepip in a package of its own. PYTHON names a user's choice, which stays.
+if [ -z "$python${PYTHON:-}" ] && [ -n "$without_venv" ] && command -v apt-get >/dev/null; then
+  as_root=()
+  [ "$(id -u)" = 0 ] || as_root=(sudo -n)
+  if "${as_root[@]}" apt-get -qq update </dev/null >/dev/null 2>&1 &&
+    "${as_root[@]}" apt-get -qq install -y --no-install-recommends python3-venv </dev/null >/dev/null 2>&1 &&
+    "$without_venv" -c 'import ensurepip' 2>/dev/null; then
+    echo "installed: python3-venv"
+    python=$without_venv
+  fi
+fi
 if [ -z "$python" ] && [ -n "$without_venv" ]; then
   fail "this Python has no module ensurepip, which makes virtual environments" "$without_venv" "$(command_for_python)"
 elif [ -z "$python" ]; then

@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files come first: processes take the tests by file, and no process should begin a long file at the end."""
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name each reason for skipped tests once: one that this machine cannot meet may skip hundreds of them."""
+    # The last part of `longrepr` is the reason, after the file and the line.
+    reasons = Counter(str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session", autouse=True)

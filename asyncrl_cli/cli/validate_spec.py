@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -19,6 +19,7 @@ from asyncrl_cli.cli.output import debugging, echo, echo_json
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.checks.finding import Finding
     from asyncrl_cli.spec.load import LoadedSpec
+    from asyncrl_cli.spec.problems import Problem
 
 
 def validate_spec(
@@ -121,7 +122,8 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
             traceback.print_exc()
         problems = [asdict(problem) for problem in error.problems]
         return _Answer(False, "", (error,), {"spec": spec, "valid": False, "problems": problems})
-    document = {"spec": spec, "valid": True, "problems": [asdict(problem) for problem in loaded.warnings]}
+    warnings = (*loaded.warnings, *_sandbox_warnings(spec, loaded))
+    document = {"spec": spec, "valid": True, "problems": [asdict(problem) for problem in warnings]}
     if resolved:
         document["resolved"] = resolved_values(loaded)
     text = dump_spec(loaded.spec, loaded.references).rstrip() if resolved else f"{spec} is valid: {summary(loaded)}"
@@ -129,12 +131,24 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
     if prompt:
         document["findings"] = [asdict(finding) for finding in findings]
     if memory is None:
-        return _Answer(True, text, loaded.warnings, document, findings=findings)
+        return _Answer(True, text, warnings, document, findings=findings)
     from asyncrl_cli.cli.memory import memory_answer
 
     found = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
     document |= {"fits": found.fits, "memory": found.document}
-    return _Answer(found.fits, f"{text}\n{found.text}".rstrip(), loaded.warnings, document, found.diagnostics, findings)
+    return _Answer(found.fits, f"{text}\n{found.text}".rstrip(), warnings, document, found.diagnostics, findings)
+
+
+def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
+    """A warning if this machine lacks the sandbox: the spec is valid, but a run may start on another machine only."""
+    if (settings := loaded.spec.task.sandbox) is None:
+        return
+    from asyncrl_cli.spec.problems import Problem
+    from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, missing
+
+    if reason := missing(settings.kind):
+        message = f"this machine cannot start the sandbox: {reason}"
+        yield Problem("task.sandbox", message, HINTS[settings.kind], "warning", spec)
 
 
 def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:

@@ -58,6 +58,17 @@ def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert err.startswith("warning: algorithm.correction.level: no correction for rollouts")
 
 
+def test_a_sandbox_that_this_machine_lacks_is_a_warning(asyncrl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    spec = str(ROOT / "specs/bugfix-agent.yaml")
+    monkeypatch.setenv("PATH", "/nowhere")
+    code, out, err = asyncrl("validate-spec", spec)
+    assert code == 0 and "is valid" in out
+    lacks = "warning: task.sandbox: this machine cannot start the sandbox: bwrap is not installed"
+    assert err.startswith(f"{lacks}\n --> {spec}\nhint: install bubblewrap")
+    assert json.loads(asyncrl("validate-spec", spec, "--json")[1])["problems"][0]["path"] == "task.sandbox"
+    assert asyncrl("validate-spec", spec, "--set", "task.sandbox.kind=none")[2] == ""
+
+
 def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", BROKEN, "--json")
     document = json.loads(out)

@@ -1,4 +1,4 @@
-"""The kinds of sandbox for commands, for tests that hold for each of them."""
+"""The kinds of sandbox for commands, for tests that hold for each of them, and a mark for tests that use bubblewrap."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import pytest
 from asyncrl_cli.tasks.shell_sandbox.trial import problem
 
 _PROBLEMS = {kind: problem(kind) for kind in ("bubblewrap", "gvisor")}
-KINDS = [
-    pytest.param(kind, marks=pytest.mark.skipif(bool(what), reason=f"no sandbox of {kind} here: {what}"))
-    for kind, what in _PROBLEMS.items()
-]
+_SKIPS = {
+    kind: pytest.mark.skipif(bool(problem), reason=f"no {kind} sandbox here: {problem}")
+    for kind, problem in _PROBLEMS.items()
+}
+KINDS = [pytest.param(kind, marks=skip) for kind, skip in _SKIPS.items()]
+NEEDS_BUBBLEWRAP = _SKIPS["bubblewrap"]

@@ -25,7 +25,7 @@ from asyncrl_cli.tasks.ready.bugfix.task import Bugfix
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
 from asyncrl_cli.tasks.shell_sandbox.settings import Kind
-from tests.tasks.sandbox_kinds import KINDS
+from tests.tasks.sandbox_kinds import KINDS, NEEDS_BUBBLEWRAP
 
 TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
 shapes = st.builds(
@@ -351,6 +351,7 @@ def test_an_episode_that_fixes_the_code_is_rewarded(kind: Kind) -> None:
     assert result.metrics == {"changed": 1.0, "tool_calls": 3.0, "tool_errors": 0.0}
 
 
+@NEEDS_BUBBLEWRAP
 @pytest.mark.slow
 def test_the_shell_finds_no_test_and_no_answer() -> None:
     """Not in files, not in the environment, and not in the memory of a visible process."""
@@ -365,6 +366,7 @@ def test_the_shell_finds_no_test_and_no_answer() -> None:
     assert result.reward == 0.0
 
 
+@NEEDS_BUBBLEWRAP
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command",

@@ -15,8 +15,9 @@ from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 from asyncrl_cli.tasks.ready.command import CommandFailed
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+from tests.tasks.sandbox_kinds import NEEDS_BUBBLEWRAP
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, NEEDS_BUBBLEWRAP]
 
 ACCESS = ModelAccess("http://127.0.0.1:9/v1", "key", "policy", "rollout")
 FILES = {"calc.py": "def add(a, b):\n    return a - b\n", "README.md": "Sums.\n"}

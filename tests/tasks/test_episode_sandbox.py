@@ -27,11 +27,11 @@ from asyncrl_cli.tasks.shell_sandbox import trial
 from asyncrl_cli.tasks.shell_sandbox.settings import Kind
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play, Played
-from tests.tasks.sandbox_kinds import KINDS
+from tests.tasks.sandbox_kinds import KINDS, NEEDS_BUBBLEWRAP
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(trial.missing("bubblewrap")), reason="no bubblewrap here"),
+    NEEDS_BUBBLEWRAP,
 ]
 
 TASKS = '''

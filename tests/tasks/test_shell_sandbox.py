@@ -25,7 +25,7 @@ from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
 from asyncrl_cli.tasks.shell_sandbox.settings import Kind
-from tests.tasks.sandbox_kinds import KINDS
+from tests.tasks.sandbox_kinds import KINDS, NEEDS_BUBBLEWRAP
 
 pytestmark = pytest.mark.slow
 
@@ -139,6 +139,7 @@ def test_commands_of_one_sandbox_take_turns(sandbox: BlockingSandbox) -> None:
     assert sandbox.run("cat count").output == "12\n"
 
 
+@NEEDS_BUBBLEWRAP
 def test_a_cancelled_command_is_stopped_and_the_next_gets_its_own_answer() -> None:
     async def play() -> list[str]:
         async with open_sandbox(SETTINGS) as sandbox:

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from asyncrl_cli.tasks.shell_sandbox.trial import problem
 from tests.e2e.conftest import ROOT
 
 AGENTS = Path(os.environ.get("ASYNCRL_AGENTS", ROOT / ".agents"))
@@ -23,10 +24,10 @@ LIBRARIES = ("plain", "streaming", "smolagents", "openai_agents")
 
 def installed(path: Path = AGENTS / "bin") -> tuple[list[str], dict[str, str]]:
     """The kinds of agents that can run here, and why the others cannot."""
-    missing = {}
+    missing, no_sandbox = {}, problem("bubblewrap")
     for kind, file in PROGRAMS.items():
-        if shutil.which("bwrap") is None:
-            missing[kind] = "there is no bubblewrap, in which programs run"
+        if no_sandbox:
+            missing[kind] = f"no bubblewrap sandbox here: {no_sandbox}"
         elif shutil.which(file, path=str(path)) is None:
             missing[kind] = f"there is no {file} in {path}; `make agents` installs it"
     return [*LIBRARIES, *(kind for kind in PROGRAMS if kind not in missing)], missing

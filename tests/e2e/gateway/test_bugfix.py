@@ -12,8 +12,9 @@ import yaml
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import ROOT, Runs, rows
+from tests.tasks.sandbox_kinds import NEEDS_BUBBLEWRAP
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, NEEDS_BUBBLEWRAP]
 
 
 def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:

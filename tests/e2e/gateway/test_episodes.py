@@ -19,10 +19,10 @@ import pytest
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.experts import from_bytes
 from asyncrl_cli.records.generation import CONTEXT
-from asyncrl_cli.tasks.sandbox.process import missing
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
 from tests.e2e.test_data import MIXTRAL
+from tests.tasks.sandbox_kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = pytest.mark.stack
 
@@ -218,7 +218,7 @@ def test_agents_environments_and_commands_are_trained(runs: Runs) -> None:
     assert len(samples) == 6 and all("failure" not in sample for sample in samples)
 
 
-@pytest.mark.skipif(bool(missing("bubblewrap")), reason="no bubblewrap here")
+@NEEDS_BUBBLEWRAP
 def test_programs_in_sandboxes_are_trained_and_a_killed_driver_leaves_none(runs: Runs) -> None:
     inside = 'import os; assert os.getcwd() == "/sandbox/cwd" and not os.path.exists("/etc/shadow")'
     uses: dict[str, dict[str, Any]] = {
