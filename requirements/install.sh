@@ -79,17 +79,22 @@ packages() {
     pip install --no-deps "$@"
 }
 
-absent=()
+stand_ins=()
 if [ "$device" = cpu ]; then
   torch=$(grep '^torch==' requirements/cpu.lock)
   # Whatever index or folder pip is set up with may have the CPU build; PyTorch's own index certainly has.
   packages "$torch" 2>/dev/null || packages --extra-index-url "$torch_index" "$torch" ||
     fail "pip finds no $torch for $("$venv/bin/python" --version)" "pip's indexes and $torch_index" \
       "open a way to that index, or set PIP_FIND_LINKS to a folder with the wheel"
-  absent=(requirements/absent/*)
+  stand_ins=(requirements/absent/*)
 fi
-packages --requirement "requirements/$device.lock"
-pip install --no-deps --no-build-isolation "${absent[@]}" --editable .
+# The only package of the locks that has to be compiled.
+if ! packages "$(grep '^pycosat==' "requirements/$device.lock")" >/dev/null 2>&1; then
+  echo "not installed: pycosat, for gym/zebra_puzzles: there is no C compiler, or no Python.h" >&2
+  stand_ins+=(requirements/uncompiled/pycosat)
+fi
+packages --requirement <(grep -v '^pycosat==' "requirements/$device.lock")
+pip install --no-deps --no-build-isolation "${stand_ins[@]}" --editable .
 # vLLM's wheel is for every Python, and its file WHEEL names 3.12 alone: newer releases of pip report that.
 problems=$("$venv/bin/python" -m pip --disable-pip-version-check check |
   grep -v -e '^vllm.* is not supported on this platform$' -e '^No broken requirements') || true
