@@ -32,6 +32,15 @@ command_for_python() {
   echo "curl -LsSf https://astral.sh/uv/install.sh | sh && ~/.local/bin/uv python install 3.12"
 }
 
+# Installs a package of Debian or Ubuntu, as root or with sudo that asks for no password.
+from_debian() {
+  local as_root=()
+  [ "$(id -u)" = 0 ] || as_root=(sudo -n)
+  command -v apt-get >/dev/null && "${as_root[@]}" apt-get -qq update </dev/null >/dev/null 2>&1 &&
+    "${as_root[@]}" apt-get -qq install -y --no-install-recommends "$1" </dev/null >/dev/null 2>&1 &&
+    echo "installed: $1"
+}
+
 [ -f "requirements/$device.lock" ] || fail "there is no lock for the device $device" "DEVICE" "set DEVICE to cpu or gpu"
 python="" without_venv=""
 for candidate in ${PYTHON:-"${supported[@]/#/python}" python3}; do
@@ -42,22 +51,22 @@ for candidate in ${PYTHON:-"${supported[@]/#/python}" python3}; do
   fi
   without_venv=$candidate
 done
-# Debian ships ensurepip in a package of its own. PYTHON names a user's choice, which stays.
-if [ -z "$python${PYTHON:-}" ] && [ -n "$without_venv" ] && command -v apt-get >/dev/null; then
-  as_root=()
-  [ "$(id -u)" = 0 ] || as_root=(sudo -n)
-  if "${as_root[@]}" apt-get -qq update </dev/null >/dev/null 2>&1 &&
-    "${as_root[@]}" apt-get -qq install -y --no-install-recommends python3-venv </dev/null >/dev/null 2>&1 &&
-    "$without_venv" -c 'import ensurepip' 2>/dev/null; then
-    echo "installed: python3-venv"
-    python=$without_venv
-  fi
+# Debian ships ensurepip in its own package. PYTHON names a user's choice, which stays.
+if [ -z "$python${PYTHON:-}" ] && [ -n "$without_venv" ] && from_debian python3-venv &&
+  "$without_venv" -c 'import ensurepip' 2>/dev/null; then
+  python=$without_venv
 fi
 if [ -z "$python" ] && [ -n "$without_venv" ]; then
   fail "this Python has no module ensurepip, which makes virtual environments" "$without_venv" "$(command_for_python)"
 elif [ -z "$python" ]; then
   fail "asyncrl needs Python 3.11, 3.12 or 3.13" "${PYTHON:-PATH}" \
     "$(command_for_python), or set PYTHON to the path of one"
+fi
+if [ "$device" = cpu ]; then
+  has_numa() { "$python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null; }
+  has_numa || from_debian libnuma1 || true
+  has_numa || fail "vLLM's CPU build needs the library libnuma.so.1" "$(uname -n)" \
+    "install it (Debian, Ubuntu: apt-get install libnuma1; Fedora: dnf install numactl-libs) and run make again"
 fi
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }

@@ -93,6 +93,16 @@ def test_the_installer_says_that_pytorch_cannot_be_had(tmp_path: Path) -> None:
     assert location.startswith(" --> ") and "PIP_FIND_LINKS" in hint
 
 
+def test_the_installer_names_the_library_that_vllm_needs(tmp_path: Path) -> None:
+    without = _python(tmp_path, 'case "$2" in *libnuma*) exit 1;; esac')
+    for name in ("apt-get", "sudo"):  # no package can be installed
+        (tmp_path / name).write_text("#!/bin/sh\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    error = _install(tmp_path, PYTHON=without, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert error[0] == "error: vLLM's CPU build needs the library libnuma.so.1"
+    assert error[2].startswith("hint: install it (Debian, Ubuntu: apt-get install libnuma1;")
+
+
 def _python(folder: Path, body: str) -> str:
     """A stand-in for a Python whose answers to some checks are failures."""
     script = folder / "python"
