@@ -43,6 +43,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
+EXACT_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
+"""In float32 vLLM's attention is a Triton kernel. By default Triton rounds the factors of float32 products to TF32 (10
+bits), which moves log-probs by 1e-3 to 1e-2 nats: more than a publish allows. Triton compiles its kernels again when
+this variable changes: it is part of its cache's key."""
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 FLOAT32_HEAD = {"head_dtype": "float32"}
@@ -59,7 +63,7 @@ def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
     """Environment variables that the process of an engine must start with."""
     rollout = spec.rollout
     if rollout.gpus_per_engine:
-        return dict(ENVIRONMENT)
+        return ENVIRONMENT | (EXACT_PRODUCTS if rollout.dtype == "float32" else {})
     own = {"OMP_NUM_THREADS": str(rollout.threads_per_engine)}
     if not rollout.engine_args.get("enforce_eager", True):
         own["TORCHDYNAMO_DISABLE"] = "0"

@@ -79,6 +79,11 @@ def test_the_environment_differs_between_cpu_and_gpu() -> None:
     assert all(isinstance(value, str) for value in cpu.values())
 
 
+def test_a_float32_engine_on_a_gpu_does_not_round_products_to_tf32() -> None:
+    assert engine_environment(spec(gpus_per_engine=1))["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in engine_environment(spec(gpus_per_engine=1, dtype="bfloat16"))
+
+
 @pytest.mark.parametrize(
     ("own", "disabled"), [({}, "1"), ({"enforce_eager": True}, "1"), ({"enforce_eager": False}, "0")]
 )
