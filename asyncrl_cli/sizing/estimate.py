@@ -37,7 +37,7 @@ class Estimate:
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
     """The estimate of a run. ``gpu_bytes``, ``host_bytes``: memory of a GPU and of a host; None where not known."""
     rollout, trainer = spec.rollout, spec.trainer
-    engine = engine_parts(spec, model)
+    engine = engine_parts(spec, model, gpu_bytes)
     if rollout.gpus_per_engine:
         cache = gpu_cache(spec, model, gpu_bytes) if gpu_bytes is not None else None
         if cache is not None:

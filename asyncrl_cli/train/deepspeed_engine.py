@@ -97,8 +97,8 @@ def _choose_interface(address: str) -> None:
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
 
-    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates; gradients add up in float32,
-    too, where a rank has a part of them (ZeRO 2 and 3).
+    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up over ranks in
+    float32, and over micro-batches as well if a rank has a part of them (ZeRO 2 and 3).
 
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
@@ -119,11 +119,18 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
         "gradient_clipping": trainer.optimizer.max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": bfloat16},
+        # By default the weights' dtype: each sum of two ranks' gradients would be rounded to bfloat16.
+        "communication_data_type": "fp32" if sums_in_float32(trainer) else None,
         "data_types": {"grad_accum_dtype": "fp32" if bfloat16 and trainer.zero_stage >= 2 else None},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "checkpoint": {"load_universal": load_universal},
     }
+
+
+def sums_in_float32(trainer: TrainerSpec) -> bool:
+    """Whether ranks convert bfloat16 gradients to float32 before they add them up."""
+    return trainer.dtype == "bfloat16" and trainer.ranks > 1
 
 
 def reduce_numbers(trainer: TrainerSpec) -> int:

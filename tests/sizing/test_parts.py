@@ -157,6 +157,20 @@ def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stag
     assert sum(part.bytes for part in plain.device) == sum(part.bytes for part in moved.device + moved.host)
 
 
+def test_bfloat16_ranks_have_float32_copies_of_gradients_that_they_add_up() -> None:
+    def buckets(ranks: int, dtype: str, found: SizedModel) -> int:
+        changed = sized(trainer__ranks=ranks, trainer__gpus_per_rank=1, trainer__dtype=dtype)
+        return next(part.bytes for part in rank_parts(changed, found).device if part.name == "reduce buckets")
+
+    large = model(8192, layers=1)  # its embeddings have 262 million numbers
+    small = replace(large, embeddings=0, head=0, experts=(0,))
+    assert buckets(1, "bfloat16", small) == 2 * 2**24
+    assert buckets(2, "float32", small) == 4 * 200 * 10**6
+    assert buckets(2, "bfloat16", small) == (2 + 8) * 200 * 10**6
+    wide = replace(small, embeddings=500 * 10**6)
+    assert buckets(2, "bfloat16", wide) == 2 * 200 * 10**6 + 4 * 500 * 10**6
+
+
 @given(st.integers(1, 40_000), st.integers(1, 4000), st.integers(50, 4000), st.booleans())
 def test_the_largest_microbatch_is_one_that_the_plan_can_make(tokens: int, prompt: int, most: int, packs: bool) -> None:
     changed = sized(

@@ -133,7 +133,7 @@ def test_check_in_bfloat16_passes_rounding_and_refuses_leaks(
     backbone = model.base_model
     whole = backbone.forward
     monkeypatch.setattr(backbone, "forward", lambda position_ids=None, **given: whole(**given))  # rows see each other
-    with pytest.raises(PolicyError, match="set trainer.packing to false"):
+    with pytest.raises(PolicyError, match=r"set trainer\.packing to false"):
         check_policy(policy, policy)
 
 
