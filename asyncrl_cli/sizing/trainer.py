@@ -63,6 +63,14 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     return Rank(some([*kept, *critic, reference, *largest, *own]), some(offloaded))
 
 
+def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
+    """The parts that a rank has on its device between two steps. Only ZeRO-3 keeps the memory of gradients."""
+    passing = {"activations", "gathered layers", "reduce buckets", "gradients for the step"}
+    if spec.trainer.zero_stage < 3:
+        passing.add("gradients")
+    return tuple(part for part in rank_parts(spec, model).device if part.name not in passing)
+
+
 def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
     """The most numbers of gathered weights that a rank has under ZeRO-3.
 

@@ -237,10 +237,36 @@ def test_a_gpu_that_an_engine_and_a_rank_share_is_divided() -> None:
     changed = sized(rollout__gpus_per_engine=0.5, trainer__gpus_per_rank=0.4)
     of_rank, of_engine = estimate(changed, model(), 100 * GB, None).devices[:2]
     assert of_rank.capacity == pytest.approx(0.92 * 40 * GB) and of_engine.total == pytest.approx(0.92 * 50 * GB)
-    (sleeping, _) = estimate(with_changes(changed, Change({"pipeline.mode": "sync"})), model(), 100 * GB, None).devices[
-        :2
-    ]
-    assert sleeping.capacity == pytest.approx(0.92 * 100 * GB)
+    sleeping, _, both, _ = estimate(
+        with_changes(changed, Change({"pipeline.mode": "sync"})), model(), 100 * GB, None
+    ).devices
+    assert sleeping.capacity == pytest.approx(0.92 * 100 * GB) and both.capacity == 100 * GB
+
+
+def test_an_engine_that_wakes_up_has_room_beside_the_states_of_its_rank() -> None:
+    """As of a model of 0.6 billion weights on 16 GB: 8.4 GB of states, 7.4 of the engine, and two contexts."""
+    found = model(2048, 9)
+    changed = sized(
+        trainer__zero_stage=2,
+        trainer__gpus_per_rank=0.5,
+        trainer__dtype="bfloat16",
+        trainer__gradient_checkpointing=True,
+        rollout__gpus_per_engine=0.5,
+        rollout__dtype="bfloat16",
+        pipeline__mode="sync",
+    )
+
+    def again(spec: ExperimentSpec) -> Any:
+        return estimate(spec, found, 16 * GB, None)
+
+    (both,) = (device for device in again(changed).devices if device.role == "both")
+    assert both.total == pytest.approx(14 * found.parameters + 0.46 * 16 * GB + 1.2 * GB)
+    (problem,) = (problem for problem in excesses(changed, again(changed)) if problem.device.role == "both")
+    assert problem.cannot and problem.device == both
+    named = [remedy.change for remedy in remedies(changed, problem, again, kv_heads=4)]
+    assert named[:2] == [{"trainer.offload": "optimizer"}, {"rollout.gpus_per_engine": 0.4}]
+    beside = with_changes(changed, Change({"pipeline.mode": "async"}))
+    assert "both" not in {device.role for device in again(beside).devices}
 
 
 def test_hosts_follow_from_the_gpus_of_a_cluster() -> None:

@@ -87,8 +87,8 @@ def installed_gpu_memory() -> int | None:
 
 
 def _remedies(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> list[Remedy]:
-    capacity = problem.device.capacity if problem.device.role != "host" else None
-    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity), model.kv_heads)
+    gpu = problem.device.gpu
+    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, gpu), model.kv_heads)
 
 
 def _set(found: Sequence[Remedy]) -> str:
