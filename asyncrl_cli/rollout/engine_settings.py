@@ -51,6 +51,7 @@ BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 LARGE_GPU_BYTES = 70 * 2**30
 """From this size on vLLM's server computes 8,192 tokens at a time."""
+CACHE_ARGUMENT = "kv_cache_memory_bytes"
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """Logits are not rounded to bfloat16, as in the trainer."""
 XGRAMMAR = {"backend": "xgrammar"}
@@ -207,6 +208,16 @@ def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, An
         "enable_sleep_mode": engines_sleep(spec),
         **recorded,
     }
+
+
+def with_cache(spec: ExperimentSpec, nbytes: int) -> ExperimentSpec:
+    """The spec for an engine whose key-value cache has ``nbytes``, and which does not measure its GPU's free memory.
+
+    vLLM takes all that other processes allocate while it measures for its own, and fails if they free memory. So an
+    engine that restarts next to a training rank gets the size that its first start measured.
+    """
+    own = spec.rollout.engine_args | {CACHE_ARGUMENT: nbytes}
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": own})})
 
 
 def engine_arguments() -> set[str] | None:

@@ -14,6 +14,7 @@ from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment, To
 from asyncrl_cli.rollout.engine import _segments
 from asyncrl_cli.rollout.engine_settings import (
     BLOCK_SIZE,
+    CACHE_ARGUMENT,
     batched_tokens,
     cache_bytes_per_token,
     engine_arguments,
@@ -21,6 +22,7 @@ from asyncrl_cli.rollout.engine_settings import (
     gpu_args,
     kv_cache_bytes,
     merged,
+    with_cache,
 )
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import USABLE
@@ -129,6 +131,14 @@ def test_an_engine_gets_its_share_of_a_gpu() -> None:
         }
     known = engine_arguments()
     assert known is None or gpu_args(shared).keys() <= known
+
+
+def test_an_engine_that_starts_again_gets_the_cache_of_its_first_start() -> None:
+    again = with_cache(spec(gpus_per_engine=0.4, engine_args={"seed": 1}), 5 * 2**30)
+    assert merged(gpu_args(again), again.rollout.engine_args)["kv_cache_memory_bytes"] == 5 * 2**30
+    assert again.rollout.engine_args["seed"] == 1
+    known = engine_arguments()
+    assert known is None or CACHE_ARGUMENT in known
 
 
 def test_arguments_of_the_spec_count_more_and_mappings_are_merged() -> None:
