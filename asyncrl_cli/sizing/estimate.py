@@ -58,7 +58,8 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         devices.append(_both_awake(spec, model, engine, gpu_bytes))
     for kind in host_kinds(spec):
         devices.append(Device("host", kind.name, kind.number, host_parts(spec, model, kind), host_bytes))
-    return Estimate(tuple(devices), cache, step_tokens(spec) * JOURNAL_BYTES)
+    journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
+    return Estimate(tuple(devices), cache, journal)
 
 
 def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:

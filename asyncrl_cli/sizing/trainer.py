@@ -157,7 +157,8 @@ def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
     numbers = collected if spec.trainer.gpus_per_rank else min(collected, model.trained)
     if not sums_in_float32(spec.trainer):
         return numbers * NUMBER_BYTES[spec.trainer.dtype]
-    alone = 0 if spec.model.lora is not None else max(model.embeddings, model.head, *model.experts)
+    experts = max(model.experts) // spec.trainer.expert_parallel
+    alone = 0 if spec.model.lora is not None else max(model.embeddings, model.head, experts)
     return numbers * NUMBER_BYTES[spec.trainer.dtype] + max(2 * min(collected, model.trained), alone) * FLOAT
 
 

@@ -37,7 +37,11 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
         # On GPUs as well: with ``offload`` the optimizer's step is computed by these threads.
         "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
     }
-    if spec.trainer.gpus_per_rank == 0:
+    if spec.trainer.gpus_per_rank:
+        # Micro-batches and gathered layers differ in size: without it torch cannot join the gaps between them. Engines
+        # must not have it, because vLLM's sleep mode has another allocator.
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    else:
         environment |= {
             "DS_ACCELERATOR": "cpu",
             # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.

@@ -12,6 +12,7 @@ import pytest
 from stand_ins import spec
 
 from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.orchestrator import cluster
 from asyncrl_cli.orchestrator.checks import machine
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -106,6 +107,18 @@ def test_gpus_of_a_cluster_are_not_looked_for_here(monkeypatch: pytest.MonkeyPat
     wanted = changed("rollout", gpus_per_engine=8)
     joined = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"address": "there:6379"})})
     assert machine.check_devices(joined).startswith("8 GPUs wanted; the cluster")
+
+
+def test_the_object_store_has_room_for_two_batches_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 10 * 2**30
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    base = changed("rollout", max_prompt_tokens=1000, max_response_tokens=2000, group_size=8)
+    assert cluster.object_store_bytes(base) == cluster.OBJECT_STORE_BYTES
+    replayed = base.model_copy(update={"algorithm": base.algorithm.model_copy(update={"router_replay": True})})
+    large = replayed.model_copy(update={"pipeline": base.pipeline.model_copy(update={"groups_per_step": 128})})
+    assert cluster.object_store_bytes(large) == 2 * 128 * 8 * 2000 * (16 + 1024)
+    free = 2 * 2**30
+    assert cluster.object_store_bytes(large) == free * 9 // 10
 
 
 def test_the_gateways_port_must_be_free_where_it_is_used() -> None:

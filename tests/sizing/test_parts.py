@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.sizing.engine import engine_parts
 from asyncrl_cli.sizing.estimate import estimate, excesses
-from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, version_bytes
+from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
 from asyncrl_cli.sizing.remedies import Change, remedies, with_changes
@@ -298,6 +298,19 @@ def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(
     assert parts["adapters"] >= version_bytes(alone, found)
     assert parts.get("next version", parts["adapters"]) == parts["adapters"]
     assert "adapters" not in {part.name for part in engine_parts(merged, found)}
+
+
+def test_recorded_experts_are_counted_in_object_store_and_journal() -> None:
+    def stored(replays: bool) -> tuple[int, int]:
+        algorithm = SPEC.algorithm.model_copy(update={"router_replay": replays})
+        changed = SPEC.model_copy(update={"algorithm": algorithm})
+        result = estimate(changed, replace(model(), routed=384), None, None)
+        (host,) = (device for device in result.devices if device.role == "host")
+        return next(part.bytes for part in host.parts if part.name == "object store"), result.journal
+
+    tokens = step_tokens(SPEC)
+    assert stored(False) == (2 * 16 * tokens, 10 * tokens)
+    assert stored(True) == (2 * (16 + 384) * tokens, (10 + 384) * tokens)
 
 
 def test_sizes_are_read_with_their_units() -> None:
