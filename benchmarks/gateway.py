@@ -79,19 +79,19 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
     class TimedWorker(worker.RolloutWorker):
         """Records the engine's time for each request, by its seed."""
 
-        async def start(self, model_dir: str, version: int | None = None) -> str:
-            node = await super().start(model_dir, version)
+        async def start(self, *arguments: Any) -> tuple[str, int | None]:
+            started = await super().start(*arguments)
             generate, log = self._engine.generate, engine_log.open("a")
 
             async def timed(request: RolloutRequest) -> Rollout:
-                started = time.perf_counter()
+                begun = time.perf_counter()
                 rollout = await generate(request)
-                log.write(json.dumps([request.sampling.seed, time.perf_counter() - started]) + "\n")
+                log.write(json.dumps([request.sampling.seed, time.perf_counter() - begun]) + "\n")
                 log.flush()
                 return rollout
 
             self._engine.generate = timed  # type: ignore[method-assign]
-            return node
+            return started
 
     worker.RolloutWorker = TimedWorker  # type: ignore[misc]
     in_driver: dict[int, float] = {}

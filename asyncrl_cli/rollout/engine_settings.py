@@ -43,8 +43,15 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTHONWARNINGS": "ignore::FutureWarning",
 }
+EXACT_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
+"""In float32 vLLM's attention is a Triton kernel. By default Triton rounds the factors of float32 products to TF32 (10
+bits), which moves log-probs by 1e-3 to 1e-2 nats: more than a publish allows. Triton compiles its kernels again when
+this variable changes: it is part of its cache's key."""
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
+LARGE_GPU_BYTES = 70 * 2**30
+"""From this size on vLLM's server computes 8,192 tokens at a time."""
+CACHE_ARGUMENT = "kv_cache_memory_bytes"
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """Logits are not rounded to bfloat16, as in the trainer."""
 XGRAMMAR = {"backend": "xgrammar"}
@@ -59,7 +66,7 @@ def engine_environment(spec: ExperimentSpec) -> dict[str, str]:
     """Environment variables that the process of an engine must start with."""
     rollout = spec.rollout
     if rollout.gpus_per_engine:
-        return dict(ENVIRONMENT)
+        return ENVIRONMENT | (EXACT_PRODUCTS if rollout.dtype == "float32" else {})
     own = {"OMP_NUM_THREADS": str(rollout.threads_per_engine)}
     if not rollout.engine_args.get("enforce_eager", True):
         own["TORCHDYNAMO_DISABLE"] = "0"
@@ -116,7 +123,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
     if rollout.gpus_per_engine:
-        args |= gpu_args(spec)
+        args |= gpu_args(spec, _gpu_bytes())
     else:
         args |= {
             "enforce_eager": True,
@@ -171,8 +178,25 @@ def adapter_args(lora: LoraSpec, model_dir: str) -> dict[str, Any]:
     }
 
 
-def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
-    """vLLM's arguments that depend on an engine's GPUs."""
+def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
+    """Tokens that a GPU engine computes at a time (`max_num_batched_tokens`); ``gpu_bytes``: memory of a GPU.
+
+    vLLM's own default depends on who starts it: 8,192 for its server on a large GPU, 2,048 for us. With 2,048 long
+    prompts and interrupted rollouts are computed at a fraction of the GPU's speed.
+    """
+    large = gpu_bytes is not None and gpu_bytes * min(1, spec.rollout.gpus_per_engine) >= LARGE_GPU_BYTES
+    return max(8192 if large else 2048, spec.rollout.max_running_rollouts)
+
+
+def _gpu_bytes() -> int | None:
+    """Memory of this process's GPU."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
+
+
+def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, Any]:
+    """vLLM's arguments that depend on an engine's GPUs; ``gpu_bytes``: memory of one of them."""
     recorded = {"enable_return_routed_experts": True} if spec.algorithm.router_replay else {}
     return {
         "hf_overrides": FLOAT32_HEAD,
@@ -180,9 +204,20 @@ def gpu_args(spec: ExperimentSpec) -> dict[str, Any]:
         # In an actor of a placement group vLLM would ask Ray for the GPUs that the actor has.
         "distributed_executor_backend": "mp" if tensor_parallel(spec) > 1 else "uni",
         "gpu_memory_utilization": memory_share(spec.rollout.gpus_per_engine),
+        "max_num_batched_tokens": batched_tokens(spec, gpu_bytes),
         "enable_sleep_mode": engines_sleep(spec),
         **recorded,
     }
+
+
+def with_cache(spec: ExperimentSpec, nbytes: int) -> ExperimentSpec:
+    """The spec for an engine whose key-value cache has ``nbytes``, and which does not measure its GPU's free memory.
+
+    vLLM takes all that other processes allocate while it measures for its own, and fails if they free memory. So an
+    engine that restarts next to a training rank gets the size that its first start measured.
+    """
+    own = spec.rollout.engine_args | {CACHE_ARGUMENT: nbytes}
+    return spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": own})})
 
 
 def engine_arguments() -> set[str] | None:

@@ -32,10 +32,15 @@ class WorkerExtension(vllm_worker.WorkerExtension):
 
     model_runner: Any
     vllm_config: VllmConfig
+    available_kv_cache_memory_bytes: int
 
     def sample_by_position(self) -> bool:
         """As the function of this name."""
         return sample_by_position(self.model_runner, self.vllm_config)
+
+    def measured_cache(self) -> int:
+        """Bytes of the key-value cache for which vLLM has found room on the GPU."""
+        return self.available_kv_cache_memory_bytes
 
 
 def sample_by_position(runner: Any, config: VllmConfig) -> bool:

@@ -38,6 +38,7 @@ from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.output_format import RequestRefused
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.cpu_time import ProcessorTime
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.main_thread import handle_in_main_thread
@@ -84,23 +85,32 @@ class RolloutWorker:
 
         return os.getpid()
 
-    async def start(self, model_dir: str, version: int | None = None) -> str:
+    async def start(
+        self, model_dir: str, version: int | None = None, cache_bytes: int | None = None
+    ) -> tuple[str, int | None]:
         """Start the engine on a model directory's config and tokenizer; with ``version``, on its weights as well, under
-        that version. Returns the Ray node's id."""
+        that version.
+
+        Returns the Ray node's id, and the ``cache_bytes`` for the next start, if the engine shares its GPU.
+        """
         import ray
 
         from asyncrl_cli.rollout.engine import Engine
+        from asyncrl_cli.rollout.engine_settings import CACHE_ARGUMENT, with_cache
 
         if os.path.isabs(model_dir):
             require_folder(model_dir, "model.path" if model_dir == self._spec.model.path else "runs_dir")
 
-        self._engine = Engine(self._spec, model_dir, own_weights=version is not None, log=self._log)
+        spec = self._spec if cache_bytes is None else with_cache(self._spec, cache_bytes)
+        self._engine = Engine(spec, model_dir, own_weights=version is not None, log=self._log)
+        if shares_gpus(spec) and CACHE_ARGUMENT not in spec.rollout.engine_args:
+            cache_bytes = await self._engine.measured_cache()
         if version is not None:
             await self._engine.serve_own(version)
             await self._engine.attest((0, 0), 0.0)  # a model that the engine cannot run fails now
         self._processor = ProcessorTime()
         self._loop = asyncio.get_running_loop()
-        return str(ray.get_runtime_context().get_node_id())
+        return str(ray.get_runtime_context().get_node_id()), cache_bytes
 
     async def submit(self, requests: list[RolloutRequest]) -> None:
         """Begin to generate these rollouts."""

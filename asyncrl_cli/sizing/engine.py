@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE
+from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, Part, some
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import memory_share, tensor_parallel
 
-BATCHED_TOKENS = 8192
-"""vLLM's usual `max_num_batched_tokens` on a GPU."""
 GRAPH_BYTES = GB
 """CUDA graphs and the context of a GPU engine: assumed."""
 ACTIVATION_WIDTHS = 16
@@ -32,8 +30,8 @@ class Cache:
     average: int  # sequences of half that length
 
 
-def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
-    """The parts of an engine without its cache: on one of its GPUs, or in its processes."""
+def engine_parts(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> tuple[Part, ...]:
+    """The parts of an engine without its cache: on one of its GPUs of ``gpu_bytes``, or in its processes."""
     rollout, ranks, lora = spec.rollout, tensor_parallel(spec), spec.model.published_adapter
     number = NUMBER_BYTES[rollout.dtype]
     nbytes = -(-base_numbers(spec, model) * number // ranks)
@@ -41,7 +39,7 @@ def engine_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     slots = 0 if lora is None else model.trained * lora.slot_rank // lora.rank
     adapters = Part("adapters", slots * number, f"slots of rank {lora.slot_rank if lora is not None else 0}")
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
-    tokens = int(_argument(spec, "max_num_batched_tokens", BATCHED_TOKENS))
+    tokens = int(_argument(spec, "max_num_batched_tokens", batched_tokens(spec, gpu_bytes)))
     if not rollout.gpus_per_engine:
         # It is made beside the weights that serve (decision 0052).
         following = Part("next version", adapters.bytes or weights.bytes, "prepared while this one serves")
@@ -70,7 +68,7 @@ def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache 
     if model.cache_numbers is None:
         return None
     ranks = tensor_parallel(spec)
-    left = int(gpu_bytes * gpu_share(spec)) - sum(part.bytes for part in engine_parts(spec, model))
+    left = int(gpu_bytes * gpu_share(spec)) - sum(part.bytes for part in engine_parts(spec, model, gpu_bytes))
     # vLLM copies key-value heads where there are fewer than GPUs.
     return _cache(spec, left, -(-token_bytes(spec, model) // min(ranks, model.kv_heads)))
 

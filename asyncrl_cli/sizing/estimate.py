@@ -8,7 +8,7 @@ from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache,
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, cpu_cache_bytes, host_kinds, host_parts, step_tokens
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Part
-from asyncrl_cli.sizing.trainer import rank_parts
+from asyncrl_cli.sizing.trainer import lasting_parts, rank_parts
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
@@ -17,6 +17,8 @@ TOO_MUCH, MUCH = 1.1, 0.9
 warning."""
 GPU_RANK_BYTES = 2 * GB
 """A rank's CUDA context, NCCL, and what the allocator cannot use: assumed."""
+CONTEXT_BYTES = 6 * GB // 10
+"""A CUDA context, outside of a process's share of a GPU: assumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class Estimate:
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
     """The estimate of a run. ``gpu_bytes``, ``host_bytes``: memory of a GPU and of a host; None where not known."""
     rollout, trainer = spec.rollout, spec.trainer
-    engine = engine_parts(spec, model)
+    engine = engine_parts(spec, model, gpu_bytes)
     if rollout.gpus_per_engine:
         cache = gpu_cache(spec, model, gpu_bytes) if gpu_bytes is not None else None
         if cache is not None:
@@ -49,10 +51,15 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         devices.append(_gpu_of_rank(spec, model, gpu_bytes))
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
-        devices.append(Device("engine", name, rollout.max_engines * tensor_parallel(spec), engine, gpu_bytes))
+        devices.append(
+            Device("engine", name, rollout.max_engines * tensor_parallel(spec), engine, gpu_bytes, gpu_bytes)
+        )
+    if engines_sleep(spec):
+        devices.append(_both_awake(spec, model, engine, gpu_bytes))
     for kind in host_kinds(spec):
         devices.append(Device("host", kind.name, kind.number, host_parts(spec, model, kind), host_bytes))
-    return Estimate(tuple(devices), cache, step_tokens(spec) * JOURNAL_BYTES)
+    journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
+    return Estimate(tuple(devices), cache, journal)
 
 
 def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
@@ -60,10 +67,20 @@ def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None)
     parts = rank_parts(spec, model).device
     if not shares_gpus(spec):
         parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
-        return Device("trainer", "GPU of a trainer rank", spec.trainer.ranks, parts, gpu_bytes)
+        return Device("trainer", "GPU of a trainer rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes)
     share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
     capacity = None if gpu_bytes is None else int(share * gpu_bytes)
-    return Device("trainer", "share of a GPU of a trainer rank", spec.trainer.ranks, parts, capacity)
+    return Device("trainer", "share of a GPU of a trainer rank", spec.trainer.ranks, parts, capacity, gpu_bytes)
+
+
+def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...], gpu_bytes: int | None) -> Device:
+    """A shared GPU between two steps: the engine has woken up, and the rank keeps its states."""
+    parts = (
+        *lasting_parts(spec, model),
+        Part("engine", sum(part.bytes for part in engine), f"{gpu_share(spec):.2f} of the GPU"),
+        Part("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
+    )
+    return Device("both", "GPU of an engine that is awake and a rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +101,11 @@ def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
         if device.role == "engine":
             problems += _cache_problems(spec, device, found.cache)
             continue
-        if device.total > MUCH * device.capacity:
+        # The engine takes its share to the byte, and the states are known: this sum is more exact than others.
+        much, too_much = (1.0, 1.0) if device.role == "both" else (MUCH, TOO_MUCH)
+        if device.total > much * device.capacity:
             message = f"a {device.name} needs about {device.total / GB:.1f} GB, and has {device.capacity / GB:.1f} GB"
-            problems.append(Excess(device, device.total > TOO_MUCH * device.capacity, message))
+            problems.append(Excess(device, device.total > too_much * device.capacity, message))
     return problems
 
 

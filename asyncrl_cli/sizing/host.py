@@ -25,6 +25,9 @@ STORED_BYTES = 16
 """Bytes of a token in Ray's object store, where a batch lies while it is trained."""
 JOURNAL_BYTES = 10
 """Bytes of a token in the journal: measured (docs/scale.md)."""
+ROUTED_BYTES = 1024
+"""More than the experts of a token take in any public model (Qwen3-235B-A22B: 94 layers × 8), for a run that has not
+read its model's config."""
 
 
 class HostKind(NamedTuple):
@@ -73,7 +76,7 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
     replica = Part("weights in shared memory", 2 * version_bytes(spec, model), "two versions, for engines to load")
     parts.append(max(replica, loading, key=lambda part: part.bytes))
     parts.append(Part("processes", _processes(spec, kind), "without weights"))
-    parts.append(Part("object store", 2 * STORED_BYTES * step_tokens(spec), "two batches of tokens"))
+    parts.append(Part("object store", stored_bytes(spec, model.routed), "two batches of tokens"))
     return some(parts)
 
 
@@ -98,6 +101,11 @@ def cpu_cache_bytes(spec: ExperimentSpec, model: SizedModel) -> int:
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
     return kv_cache_blocks(spec) * BLOCK_SIZE * token_bytes(spec, model)
+
+
+def stored_bytes(spec: ExperimentSpec, routed: int = ROUTED_BYTES) -> int:
+    """Bytes of two batches in Ray's object store. ``routed``: of a token's experts, with `algorithm.router_replay`."""
+    return 2 * step_tokens(spec) * (STORED_BYTES + routed * spec.algorithm.router_replay)
 
 
 def step_tokens(spec: ExperimentSpec) -> int:

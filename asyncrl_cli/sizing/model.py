@@ -34,6 +34,7 @@ class SizedModel:
         hidden: width of the residual stream.
         vocabulary: rows of the output head.
         activations: bytes of the trainer's activations, by micro-batch.
+        routed: bytes of a token's experts in all layers, which `algorithm.router_replay` records.
     """
 
     name: str
@@ -48,6 +49,7 @@ class SizedModel:
     hidden: int
     vocabulary: int
     activations: ActivationBytes
+    routed: int = 0
 
 
 def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
@@ -105,6 +107,8 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         cache = None
     heads: Any = getattr(text, "num_attention_heads", 1)
     kv_heads: Any = getattr(text, "num_key_value_heads", None) or heads
+    chosen: Any = getattr(text, "num_experts_per_tok", None) or 0
+    experts: Any = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None) or 0
     check_config(config, spec.trainer.sequence_parallel)
     check_experts(config, spec.trainer)
     return SizedModel(
@@ -122,4 +126,5 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         hidden=int(embedded.shape[1]),
         vocabulary=int(head.shape[0]),
         activations=activations,
+        routed=len(layers) * int(chosen) * (2 if experts > 256 else 1),
     )

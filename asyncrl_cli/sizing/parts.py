@@ -25,8 +25,10 @@ class Device:
     """One of ``count`` GPUs or hosts of a run that are equal.
 
     Attributes:
-        role: `trainer` (the GPU of a rank), `engine` (a GPU of an engine) or `host`.
+        role: `trainer` (the GPU of a rank), `engine` (a GPU of an engine), `both` (a GPU that they share, while both
+            use it) or `host`.
         capacity: bytes that it has for the parts; None where that is not known.
+        gpu: bytes of the GPU; more than the capacity if this is a share of a GPU.
     """
 
     role: str
@@ -34,6 +36,7 @@ class Device:
     count: int
     parts: tuple[Part, ...]
     capacity: int | None
+    gpu: int | None = None
 
     @property
     def total(self) -> int:

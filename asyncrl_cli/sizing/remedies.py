@@ -64,7 +64,8 @@ def _tried(
     changed = with_changes(spec, change)
     result = again(changed)
     if any(
-        problem.device.role == excess.device.role and problem.device.name == excess.device.name
+        (problem.device.role == excess.device.role and problem.device.name == excess.device.name)
+        or (problem.cannot and problem.device.role == "engine" and "rollout.gpus_per_engine" in change)
         for problem in excesses(changed, result)
     ):
         return None
@@ -75,6 +76,8 @@ def _tried(
 def _changes(spec: ExperimentSpec, role: str, kv_heads: int) -> Iterator[Change]:
     if role == "engine":
         yield from _engine_changes(spec)
+    elif role == "both":
+        yield from _shared_changes(spec, kv_heads)
     elif role == "host":
         yield from _host_changes(spec, kv_heads)
     else:
@@ -104,6 +107,14 @@ def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
         yield Change({"trainer.ranks": ranks})
     if trainer.dtype == "float32" and trainer.gpus_per_rank:
         yield Change({"trainer.dtype": "bfloat16", "rollout.dtype": "bfloat16"})
+
+
+def _shared_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
+    """Changes that lower the states of a rank, or an engine's share of their GPU."""
+    of_states = {"trainer.zero_stage", "trainer.offload", "trainer.dtype"}
+    yield from (change for change in _trainer_changes(spec, kv_heads) if change.keys() & of_states)
+    share = spec.rollout.gpus_per_engine
+    yield from (Change({"rollout.gpus_per_engine": tenths / 10}) for tenths in range(9, 0, -1) if tenths / 10 < share)
 
 
 def _engine_changes(spec: ExperimentSpec) -> Iterator[Change]:

@@ -44,7 +44,7 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     passes = (
         Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
         Part("activations", activations, f"{rows} × {slice_:,} tokens{recomputed}"),
-        Part("reduce buckets", _buckets(spec, model.trained), "gradients on their way"),
+        Part("reduce buckets", _buckets(spec, model), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
     # Not the sum: the step gets what a pass frees, from torch's allocator or, on a CPU, the system (decision 0060).
@@ -61,6 +61,14 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
             offloaded.append(weights)
     kept = [part for part in (weights, *states) if part not in offloaded]
     return Rank(some([*kept, *critic, reference, *largest, *own]), some(offloaded))
+
+
+def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
+    """The parts that a rank has on its device between two steps. Only ZeRO-3 keeps the memory of gradients."""
+    passing = {"activations", "gathered layers", "reduce buckets", "gradients for the step"}
+    if spec.trainer.zero_stage < 3:
+        passing.add("gradients")
+    return tuple(part for part in rank_parts(spec, model).device if part.name not in passing)
 
 
 def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
@@ -134,28 +142,36 @@ def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
     return _shared(model.parameters * NUMBER_BYTES[trainer.dtype], trainer.ranks, trainer.zero_stage == 3)
 
 
-def _buckets(spec: ExperimentSpec, trained: int) -> int:
+def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
     """Bytes of the buckets in which ZeRO 2 and 3 add up gradients over the ranks, also over a single one.
 
-    On a host only the part of a bucket that is written takes memory, on a GPU all of it.
+    On a host only the part of a bucket that is written takes memory, on a GPU all of it. Ranks that add up bfloat16
+    gradients in float32 convert them, and copy them into one tensor. A gradient that is larger than a bucket is only
+    converted.
     """
-    from asyncrl_cli.train.deepspeed_engine import reduce_numbers
+    from asyncrl_cli.train.deepspeed_engine import reduce_numbers, sums_in_float32
 
     if spec.trainer.zero_stage < 2:
         return 0
     collected = reduce_numbers(spec.trainer)
-    numbers = collected if spec.trainer.gpus_per_rank else min(collected, trained)
-    return numbers * NUMBER_BYTES[spec.trainer.dtype]
+    numbers = collected if spec.trainer.gpus_per_rank else min(collected, model.trained)
+    if not sums_in_float32(spec.trainer):
+        return numbers * NUMBER_BYTES[spec.trainer.dtype]
+    experts = max(model.experts) // spec.trainer.expert_parallel
+    alone = 0 if spec.model.lora is not None else max(model.embeddings, model.head, experts)
+    return numbers * NUMBER_BYTES[spec.trainer.dtype] + max(2 * min(collected, model.trained), alone) * FLOAT
 
 
 def _step(spec: ExperimentSpec, trained: int) -> int:
     """Bytes of the gradients' copies: the optimizer gets those of a part as one float32 tensor, and without ZeRO they
     are added up over the ranks in copies."""
+    from asyncrl_cli.train.deepspeed_engine import sums_in_float32
+
     stage, ranks, number = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]
     if stage:
         part = -(-trained // ranks)
         return (min(part, SUBGROUP_NUMBERS) if stage == 3 else part) * FLOAT
-    copied = min(trained, SUM_NUMBERS) * number if ranks > 1 else 0
+    copied = min(trained, SUM_NUMBERS) * (number + FLOAT * sums_in_float32(spec.trainer)) if ranks > 1 else 0
     return max(copied, trained * FLOAT if number != FLOAT else 0)
 
 

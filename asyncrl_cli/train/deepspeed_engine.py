@@ -37,7 +37,11 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
         # On GPUs as well: with ``offload`` the optimizer's step is computed by these threads.
         "OMP_NUM_THREADS": str(spec.trainer.threads_per_rank),
     }
-    if spec.trainer.gpus_per_rank == 0:
+    if spec.trainer.gpus_per_rank:
+        # Micro-batches and gathered layers differ in size: without it torch cannot join the gaps between them. Engines
+        # must not have it, because vLLM's sleep mode has another allocator.
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    else:
         environment |= {
             "DS_ACCELERATOR": "cpu",
             # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.
@@ -97,8 +101,8 @@ def _choose_interface(address: str) -> None:
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
 
-    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates; gradients add up in float32,
-    too, where a rank has a part of them (ZeRO 2 and 3).
+    With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up over ranks in
+    float32, and over micro-batches as well if a rank has a part of them (ZeRO 2 and 3).
 
     ``load_universal``: whether the checkpoint that the engine will load is a universal one.
     """
@@ -119,11 +123,18 @@ def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> di
         "gradient_clipping": trainer.optimizer.max_grad_norm,
         "zero_optimization": zero,
         "bf16": {"enabled": bfloat16},
+        # By default the weights' dtype: each sum of two ranks' gradients would be rounded to bfloat16.
+        "communication_data_type": "fp32" if sums_in_float32(trainer) else None,
         "data_types": {"grad_accum_dtype": "fp32" if bfloat16 and trainer.zero_stage >= 2 else None},
         "zero_force_ds_cpu_optimizer": False,
         "steps_per_print": 10**9,
         "checkpoint": {"load_universal": load_universal},
     }
+
+
+def sums_in_float32(trainer: TrainerSpec) -> bool:
+    """Whether ranks convert bfloat16 gradients to float32 before they add them up."""
+    return trainer.dtype == "bfloat16" and trainer.ranks > 1
 
 
 def reduce_numbers(trainer: TrainerSpec) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import itertools
+import subprocess
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.core.imports import UNUSED
 from asyncrl_cli.spec.sections import TrainerSpec
 from tests.contracts import vllm_contract
 from tests.contracts.check import problem
@@ -112,6 +115,33 @@ def test_an_object_of_an_unnamed_class_is_named() -> None:
 def test_what_is_relied_on_of_vllm_without_a_call(installed: Package) -> None:
     assert not list(vllm_contract.problems(installed))
     assert vllm_contract.written_arguments() >= {"tensor_parallel_size", "weight_transfer_config", "load_format"}
+
+
+@pytest.mark.slow  # reads all of vLLM's source
+def test_no_module_of_vllm_needs_a_package_that_is_hidden_from_its_core(installed: Package) -> None:
+    """`large_imports` hides them while the core is imported, and on GPUs vLLM imports modules that it does not import
+    here. Inside functions and `try` blocks such an import is harmless."""
+    needed = []
+    for path in (installed.root / "vllm").rglob("*.py"):
+        text = path.read_text()
+        if any(name in text for name in UNUSED):
+            for statement in ast.parse(text).body:
+                names = {alias.name for alias in statement.names} if isinstance(statement, ast.Import) else set()
+                if isinstance(statement, ast.ImportFrom):
+                    names = {statement.module or ""}
+                needed += [f"{path}: {name}" for name in names if name.partition(".")[0] in UNUSED]
+    assert not needed
+
+
+@pytest.mark.nightly
+def test_the_modules_of_a_gpu_core_can_be_imported_while_packages_are_hidden() -> None:
+    program = """
+from asyncrl_cli.core.imports import large_imports
+with large_imports():
+    import vllm.v1.engine.core, vllm.v1.worker.gpu_worker, vllm.v1.worker.gpu.model_runner
+    import vllm.v1.attention.backends.triton_attn
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
 
 
 # -- DeepSpeed

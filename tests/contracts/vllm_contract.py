@@ -20,6 +20,10 @@ LITERALS = {
 TRANSFER = "vllm.distributed.weight_transfer.base.WeightTransferEngine"
 
 SAMPLER = {
+    "vllm.v1.worker.gpu_worker.Worker.determine_available_memory": (
+        "self.available_kv_cache_memory_bytes",
+        "self.cache_config.kv_cache_memory_bytes",
+    ),
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler": ("self.forward", "torch.ops._C.fused_gumbel_argmax"),
     "vllm.v1.sample.sampler.Sampler": ("self.topk_topp_sampler", "self.logprobs_mode", "self.use_fp64_gumbel"),
     "vllm.v1.sample.sampler.Sampler.sample": (

@@ -44,6 +44,11 @@ NO_LIMIT = resource.RLIM_INFINITY
         (checks.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
         (checks.judge_devices((), True, False), "failure", "nvidia-smi"),
         (checks.judge_devices(("H200",), False, True), "warning", "asyncrl[gpu]"),
+        (
+            checks.judge_devices(("H200",), True, False, ("the driver is 550", "install 580")),
+            "failure",
+            "H200; the driver",
+        ),
         (checks.judge_processors(8, 1), "warning", "1 of 8"),
         (checks.judge_processors(2, 2), "ok", "2 cores"),
         (checks.judge_memory(2 * GIB), "failure", "3.0 GiB"),
@@ -64,7 +69,8 @@ NO_LIMIT = resource.RLIM_INFINITY
         (checks.judge_compiler("/bin/g++", True, True), "ok", "/bin/g++"),
         (checks.judge_compiler("/bin/g++", False, True), "failure", "python3-dev"),
         (checks.judge_compiler("/bin/g++", False, False), "ok", "without"),
-        (checks.judge_compiler(None, True, False), "warning", "trainer.offload"),
+        (checks.judge_compiler(None, True, False), "ok", "no C++ compiler"),
+        (checks.judge_compiler(None, True, True), "failure", "g++"),
     ],
 )
 def test_judgements(finding: Finding, status: str, word: str) -> None:
@@ -242,3 +248,5 @@ def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
     document = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     last = [finding for finding in document["findings"] if finding["check"] in ("vLLM", "DeepSpeed", "Ray")]
     assert [finding["status"] for finding in last] == ["ok"] * 3
+    for name in ("vLLM", "DeepSpeed"):  # this machine has no GPU that they could use
+        assert checks.try_import(name, checks.IMPORTS[name], gpu=True).status == "failure"

@@ -31,6 +31,7 @@ class EngineActor(Actor):
         self.pid = pid
         self.node = "node-0"
         self.started_on = ""
+        self.cache_bytes: int | None = None
         self._fate = fate
 
     @remote
@@ -38,11 +39,11 @@ class EngineActor(Actor):
         return self.pid
 
     @remote
-    async def start(self, model_dir: str, version: int | None) -> str:
+    async def start(self, model_dir: str, version: int | None, cache_bytes: int | None) -> tuple[str, int]:
         self._fate(self)
         await asyncio.sleep(0)
-        self.started_on = model_dir
-        return self.node
+        self.started_on, self.cache_bytes = model_dir, cache_bytes
+        return self.node, cache_bytes or self.pid
 
 
 class Factory:
@@ -249,6 +250,7 @@ def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any
         assert killed == ([(1001, signal.SIGKILL)] if address is None else []) + [first]
         await process.running()
         assert process.actor.started_on == "/model_stub"
+        assert (first.cache_bytes, process.actor.cache_bytes) == (None, 1001), "as its first start measured it"
 
     run(check())
 

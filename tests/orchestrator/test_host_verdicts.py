@@ -29,6 +29,13 @@ def statuses(findings: list[Finding]) -> list[str]:
     return [finding.status for finding in findings]
 
 
+def test_hosts_with_an_old_driver_are_named_together() -> None:
+    old = replace(FACTS, driver=("the NVIDIA driver is 550", "install driver 580"))
+    (finding,) = verdicts.judge_drivers({"a": old, "b": FACTS, "c": old})
+    assert finding == Finding("GPUs", "failure", "a; c: the NVIDIA driver is 550", "install driver 580")
+    assert verdicts.judge_drivers({"b": FACTS}) == []
+
+
 @given(st.integers(0, 80))
 def test_rounds_have_every_pair_once_and_every_host_at_most_once_in_each(count: int) -> None:
     made = rounds(count)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stand_ins import spec
 
 from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.orchestrator import cluster
 from asyncrl_cli.orchestrator.checks import machine
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -21,9 +24,23 @@ def changed(section: str, **values: Any) -> ExperimentSpec:
     return base.model_copy(update={section: getattr(base, section).model_copy(update=values)})
 
 
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+-L) echo "GPU 0: H200 (UUID: GPU-1)"; echo "GPU 1: H200 (UUID: GPU-2)" ;;
+--query-gpu=driver_version) echo "$DRIVER"; echo "$DRIVER" ;;
+--query-gpu=memory.total) echo 143771; echo 143000 ;;
+esac
+"""
+
+
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "installed_gpus", lambda: ("H200", "H200"))
+def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("DRIVER", "580.65.06")
+    monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(machine, "package_versions", lambda: {"vllm": "0.32.0"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
@@ -31,6 +48,40 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_that_are_there_are_counted(two_gpus: None) -> None:
     found = machine.check_devices(changed("rollout", gpus_per_engine=2))
     assert found == "2 GPUs wanted (1 engines × 2 + 1 ranks × 0), 2 × H200 there"
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "problem"),
+    [
+        ("580.65.06", "13.0", None),
+        ("575.57.08", "13.0", r"driver is 575\.57\.08, and torch for CUDA 13\.0 needs 580 or newer"),
+        ("535.104.05", "12.8", None),
+        ("470.82.01", "12.8", "needs 525"),
+        ("580.65.06", None, "built for CPUs only"),
+        ("[N/A]", None, None),
+    ],
+)
+def test_gpus_need_a_driver_for_the_cuda_of_torch(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch, driver: str, cuda: str | None, problem: str | None
+) -> None:
+    monkeypatch.setenv("DRIVER", driver)
+    monkeypatch.setattr(machine, "torch_cuda", lambda: cuda)
+    wanted = changed("rollout", gpus_per_engine=1)
+    if problem is None:
+        assert machine.check_devices(wanted).endswith("2 × H200 there")
+        return
+    with pytest.raises(ConfigError, match=problem) as refused:
+        machine.check_devices(wanted)
+    assert refused.value.location == "this machine" and refused.value.hint
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    assert machine.torch_cuda() == torch.version.cuda
+    (tmp_path / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")
+    monkeypatch.setattr(machine, "find_spec", lambda _: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
+    assert machine.torch_cuda() == "13.0"
 
 
 @pytest.mark.parametrize(
@@ -56,6 +107,18 @@ def test_gpus_of_a_cluster_are_not_looked_for_here(monkeypatch: pytest.MonkeyPat
     wanted = changed("rollout", gpus_per_engine=8)
     joined = wanted.model_copy(update={"cluster": wanted.cluster.model_copy(update={"address": "there:6379"})})
     assert machine.check_devices(joined).startswith("8 GPUs wanted; the cluster")
+
+
+def test_the_object_store_has_room_for_two_batches_with_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 10 * 2**30
+    monkeypatch.setattr(cluster.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    base = changed("rollout", max_prompt_tokens=1000, max_response_tokens=2000, group_size=8)
+    assert cluster.object_store_bytes(base) == cluster.OBJECT_STORE_BYTES
+    replayed = base.model_copy(update={"algorithm": base.algorithm.model_copy(update={"router_replay": True})})
+    large = replayed.model_copy(update={"pipeline": base.pipeline.model_copy(update={"groups_per_step": 128})})
+    assert cluster.object_store_bytes(large) == 2 * 128 * 8 * 2000 * (16 + 1024)
+    free = 2 * 2**30
+    assert cluster.object_store_bytes(large) == free * 9 // 10
 
 
 def test_the_gateways_port_must_be_free_where_it_is_used() -> None:

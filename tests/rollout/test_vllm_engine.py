@@ -14,12 +14,15 @@ from asyncrl_cli.records.generation import RolloutRequest, Sampling, Segment, To
 from asyncrl_cli.rollout.engine import _segments
 from asyncrl_cli.rollout.engine_settings import (
     BLOCK_SIZE,
+    CACHE_ARGUMENT,
+    batched_tokens,
     cache_bytes_per_token,
     engine_arguments,
     engine_environment,
     gpu_args,
     kv_cache_bytes,
     merged,
+    with_cache,
 )
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import USABLE
@@ -80,6 +83,23 @@ def test_the_environment_differs_between_cpu_and_gpu() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu_gb", "gpus", "running", "tokens"),
+    [(80, 1, 256, 8192), (80, 2, 256, 8192), (80, 0.4, 256, 2048), (24, 1, 256, 2048), (None, 1, 4096, 4096)],
+)
+def test_gpu_engine_computes_more_tokens_at_a_time_on_a_large_gpu(
+    gpu_gb: int | None, gpus: float, running: int, tokens: int
+) -> None:
+    """vLLM refuses fewer tokens than running requests."""
+    chosen = spec(gpus_per_engine=gpus, max_running_rollouts=running)
+    assert batched_tokens(chosen, None if gpu_gb is None else gpu_gb * 10**9) == tokens
+
+
+def test_a_float32_engine_on_a_gpu_does_not_round_products_to_tf32() -> None:
+    assert engine_environment(spec(gpus_per_engine=1))["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in engine_environment(spec(gpus_per_engine=1, dtype="bfloat16"))
+
+
+@pytest.mark.parametrize(
     ("own", "disabled"), [({}, "1"), ({"enforce_eager": True}, "1"), ({"enforce_eager": False}, "0")]
 )
 def test_a_cpu_engine_may_compile_its_model_where_the_spec_says_so(own: dict[str, Any], disabled: str) -> None:
@@ -105,11 +125,20 @@ def test_an_engine_gets_its_share_of_a_gpu() -> None:
             "tensor_parallel_size": 1,
             "distributed_executor_backend": "uni",
             "gpu_memory_utilization": 0.25 * USABLE,
+            "max_num_batched_tokens": 2048,
             "enable_sleep_mode": sleeps,
             "hf_overrides": {"head_dtype": "float32"},
         }
     known = engine_arguments()
     assert known is None or gpu_args(shared).keys() <= known
+
+
+def test_an_engine_that_starts_again_gets_the_cache_of_its_first_start() -> None:
+    again = with_cache(spec(gpus_per_engine=0.4, engine_args={"seed": 1}), 5 * 2**30)
+    assert merged(gpu_args(again), again.rollout.engine_args)["kv_cache_memory_bytes"] == 5 * 2**30
+    assert again.rollout.engine_args["seed"] == 1
+    known = engine_arguments()
+    assert known is None or CACHE_ARGUMENT in known
 
 
 def test_arguments_of_the_spec_count_more_and_mappings_are_merged() -> None:

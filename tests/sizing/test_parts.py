@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.sizing.engine import engine_parts
 from asyncrl_cli.sizing.estimate import estimate, excesses
-from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, version_bytes
+from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
 from asyncrl_cli.sizing.remedies import Change, remedies, with_changes
@@ -157,6 +157,20 @@ def test_offload_moves_states_to_the_host_and_loses_none(found: SizedModel, stag
     assert sum(part.bytes for part in plain.device) == sum(part.bytes for part in moved.device + moved.host)
 
 
+def test_bfloat16_ranks_have_float32_copies_of_gradients_that_they_add_up() -> None:
+    def buckets(ranks: int, dtype: str, found: SizedModel) -> int:
+        changed = sized(trainer__ranks=ranks, trainer__gpus_per_rank=1, trainer__dtype=dtype)
+        return next(part.bytes for part in rank_parts(changed, found).device if part.name == "reduce buckets")
+
+    large = model(8192, layers=1)  # its embeddings have 262 million numbers
+    small = replace(large, embeddings=0, head=0, experts=(0,))
+    assert buckets(1, "bfloat16", small) == 2 * 2**24
+    assert buckets(2, "float32", small) == 4 * 200 * 10**6
+    assert buckets(2, "bfloat16", small) == (2 + 8) * 200 * 10**6
+    wide = replace(small, embeddings=500 * 10**6)
+    assert buckets(2, "bfloat16", wide) == 2 * 200 * 10**6 + 4 * 500 * 10**6
+
+
 @given(st.integers(1, 40_000), st.integers(1, 4000), st.integers(50, 4000), st.booleans())
 def test_the_largest_microbatch_is_one_that_the_plan_can_make(tokens: int, prompt: int, most: int, packs: bool) -> None:
     changed = sized(
@@ -223,10 +237,36 @@ def test_a_gpu_that_an_engine_and_a_rank_share_is_divided() -> None:
     changed = sized(rollout__gpus_per_engine=0.5, trainer__gpus_per_rank=0.4)
     of_rank, of_engine = estimate(changed, model(), 100 * GB, None).devices[:2]
     assert of_rank.capacity == pytest.approx(0.92 * 40 * GB) and of_engine.total == pytest.approx(0.92 * 50 * GB)
-    (sleeping, _) = estimate(with_changes(changed, Change({"pipeline.mode": "sync"})), model(), 100 * GB, None).devices[
-        :2
-    ]
-    assert sleeping.capacity == pytest.approx(0.92 * 100 * GB)
+    sleeping, _, both, _ = estimate(
+        with_changes(changed, Change({"pipeline.mode": "sync"})), model(), 100 * GB, None
+    ).devices
+    assert sleeping.capacity == pytest.approx(0.92 * 100 * GB) and both.capacity == 100 * GB
+
+
+def test_an_engine_that_wakes_up_has_room_beside_the_states_of_its_rank() -> None:
+    """As of a model of 0.6 billion weights on 16 GB: 8.4 GB of states, 7.4 of the engine, and two contexts."""
+    found = model(2048, 9)
+    changed = sized(
+        trainer__zero_stage=2,
+        trainer__gpus_per_rank=0.5,
+        trainer__dtype="bfloat16",
+        trainer__gradient_checkpointing=True,
+        rollout__gpus_per_engine=0.5,
+        rollout__dtype="bfloat16",
+        pipeline__mode="sync",
+    )
+
+    def again(spec: ExperimentSpec) -> Any:
+        return estimate(spec, found, 16 * GB, None)
+
+    (both,) = (device for device in again(changed).devices if device.role == "both")
+    assert both.total == pytest.approx(14 * found.parameters + 0.46 * 16 * GB + 1.2 * GB)
+    (problem,) = (problem for problem in excesses(changed, again(changed)) if problem.device.role == "both")
+    assert problem.cannot and problem.device == both
+    named = [remedy.change for remedy in remedies(changed, problem, again, kv_heads=4)]
+    assert named[:2] == [{"trainer.offload": "optimizer"}, {"rollout.gpus_per_engine": 0.4}]
+    beside = with_changes(changed, Change({"pipeline.mode": "async"}))
+    assert "both" not in {device.role for device in again(beside).devices}
 
 
 def test_hosts_follow_from_the_gpus_of_a_cluster() -> None:
@@ -258,6 +298,19 @@ def test_with_adapters_alone_a_version_is_small_and_engines_have_slots_for_them(
     assert parts["adapters"] >= version_bytes(alone, found)
     assert parts.get("next version", parts["adapters"]) == parts["adapters"]
     assert "adapters" not in {part.name for part in engine_parts(merged, found)}
+
+
+def test_recorded_experts_are_counted_in_object_store_and_journal() -> None:
+    def stored(replays: bool) -> tuple[int, int]:
+        algorithm = SPEC.algorithm.model_copy(update={"router_replay": replays})
+        changed = SPEC.model_copy(update={"algorithm": algorithm})
+        result = estimate(changed, replace(model(), routed=384), None, None)
+        (host,) = (device for device in result.devices if device.role == "host")
+        return next(part.bytes for part in host.parts if part.name == "object store"), result.journal
+
+    tokens = step_tokens(SPEC)
+    assert stored(False) == (2 * 16 * tokens, 10 * tokens)
+    assert stored(True) == (2 * (16 + 384) * tokens, (10 + 384) * tokens)
 
 
 def test_sizes_are_read_with_their_units() -> None:

@@ -17,6 +17,10 @@ from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, t
 
 ROOT = Path(__file__).parents[2]
 Write = Callable[..., Path]
+ON_GPUS = (
+    *("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"),
+    *("rollout.dtype=bfloat16", "trainer.dtype=bfloat16"),
+)
 
 
 def findings(path: Path, *overrides: str) -> list[Problem]:
@@ -145,7 +149,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["trainer.minibatches=64"], "trainer.minibatches", "use one of 1, 2, 4, 8, 16, 32"),
         (["trainer.offload=optimizer"], "trainer.offload", "set it to none"),
         (
-            ["trainer.offload=all", "trainer.zero_stage=2", "trainer.gpus_per_rank=1", "rollout.gpus_per_engine=1"],
+            ["trainer.offload=all", "trainer.zero_stage=2", *ON_GPUS],
             "trainer.offload",
             "raise trainer.zero_stage to 3",
         ),
@@ -183,16 +187,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         ),
         (["model.lora={rank: 600, serve: adapter}"], "model.lora.rank", "of rank 512 at most"),
         (
-            ["model.lora={serve: adapter}", "rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"],
-            "rollout.dtype",
-            "no float32 kernels for adapters",
-        ),
-        (
-            [
-                *("model.lora={serve: adapter}", "rollout.engine_args={quantization: fp8_per_tensor}"),
-                *("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"),
-                *("rollout.dtype=bfloat16", "trainer.dtype=bfloat16"),
-            ],
+            ["model.lora={serve: adapter}", "rollout.engine_args={quantization: fp8_per_tensor}", *ON_GPUS],
             "rollout.engine_args.quantization",
             "adapters beside quantized weights",
         ),
@@ -207,7 +202,8 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "a mixture of experts on GPUs only",
         ),
         (["rollout.engine_args={enable_lora: true}"], "rollout.engine_args.enable_lora", "model.lora.serve"),
-        (["trainer.gpus_per_rank=1"], "rollout.gpus_per_engine", "the engines are on CPU"),
+        ([*ON_GPUS, "rollout.gpus_per_engine=0"], "rollout.gpus_per_engine", "the engines are on CPU"),
+        ([*ON_GPUS, "trainer.gpus_per_rank=0"], "trainer.gpus_per_rank", "the trainer is on CPU"),
         (["tracking.uri=nonsense://x"], "tracking.uri", "no tracking store of scheme `nonsense`"),
         (["tracking.register_model=m", "tracking.mlflow=false"], "tracking.register_model", "tracking.mlflow is false"),
         (["checkpoints.keep_best=1"], "checkpoints.keep_best", "checkpoints.every is 0"),
@@ -342,7 +338,22 @@ def test_threads_are_counted_on_this_machine_only(write: Write, monkeypatch: pyt
     assert [p.path for p in findings(write(), "trainer.ranks=2")] == ["trainer.threads_per_rank"]
     assert findings(write(), "trainer.ranks=2", "pipeline.mode=sync") == []
     assert findings(write(), "trainer.ranks=2", "cluster.address=auto") == []
-    assert findings(write(), "trainer.ranks=2", "trainer.gpus_per_rank=1", "rollout.gpus_per_engine=1") == []
+    assert findings(write(), "trainer.ranks=2", *ON_GPUS) == []
+
+
+def test_float32_on_gpus_is_warned_about(write: Write) -> None:
+    assert findings(write(), *ON_GPUS) == findings(write()) == []
+    for changes, hint in (
+        (["rollout.dtype=float32", "trainer.dtype=float32"], "set rollout.dtype and trainer.dtype to bfloat16"),
+        (["trainer.dtype=float32"], "set trainer.dtype to bfloat16"),
+    ):
+        found = findings(write(), *ON_GPUS, *changes)
+        assert hint in [problem.hint for problem in found] and {problem.severity for problem in found} == {"warning"}
+
+
+def test_adapters_in_float32_are_refused_on_gpus(write: Write) -> None:
+    changes = ("rollout.dtype=float32", "trainer.dtype=float32", "model.lora={serve: adapter}")
+    assert "no float32 kernels for adapters" in str(findings(write(), *ON_GPUS, *changes))
 
 
 def test_the_specs_of_this_repository_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,11 +435,10 @@ def test_shares_that_cannot_be_shared(overrides: list[str], path: str, message: 
 def test_engines_on_gpus_may_compute_in_fp8_where_the_difference_is_corrected(
     write: Write, argument: str, value: str
 ) -> None:
-    gpus = ("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1", f"rollout.engine_args={{{argument}: {value}}}")
-    dtype = ("rollout.dtype=bfloat16", "trainer.dtype=bfloat16")
-    assert not findings(write(), *gpus, *dtype)
-    (problem,) = findings(write(), *gpus)
-    assert (problem.path, problem.message) == ("rollout.dtype", f"engines with {argument} {value} need bfloat16")
+    fp8 = (*ON_GPUS, f"rollout.engine_args={{{argument}: {value}}}")
+    assert not findings(write(), *fp8)
+    found = findings(write(), *fp8, "rollout.dtype=float32", "trainer.dtype=float32")
+    assert f"engines with {argument} {value} need bfloat16" in [problem.message for problem in found]
     off = "algorithm.correction={level: null, cap: null}"
-    problems = [problem for problem in findings(write(), *gpus, *dtype, off) if problem.severity == "error"]
+    problems = [problem for problem in findings(write(), *fp8, off) if problem.severity == "error"]
     assert [problem.path for problem in problems] == ["algorithm.correction.level"]

@@ -61,6 +61,9 @@ def main() -> None:
         trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16", "optimizer": slow})
         changed = spec.model_copy(update={"trainer": trainer})
         results["slow", stage] = train(changed, folder, int(rank), ["good"] * 30, keep=(0, 1))
+    for stage in (2, 3):
+        trainer = spec.trainer.model_copy(update={"zero_stage": stage, "dtype": "bfloat16"})
+        results["summed", stage] = summed(spec.model_copy(update={"trainer": trainer}), folder, int(rank))
     torch.save(results, out)
 
 
@@ -131,6 +134,33 @@ def train(
     dtypes = {parameter.dtype for parameter in engine.basic_optimizer.state}
     engine.destroy()
     return {"updates": made, "weights": weights, "kept": kept, "optimized": dtypes}
+
+
+def summed(spec: ExperimentSpec, folder: Path, rank: int) -> float:
+    """How far the gradient that ranks have added up is from a sum in float64 of the same bfloat16 gradients, relative
+    to its norm."""
+    import torch
+    from deepspeed.utils import safe_get_full_grad
+
+    from asyncrl_cli.train.model.policy import Policy
+
+    ids, mask, weights = rows(rank, 0)
+    plain = Policy(ds.load_model(spec.trainer.model_copy(update={"zero_stage": 0}), str(folder)), 1.0)
+    (plain(ids, mask) * weights).sum().backward()
+    engine = ds.start_engine(spec, str(folder))
+    engine.module.temperature = 1.0
+    engine.set_gradient_accumulation_boundary(True)
+    backward(engine, (engine(ids, mask) * weights).sum())
+    squares = torch.zeros(2, dtype=torch.float64)
+    for own, shared in zip(plain.parameters(), engine.module.parameters(), strict=True):
+        assert own.grad is not None
+        exact = own.grad.double()
+        torch.distributed.all_reduce(exact)
+        exact /= spec.trainer.ranks
+        found = safe_get_full_grad(shared).double()
+        squares += torch.stack([(found - exact).square().sum(), exact.square().sum()])
+    engine.destroy()
+    return float((squares[0] / squares[1]).sqrt())
 
 
 def weights_of(engine: Any, spec: ExperimentSpec) -> dict[str, Any]:

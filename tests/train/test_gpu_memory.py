@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.rollout.engine_settings import engine_environment
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.deepspeed_engine import trainer_environment
 from asyncrl_cli.train.gpu_memory import full_gpu_explained
 
 
@@ -36,6 +38,12 @@ def test_what_is_set_already_is_not_advised() -> None:
     hint = message(spec({"gpus_per_engine": 0.5}, trainer)).hint
     assert hint is not None and "gradient_checkpointing" not in hint and "offload" not in hint
     assert "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" in hint
+
+
+def test_ranks_on_gpus_alone_can_join_gaps_in_memory() -> None:
+    on_gpus = spec({"gpus_per_engine": 0.4, "dtype": "bfloat16"}, {"gpus_per_rank": 0.6})
+    assert trainer_environment(on_gpus)["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in trainer_environment(spec({}, {})) | engine_environment(on_gpus)
 
 
 def test_other_errors_pass() -> None:

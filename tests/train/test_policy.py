@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from asyncrl_cli.train.deepspeed_engine import _restore_rotary_frequencies, recompute_activations
+from asyncrl_cli.train.model import chunked_logprobs
 from asyncrl_cli.train.model.policy import Policy, PolicyError, check_policy
 
 SIZES = {
@@ -33,6 +34,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": SIZES,
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": SIZES | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
     "gemma2": SIZES | {"final_logit_softcapping": 0.5},
     "granite": SIZES | {"logits_scaling": 4.0},
     "opt": {
@@ -49,12 +51,18 @@ LENGTHS = [(3, 9), (1, 4), (7, 2), (1, 1), (5, 12)]
 """Lengths of the prompt and the response of each row."""
 
 
-def make(architecture: str, attention: str = "sdpa", packing: bool = False) -> Policy:
+def make(
+    architecture: str,
+    attention: str = "sdpa",
+    packing: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Policy:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **(ARCHITECTURES | OTHERS)[architecture])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    config = AutoConfig.for_model(architecture, **(ARCHITECTURES | OTHERS)[architecture] | changes)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return Policy(model.eval(), temperature=0.8, packing=packing)
 
 
@@ -100,6 +108,40 @@ def test_models_that_can_be_trained_pass_the_check(architecture: str, packing: b
     check_policy(policy, policy)
 
 
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("largest", [1, 30])
+def test_check_in_bfloat16_passes_rounding_and_refuses_leaks(
+    architecture: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: one head computes in float32, the other in bfloat16, and attention rounds differently. The largest
+    gap of a token is then above 0.2 nats with large logits."""
+    policy = make(architecture, packing=True, dtype=torch.bfloat16, num_hidden_layers=24, tie_word_embeddings=False)
+    monkeypatch.setattr(chunked_logprobs, "_logs", _float32_head)
+    model, embeddings = policy.model, policy.model.get_input_embeddings().weight.detach()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(largest / model(torch.arange(3, 19)[None]).logits.abs().max() * policy.temperature)
+
+    def rounded_otherwise(ids: Tensor, mask: Tensor) -> Tensor:
+        exact = embeddings.clone()
+        torch.manual_seed(1)
+        embeddings.mul_(1 + 2**-8 * (torch.rand(embeddings.shape) < 0.05))
+        logprobs = policy(ids, mask)
+        embeddings.copy_(exact)
+        return logprobs
+
+    check_policy(policy, rounded_otherwise)
+    backbone = model.base_model
+    whole = backbone.forward
+    monkeypatch.setattr(backbone, "forward", lambda position_ids=None, **given: whole(**given))  # rows see each other
+    with pytest.raises(PolicyError, match=r"set trainer\.packing to false"):
+        check_policy(policy, policy)
+
+
+def _float32_head(hidden: Tensor, weight: Tensor, bias: None, temperature: float) -> Tensor:
+    return torch.log_softmax(hidden.float() @ weight.float().T / temperature, dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("architecture", "packing", "hint"),
     [
@@ -108,8 +150,10 @@ def test_models_that_can_be_trained_pass_the_check(architecture: str, packing: b
         ("opt", True, "set trainer.packing to false"),
     ],
 )
-def test_models_that_would_be_trained_wrongly_are_refused(architecture: str, packing: bool, hint: str) -> None:
-    policy = make(architecture, packing=packing)
+def test_models_that_would_be_trained_wrongly_are_refused(
+    architecture: str, packing: bool, hint: str, dtype: torch.dtype
+) -> None:
+    policy = make(architecture, packing=packing, dtype=dtype)
     with pytest.raises(PolicyError, match=hint):
         check_policy(policy, policy)
 

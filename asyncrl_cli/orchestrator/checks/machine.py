@@ -13,6 +13,7 @@ import socket
 import subprocess
 import urllib.request
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -31,7 +32,10 @@ JOB_FOLDERS = "/runtime_resources/working_dir_files/"
 REQUIRED = ("torch", "deepspeed", "ray", "transformers")
 MIN_VLLM = (0, 32)
 """The first version whose outputs have the weight version of every token."""
+LEAST_DRIVER = {"12": 525, "13": 580}
+"""The oldest NVIDIA driver for each CUDA version that torch may be built for."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
+TORCH_CUDA = re.compile(r"^cuda\b[^=]*= '([^']+)'", re.MULTILINE)
 CGROUP = Path("/sys/fs/cgroup")
 """The control group of this container (version 2)."""
 SERVER_S = 3.0
@@ -141,6 +145,8 @@ def check_devices(spec: ExperimentSpec) -> str:
             location="rollout.gpus_per_engine",
             hint="install asyncrl[gpu]",
         )
+    if problem := driver_problem():
+        raise ConfigError(problem[0], location="this machine", hint=problem[1])
     return f"{gpus(wanted)} wanted ({_gpu_sum(spec)}), {there} × {installed[0]} there"
 
 
@@ -171,11 +177,43 @@ def _gpu_sum(spec: ExperimentSpec) -> str:
 
 def installed_gpus() -> tuple[str, ...]:
     """Names of this machine's NVIDIA GPUs, as nvidia-smi lists them."""
+    return tuple(name.strip() for name in GPU_NAME.findall(nvidia_smi("-L")))
+
+
+def driver_problem() -> tuple[str, str] | None:
+    """Why the installed torch cannot use this machine's GPUs, and the hint; None if it can, or there are none.
+
+    An old driver is found only here: Ray and vLLM see its GPUs, and the first tensor on one fails.
+    """
+    driver = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0].strip()
+    number = driver.partition(".")[0]
+    if not number.isdecimal():
+        return None
+    cuda = torch_cuda()
+    if cuda is None:
+        return "the installed torch is built for CPUs only", "install asyncrl[gpu]"
+    least = LEAST_DRIVER.get(cuda.partition(".")[0], 0)
+    if int(number) < least:
+        found = f"the NVIDIA driver is {driver}, and torch for CUDA {cuda} needs {least} or newer"
+        return found, f"install driver {least} or newer, or builds of torch and vLLM for an older CUDA"
+    return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version of the installed torch, such as ``13.0``; None for a CPU build. torch is not imported."""
+    package = find_spec("torch")
+    if package is None or package.origin is None:
+        return None
+    found = TORCH_CUDA.search(Path(package.origin).with_name("version.py").read_text())
+    return found[1] if found else None
+
+
+def nvidia_smi(*options: str) -> str:
+    """The output of nvidia-smi; empty if it does not run."""
     try:
-        answer = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return tuple(name.strip() for name in GPU_NAME.findall(answer))
+        return ""
 
 
 def check_gateway(spec: ExperimentSpec, used: bool) -> str:

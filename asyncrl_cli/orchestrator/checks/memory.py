@@ -6,13 +6,12 @@ because estimating them takes seconds: its result is a lower bound, and a run wh
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.machine import available_memory
+from asyncrl_cli.orchestrator.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, shown
@@ -80,17 +79,16 @@ def device_line(device: Device) -> str:
 
 def installed_gpu_memory() -> int | None:
     """Bytes of the smallest GPU of this machine; None without GPUs."""
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    answer = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
         return min((int(line) * 2**20 for line in answer.split()), default=None)
-    except (OSError, subprocess.SubprocessError, ValueError):
+    except ValueError:
         return None
 
 
 def _remedies(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> list[Remedy]:
-    capacity = problem.device.capacity if problem.device.role != "host" else None
-    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, capacity), model.kv_heads)
+    gpu = problem.device.gpu
+    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, gpu), model.kv_heads)
 
 
 def _set(found: Sequence[Remedy]) -> str:

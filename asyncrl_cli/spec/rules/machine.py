@@ -62,6 +62,16 @@ def one_dtype(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def float32_on_gpus(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Trainer and engines on GPUs compute in bfloat16, not in float32, which is for tests of exactness."""
+    parts = {"rollout.dtype": spec.rollout.gpus_per_engine, "trainer.dtype": spec.trainer.gpus_per_rank}
+    slow = [path for path, gpus in parts.items() if gpus and getattr(spec, path.partition(".")[0]).dtype == "float32"]
+    if slow:
+        message = "float32 on a GPU takes twice the memory and several times as long: it has no flash attention"
+        yield warning(slow[0], message, f"set {' and '.join(slow)} to bfloat16")
+
+
+@rule
 def one_kind_of_device(spec: ExperimentSpec) -> Iterator[Problem]:
     """Trainer and engines both run on GPUs, or both on CPUs."""
     if bool(spec.trainer.gpus_per_rank) != bool(spec.rollout.gpus_per_engine):

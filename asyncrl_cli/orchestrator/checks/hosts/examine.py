@@ -165,6 +165,7 @@ def _judged(hosts: Sequence[Host], measured: Measured, runs_dir: Path, replica_b
         return
     yield verdicts.judge_token(facts)
     yield from verdicts.judge_versions(facts)
+    yield from verdicts.judge_drivers(facts)
     yield verdicts.judge_clocks(measured.offsets)
     failures = {pair: failure for pair, failure in measured.failures.items() if facts.keys() >= set(pair)}
     yield from verdicts.judge_pairs(list(facts), failures, measured.speeds, measured.newcomer)

@@ -45,13 +45,15 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class Facts:
     """Facts that one host reports: the port of its probe, versions by package (also ``python`` and ``asyncrl``),
-    the checksum of asyncrl's code, available memory in bytes, and whether Ray asks for a token there."""
+    the checksum of asyncrl's code, available memory in bytes, whether Ray asks for a token there, and why torch cannot
+    use its GPUs, with a hint (None if it can)."""
 
     port: int
     versions: Mapping[str, str]
     code: str
     memory: int
     token: bool
+    driver: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +189,10 @@ def _facts(port: int) -> Facts:
     from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
     from asyncrl_cli import __version__
-    from asyncrl_cli.orchestrator.checks.machine import available_memory
+    from asyncrl_cli.orchestrator.checks.machine import available_memory, driver_problem
     from asyncrl_cli.runs.manifest import code_checksum, package_versions
 
     versions = {"asyncrl": __version__, "python": platform.python_version(), **package_versions()}
     token = get_authentication_mode() == AuthenticationMode.TOKEN
-    return Facts(port, versions, code_checksum(), available_memory(), token)
+    driver = driver_problem() if "vllm" in versions else None
+    return Facts(port, versions, code_checksum(), available_memory(), token, driver)

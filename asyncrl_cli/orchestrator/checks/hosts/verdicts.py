@@ -99,6 +99,15 @@ def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
     return [Finding("versions", "ok", f"equal on all hosts: {', '.join(shown)}; code {expected.code[:12]}")]
 
 
+def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
+    """Whether the installed torch can use the GPUs of every host."""
+    by_problem: dict[tuple[str, str], list[str]] = {}
+    for host, fact in facts.items():
+        if fact.driver is not None:
+            by_problem.setdefault(fact.driver, []).append(host)
+    return [Finding("GPUs", "failure", f"{_some(hosts)}: {found}", hint) for (found, hint), hosts in by_problem.items()]
+
+
 def _version(version: str | None) -> str:
     return version or "missing"
 
