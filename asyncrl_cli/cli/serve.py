@@ -12,7 +12,6 @@ import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
-from asyncrl_cli.core.terminal import printable
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.serving import Address, Served
@@ -50,11 +49,11 @@ def serve(
     with run_terminal(served.logs) as terminal:
 
         def say(text: str) -> None:
-            terminal.err.write(f"{printable(text)}\n")
+            terminal.err.write(f"{text}\n")
 
         def ready(address: Address) -> None:
             text = json.dumps(asdict(address)) if as_json else _shown(served, address)
-            terminal.out.write(f"{printable(text)}\n")
+            terminal.out.write(f"{text}\n")
 
         try:
             run_server(served, ready, say, say)
