@@ -3,8 +3,8 @@
 Invariant: only the process of the newest row of ``starts`` writes. Each transaction checks that this row is still the
 one that the process has read or written, so a buffer that was replaced cannot write any more (decision 0024).
 
-Invariant: a commit succeeds only if the files at the journal's path are the open ones, and no other process has truncated them. A
-deleted or moved file takes further writes without an error, and they are lost when the process ends (decision 0089).
+Invariant: a commit succeeds only if the files at the journal's path are the open ones, and no other process has
+truncated them. Writes to a deleted file raise no error, and are lost when the process ends (decision 0089).
 """
 
 from __future__ import annotations
