@@ -11,7 +11,6 @@ import typer
 
 from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import ConfigError, UserError
-from asyncrl_cli.core.secrets import hide
 
 if TYPE_CHECKING:
     from asyncrl_cli.monitors.outlet import Terminal
@@ -128,7 +127,7 @@ def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
     ]
     store = target_of(spec).uri
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):
-        lines.append(f"  mlflow ui --backend-store-uri {hide(store)}")
+        lines.append(f"  mlflow ui --backend-store-uri {store}")
     return "\n".join(lines)
 
 

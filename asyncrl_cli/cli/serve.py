@@ -12,6 +12,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.terminal import printable
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.serving import Address, Served
@@ -53,7 +54,8 @@ def serve(
 
         def ready(address: Address) -> None:
             text = json.dumps(asdict(address)) if as_json else _shown(served, address)
-            terminal.out.write(f"{text}\n")
+            shown = printable(f"{text}\n")
+            terminal.out.draw(shown, shown)  # `write` would mask the key
 
         try:
             run_server(served, ready, say, say)

@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Lock
 
 from asyncrl_cli.core.background import Background
+from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.system.logs import redirect_output
 
@@ -57,8 +58,8 @@ class Outlet:
         return self._dropped + self._failed
 
     def write(self, text: str) -> int:
-        """Have ``text`` written as ``printable`` shows it; returns its length, as files do."""
-        shown = printable(text)
+        """Have ``text`` written without secrets and control characters; returns its length, as files do."""
+        shown = printable(hide(text))
         self.draw(shown, shown)
         return len(text)
 
