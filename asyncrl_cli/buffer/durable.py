@@ -47,6 +47,10 @@ class DurableLedger:
 
         The state is read in the transaction that records the start, so that no earlier writer can commit in between.
         """
+        if kind == "restart" and not path.exists():  # otherwise it would begin an empty one
+            raise JournalError(
+                "the run's journal is gone", location=str(path), hint="restore it, then `asyncrl resume`"
+            )
         journal = Journal(path)
         with journal.transaction():
             book = cls(path, settings, base, journal)

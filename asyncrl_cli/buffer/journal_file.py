@@ -2,12 +2,17 @@
 
 Invariant: only the process of the newest row of ``starts`` writes. Each transaction checks that this row is still the
 one that the process has read or written, so a buffer that was replaced cannot write any more (decision 0024).
+
+Invariant: a commit succeeds only if the files at the journal's path are the open ones, and no other process has
+truncated them. Writes to a deleted file raise no error, and are lost when the process ends (decision 0089).
 """
 
 from __future__ import annotations
 
+import os
+import sqlite3
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from sqlite3 import Connection
@@ -15,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from asyncrl_cli.journal.progress import OUTSTANDING
 from asyncrl_cli.journal.rollout_rows import read_batch, row_crc
-from asyncrl_cli.journal.schema import JournalError, explained, open_for_reading, open_for_writing, sound
+from asyncrl_cli.journal.schema import DAMAGED, JournalError, explained, open_for_reading, open_for_writing, sound
 from asyncrl_cli.records.training import TrainingBatch
 
 P = ParamSpec("P")
@@ -23,6 +28,8 @@ T = TypeVar("T")
 
 Statement = tuple[str, tuple[Any, ...]]
 
+FILES = ("", "-wal", "-shm")
+"""Endings of the names of SQLite's files."""
 PRUNED_AT_ONCE = 64
 """Largest number of groups whose tokens one commit may drop, so that pruning never delays an answer for long."""
 
@@ -36,6 +43,7 @@ class JournalFile:
         self._connection = open_for_writing(path) if to_write else open_for_reading(path)
         self._connection.create_function("row_crc", -1, row_crc, deterministic=True)
         self._start = self._newest_start()
+        self._files = self._look() if to_write else {}
 
     def commit(self, statements: Sequence[Statement]) -> None:
         """Write all of these or none; they are on disk when this returns. Raises ``JournalError``."""
@@ -48,8 +56,12 @@ class JournalFile:
             self._connection.executemany(sql, (parameters for _, parameters in alike))
 
     def close(self) -> None:
-        """Close the file; what is noted and not committed is lost."""
-        self._connection.close()
+        """Close the file; what is noted and not committed is lost. Raises ``JournalError`` when it is not in place."""
+        try:
+            self._check_files()
+        finally:
+            self._connection.close()
+            self._files = {}
 
     def needed_from(self, checkpoints: int, on_disk: Collection[int]) -> int:
         """The first step whose tokens are needed by the newest ``checkpoints`` checkpoints or any one ``on_disk``; 0 if
@@ -112,7 +124,8 @@ class JournalFile:
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """A block whose writes are committed together or not at all. Raises ``JournalError`` when another process has
-        begun to write."""
+        begun to write, and when the files are not in place."""
+        self._check_files()
         with explained(self._path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -131,3 +144,63 @@ class JournalFile:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+        # Again before the answer: the files may have been deleted between the first check and the commit.
+        self._check_files(may_shrink=True)
+
+    # -- the files are in place
+
+    def _look(self) -> dict[str, os.stat_result]:
+        found = {}
+        for ending in FILES:
+            with suppress(OSError):
+                found[ending] = os.stat(f"{self._path}{ending}")
+        return found
+
+    def _check_files(self, may_shrink: bool = False) -> None:
+        """Raise ``JournalError`` when a file was deleted, moved, replaced or truncated. SQLite itself ``may_shrink``
+        its files in a commit, and at no other time."""
+        files = self._look()
+        for ending, was in self._files.items():
+            name = f"{self._path.name}{ending}"
+            now = files.get(ending)
+            if now is None or not os.path.samestat(now, was):
+                raise JournalError(
+                    f"{name} was deleted, moved or replaced while the run wrote to it",
+                    location=str(self._path),
+                    hint=self._save("" in files and os.path.samestat(files[""], self._files[""])),
+                )
+            if now.st_size < was.st_size and ending != "-shm" and not may_shrink:
+                raise JournalError(
+                    f"{name} was cut from {was.st_size} to {now.st_size} bytes while the run wrote to it",
+                    location=str(self._path),
+                    hint=DAMAGED,
+                )
+        self._files = files
+
+    def _save(self, main_in_place: bool) -> str:
+        """Save everything acknowledged, and close the open files; returns a hint that says where it is.
+
+        The deleted files exist until they are closed. Nothing is saved if the folder is gone.
+        """
+        target = self._path
+        copy = target.with_name(f".{target.name}-{os.getpid()}")
+        try:
+            if main_in_place:  # the other files' rows go into it
+                _, rows, moved = self._connection.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
+                if rows != moved:
+                    raise OSError
+            else:
+                if target.exists():
+                    target = target.with_name(f"{target.name}.saved")
+                with closing(sqlite3.connect(copy)) as saved:
+                    self._connection.backup(saved)
+            self._connection.close()
+            if not main_in_place:
+                os.replace(copy, target)
+        except (sqlite3.Error, OSError):
+            copy.unlink(missing_ok=True)
+            return (
+                "put the files back, then `asyncrl resume`; a run's folder must stay in place until the run has ended"
+            )
+        moved_back = "" if target == self._path else f" after you have renamed the copy to {self._path.name}"
+        return f"everything acknowledged is in {target}: `asyncrl resume` continues from it{moved_back}"

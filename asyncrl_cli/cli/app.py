@@ -143,7 +143,7 @@ def _end(message: str, code: int) -> NoReturn:
     """Print the error that is being handled and exit. Output that cannot be written is dropped: Python would try
     again, print a traceback and exit with another code."""
     if debugging():
-        traceback.print_exc()
+        echo(traceback.format_exc(), err=True)
     with suppress(OSError):
         echo(message, err=True)
     for stream in filter(None, (sys.stdout, sys.stderr)):

@@ -39,7 +39,7 @@ def run_names(context: typer.Context, incomplete: str) -> list[str]:
 
     runs_dir = Path(context.params.get("runs_dir") or "runs")
     names = [run.run_id for run in all_runs(runs_dir)] if runs_dir.is_dir() else []
-    return [name for name in names if name.startswith(incomplete)]
+    return [name for name in names if name.startswith(incomplete) and name.isprintable()]
 
 
 def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -226,18 +226,18 @@ def show(page: Page, as_json: bool) -> None:
 
 
 def _watch(look: Callable[[], Page]) -> None:
-    from rich.console import Console
     from rich.live import Live
-    from rich.text import Text
 
-    console = Console()
+    from asyncrl_cli.core.console import PlainConsole
+    from asyncrl_cli.core.terminal import plain_text
+
+    console = PlainConsole()
     if not console.is_terminal:
         raise typer.BadParameter("needs a terminal", param_hint="--watch")
     with Live(console=console, auto_refresh=False) as live:
         try:
             while True:
-                # As Text, because rich would interpret markup in a str.
-                live.update(Text("\n".join(look().lines)), refresh=True)
+                live.update(plain_text("\n".join(look().lines)), refresh=True)
                 time.sleep(WATCH_S)
         except KeyboardInterrupt:
             return

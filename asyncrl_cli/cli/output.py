@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from typing import Any
 
 import typer
 
 from asyncrl_cli.core.terminal import printable
-
-_CONTROL = re.compile("[\x7f-\x9f\ud800-\udfff]")
-"""Characters that JSON allows unescaped, but that control a terminal or cannot be encoded."""
 
 
 def debugging() -> bool:
@@ -28,4 +24,5 @@ def echo(text: str, err: bool = False) -> None:
 def echo_json(value: Any) -> None:
     """Print a JSON document."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    typer.echo(_CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    # JSON's own escapes: it allows unescaped characters that control a terminal or cannot be encoded.
+    typer.echo("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))

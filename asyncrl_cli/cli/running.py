@@ -11,8 +11,6 @@ import typer
 
 from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import ConfigError, UserError
-from asyncrl_cli.core.secrets import hide
-from asyncrl_cli.core.terminal import printable
 
 if TYPE_CHECKING:
     from asyncrl_cli.monitors.outlet import Terminal
@@ -68,7 +66,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
     from asyncrl_cli.orchestrator.launch import run_experiment
 
     def show(*lines: str) -> None:
-        terminal.out.write("".join(f"{printable(line)}\n" for line in lines))
+        terminal.out.write("".join(f"{line}\n" for line in lines))
 
     spec = experiment.spec
     pipeline = spec.pipeline
@@ -129,7 +127,7 @@ def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
     ]
     store = target_of(spec).uri
     if spec.tracking.mlflow and "://" in store and not store.startswith("http"):
-        lines.append(f"  mlflow ui --backend-store-uri {hide(store)}")
+        lines.append(f"  mlflow ui --backend-store-uri {store}")
     return "\n".join(lines)
 
 

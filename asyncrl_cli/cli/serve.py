@@ -50,11 +50,12 @@ def serve(
     with run_terminal(served.logs) as terminal:
 
         def say(text: str) -> None:
-            terminal.err.write(f"{printable(text)}\n")
+            terminal.err.write(f"{text}\n")
 
         def ready(address: Address) -> None:
             text = json.dumps(asdict(address)) if as_json else _shown(served, address)
-            terminal.out.write(f"{printable(text)}\n")
+            shown = printable(f"{text}\n")
+            terminal.out.draw(shown, shown)  # `write` would mask the key
 
         try:
             run_server(served, ready, say, say)

@@ -39,14 +39,13 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     the rollouts of that step, c colours tokens by log-prob or weight version, b goes back, q quits. If the output is
     not a terminal, the dashboard is printed once.
     """
-    from rich.console import Console
-
+    from asyncrl_cli.core.console import PlainConsole
     from asyncrl_cli.inspect.dashboard import panel
     from asyncrl_cli.inspect.watching import look
     from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
-    console = Console()
+    console = PlainConsole()
     if console.is_terminal:
         try:
             _show_until_quit(Screen(found), console)
@@ -93,13 +92,13 @@ class Screen:
     def draw(self) -> RenderableType:
         """The screen as it is now."""
         from rich.console import Group
-        from rich.text import Text
 
+        from asyncrl_cli.core.terminal import plain_text
         from asyncrl_cli.inspect.dashboard import panel
         from asyncrl_cli.inspect.watching import look
 
         shown = self._pager.page() if self._paging else panel(look(self._run))
-        return Group(Text(KEYS, style="dim"), shown)
+        return Group(plain_text(KEYS, "dim"), shown)
 
 
 def _show_until_quit(screen: Screen, console: Console) -> None:

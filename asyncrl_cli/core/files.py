@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
+import re
 import secrets
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -66,16 +69,37 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill, which is renamed to ``path`` when the block ends without an error, and otherwise removed.
 
-    Its parent folders are created. Raises ``OSError``, also when ``path`` is a folder that is not empty.
+    Its parent folders are created. Folders that killed processes left unfinished for the same ``path`` are removed.
+    Raises ``OSError``, also when ``path`` is a folder that is not empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
+        if re.fullmatch("[0-9a-f]{8}", left.name.removeprefix(f".{path.name}-")):
+            _remove_unlocked(left)
     unfinished = _unfinished(path)
-    unfinished.mkdir()
+    new = unfinished.with_name(f"{unfinished.name}.new")
+    new.mkdir()
+    lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        with suppress(OSError):  # some network file systems cannot lock folders: what is left there stays
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(new, unfinished)  # only now: an unlocked folder of this name counts as left behind
         yield unfinished
         os.rename(unfinished, path)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(lock)
+        for folder in (new, unfinished):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_unlocked(folder: Path) -> None:
+    with suppress(OSError):  # it is a file, or is locked by the process that fills it
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 def rename(source: Path, target: Path) -> None:

@@ -6,9 +6,21 @@ characters in them could move the cursor, change the title or hide text; half a 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
 
 def printable(text: str) -> str:
     """The text with all characters except printable ones and line breaks written as Python escapes."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def plain_text(text: str = "", style: str = "") -> Text:
+    """The text for rich, without markup and control characters. All texts of a run are made with this function."""
+    from rich.text import Text
+
+    return Text(printable(text), style)

@@ -6,6 +6,8 @@ the table is opened, its columns are checked as a whole.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -48,9 +50,13 @@ class ArrowPrompts(LazyPrompts):
     ``source`` is the location in errors; rows are counted from 1.
     """
 
-    def __init__(self, table: pa.Table, source: str, size: int | None, form: RowForm) -> None:
-        """Raises ``DataError`` for a column that is missing, or does not contain prompts or uids."""
+    def __init__(
+        self, table: pa.Table, source: str, size: int | None, form: RowForm, mapped: Iterable[str] = ()
+    ) -> None:
+        """``mapped``: the files that the table is mapped from. Raises ``DataError`` for a column that is missing, or
+        does not contain prompts or uids."""
         check_size(len(table), source, size)
+        self._mapped = {file: os.stat(file) for file in mapped}
         self._source = source
         self._form = form
         self._table = _readable(table.slice(0, size))
@@ -58,6 +64,7 @@ class ArrowPrompts(LazyPrompts):
         super().__init__(len(self._table), self._row)
 
     def _row(self, row: int) -> Prompt:
+        self._check_files()
         values = self._table.slice(row, 1).to_pylist()[0]
         content = values.get(self._form.prompt_column)
         if isinstance(content, list):  # Arrow gives each message the keys of all.
@@ -66,7 +73,23 @@ class ArrowPrompts(LazyPrompts):
 
     def field(self, name: str) -> list[Any]:
         """The values of one column, in the order of rows; None for each when there is no such column."""
+        self._check_files()
         return self._table.column(name).to_pylist() if name in self._table.column_names else [None] * len(self)
+
+    def _check_files(self) -> None:
+        """Raise ``DataError`` when a file was truncated: the kernel kills a process that reads a mapped page beyond the
+        end of its file (SIGBUS). A file that was deleted or replaced can still be read."""
+        for file, before in self._mapped.items():
+            try:
+                now = os.stat(file)
+            except OSError:
+                continue
+            if os.path.samestat(now, before) and now.st_size < before.st_size:
+                raise DataError(
+                    f"{file} was truncated from {before.st_size:,} to {now.st_size:,} bytes while it was in use",
+                    location=self._source,
+                    hint="restore it, then `asyncrl resume`; write changed data to a new folder",
+                )
 
     def _check_columns(self) -> None:
         import pyarrow.compute as pc

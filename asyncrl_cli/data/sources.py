@@ -100,7 +100,8 @@ def _read_hub(path: str, config: str | None, split: str, size: int | None, form:
 
 
 def _arrow(dataset: Any, source: str, size: int | None, form: RowForm) -> ArrowPrompts:
-    return ArrowPrompts(dataset.with_format("arrow")[:size], source, size, form)
+    mapped = [file["filename"] for file in dataset.cache_files]
+    return ArrowPrompts(dataset.with_format("arrow")[:size], source, size, form, mapped)
 
 
 def _datasets(source: str) -> Any:

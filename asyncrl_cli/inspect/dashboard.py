@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.core.terminal import plain_text
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.journal.queries import Due
 from asyncrl_cli.records.groups import Counts
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
 TREND_STEPS = 32
 """Values that a sparkline shows: as many as fit beside the numbers on a terminal of 80 columns."""
@@ -89,10 +90,11 @@ def panel(shown: Shown) -> RenderableType:
     """The panel, one line to a row."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
-    from rich.text import Text
 
-    def line(text: str) -> Text:  # not a plain string, in which rich would look for markup
-        return Text(printable(text), no_wrap=True, overflow="ellipsis")
+    def line(text: str) -> Text:
+        shown = plain_text(text.replace("\n", r"\n"))
+        shown.no_wrap, shown.overflow = True, "ellipsis"
+        return shown
 
     table = Table.grid(padding=(0, 2))
     # rich takes room from columns without a fixed width first, so that labels survive a long line.
@@ -104,9 +106,9 @@ def panel(shown: Shown) -> RenderableType:
         table.add_row("step", line(f"{shown.step} of {shown.steps}, weight version {shown.version}{left}"))
         table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
         for name, value in _rows(shown):
-            table.add_row(name, line(value))
+            table.add_row(line(name), line(value))
     for name, value in (*_buffer(shown), *_faults(shown)):
-        table.add_row(name, line(value))
+        table.add_row(line(name), line(value))
     return table
 
 

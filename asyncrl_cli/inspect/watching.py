@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from asyncrl_cli.core.terminal import plain_text
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, open_decoder, reference_text, tokens_of
 from asyncrl_cli.inspect.pages import duration, moment, number
@@ -154,10 +155,8 @@ class Pager:
 
     def page(self) -> Text:
         """The rollout that was turned to."""
-        from rich.text import Text
-
         if self._shown is None:
-            return Text(self._note if self.wanted != "all" else "no rollout has ended yet")
+            return plain_text(self._note if self.wanted != "all" else "no rollout has ended yet")
         if not self._decoder_sought:
             self._decoder, self._decoder_sought = open_decoder(self._run), True
         with snapshot(self._run.path / FILE) as connection:
@@ -169,24 +168,23 @@ class Pager:
 
 def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | None, colouring: Colouring) -> Text:
     """A rollout's facts, its prompt, and its tokens in colours."""
-    from rich.text import Text
-
     name = training_rollout_id(*index)
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
     reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
     step = "" if group.row.step is None else f", step {group.row.step + 1}"
     behind = "" if group.row.staleness is None else f", {group.row.staleness} version(s) behind"
-    text = Text(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{behind}\n", style="bold")
-    text.append(f"{content_text(group.prompt.content)}\n\n", style="dim")
+    text = plain_text()
+    text.append(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{behind}\n", style="bold")
+    text.append(plain_text(f"{content_text(group.prompt.content)}\n\n", "dim"))
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     for token in shown:
-        text.append(token.text, style=_style(token, colouring))
+        text.append(plain_text(token.text, _style(token, colouring)))
     if not shown:
         text.append("(its tokens are not in the journal any more)")
     if left_out:
         text.append(f"\n({left_out} more tokens)")
     if reference := reference_text(group.prompt.fields):
-        text.append("\n\nreference  ", style="dim").append(reference)
+        text.append("\n\nreference  ", style="dim").append(plain_text(reference))
     versions = dict.fromkeys((token.age, token.version) for token in shown if token.version is not None)
     text.append(f"\n\ncolours: {colouring}", style="dim")
     if colouring == "weight version":

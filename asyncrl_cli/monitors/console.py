@@ -79,7 +79,7 @@ class PlainView(Monitor):
         )
 
     def _print(self, text: str) -> None:
-        self._out.write(f"{time.monotonic() - self._started:6.1f} s  {printable(text)}\n")
+        self._out.write(f"{time.monotonic() - self._started:6.1f} s  {text}\n")
 
 
 class QuietView(Monitor):
@@ -89,7 +89,7 @@ class QuietView(Monitor):
         self._err = err
 
     def warn(self, text: str) -> None:
-        self._err.write(f"! {printable(text)}\n")
+        self._err.write(f"! {text}\n")
 
 
 class LiveView(Monitor):
@@ -191,9 +191,11 @@ class _Canvas:
 
 def screen(out: Outlet) -> Console:
     """A rich console that draws through an outlet."""
-    from rich.console import Console, ConsoleDimensions
+    from rich.console import ConsoleDimensions
 
-    class Screen(Console):
+    from asyncrl_cli.core.console import PlainConsole
+
+    class Screen(PlainConsole):
         @property  # type: ignore[misc]  # rich's can be set, but never is
         def size(self) -> ConsoleDimensions:
             return ConsoleDimensions(*out.size)

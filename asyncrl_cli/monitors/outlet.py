@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import Lock
 
 from asyncrl_cli.core.background import Background
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.system.logs import redirect_output
 
 PATIENCE_S = 3.0
@@ -56,8 +58,10 @@ class Outlet:
         return self._dropped + self._failed
 
     def write(self, text: str) -> int:
-        """Have ``text`` written; returns its length, as files do."""
-        return self.draw(text, text)
+        """Have ``text`` written without secrets and control characters; returns its length, as files do."""
+        shown = printable(hide(text))
+        self.draw(shown, shown)
+        return len(text)
 
     def draw(self, text: str, lines: str = "") -> int:
         """``write`` for a frame that the next one replaces: only ``lines`` are counted when it is dropped."""

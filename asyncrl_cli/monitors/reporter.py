@@ -19,6 +19,7 @@ from asyncrl_cli.inspect.resolved import resolved_spec, setting
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.recorder import Recorder
+from asyncrl_cli.system.logs import bound_log
 
 LOG = "logs/monitors.jsonl"
 """Why monitors were switched off, with tracebacks; in the run's folder."""
@@ -143,6 +144,7 @@ class Reporter:
         # Before the monitors: MLflow's sends what is in the folder.
         self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
         self._recorder.update(phase="running", step=step, version=version)
+        bound_log()  # monitors and data sources print to the driver's log
         self._tell(lambda monitor: monitor.stepped(step, version, metrics))
 
     def engines(self, serving: int, wanted: int, wait: str) -> None:

@@ -75,34 +75,10 @@ def _hint_for(error: Exception) -> str:
 
 @contextmanager
 def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
-    mark = secrets.token_hex(8)
-    # Only this user may enter the folder. Ray makes its own folder writable for everybody, so that is one below.
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-"))
-    # Ray puts sockets there, and their paths have room for about 100 characters.
-    ray_folder = folder / "r"
-    temporary = folder / "tmp"
-    temporary.mkdir(mode=0o700)
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
-    settings = {
-        MARK: mark,
-        # setproctitle would overwrite the environment that the reaper reads.
-        "SPT_NOENV": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        # By default Ray's workers have a low priority (nice 15).
-        "RAY_worker_niceness": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Every process that reaches Ray's ports can run code as this user. By default, Ray before 2.59 requires no
-        # token.
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token),
-        # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # A killed engine leaves vLLM's sockets and files where temporary files go.
-        "TMPDIR": str(temporary),
-    }
-    with _environment(settings, without=("RAY_AUTH_TOKEN",)), running_reaper(mark, folder, log_dir / "reaper.log"):
+    with (
+        running_reaper(log_dir / "reaper.log") as folder,
+        _environment(_settings(folder), without=("RAY_AUTH_TOKEN",)),
+    ):
         import ray
 
         _read_environment_again()
@@ -121,7 +97,8 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                         log_to_driver=False,
                         logging_level="ERROR",
                         object_store_memory=object_store_bytes(spec),
-                        _temp_dir=str(ray_folder),
+                        # Ray makes its own folder writable for everybody, so it is one level below.
+                        _temp_dir=str(folder / "r"),
                     )
             except Exception as error:
                 raise RunError(
@@ -133,6 +110,32 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
         finally:
             ray.shutdown()
     _read_environment_again()
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    """The environment of a local cluster with this temporary folder, in which a token and a folder are made."""
+    temporary = folder / "tmp"
+    temporary.mkdir(mode=0o700)
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    return {
+        MARK: str(folder),
+        # setproctitle would overwrite the environment that the reaper reads.
+        "SPT_NOENV": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray's workers have a low priority (nice 15).
+        "RAY_worker_niceness": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Every process that reaches Ray's ports can run code as this user. By default, Ray before 2.59 requires no
+        # token.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # A killed engine leaves vLLM's sockets and files where temporary files go.
+        "TMPDIR": str(temporary),
+    }
 
 
 @contextmanager

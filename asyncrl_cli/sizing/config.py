@@ -48,10 +48,11 @@ def load_config(model: Path | str, location: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        # With None, transformers asks on a terminal whether to run the folder's code.
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # of transformers and of what the file holds
         message = f"no model config: {' '.join(str(error).split())[:300]}"
-        hint = "transformers must know the model_type in its config.json"
+        hint = "transformers must know the model_type in its config.json; asyncrl runs no code from a model folder"
         raise ConfigError(message, location=location, hint=hint) from error
 
 

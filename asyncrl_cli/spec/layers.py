@@ -17,6 +17,7 @@ from asyncrl_cli.spec.base import NUL, Section
 from asyncrl_cli.spec.problems import Location, Problem
 from asyncrl_cli.spec.yaml_nodes import MAX_DEPTH, Node, read_yaml
 
+SUFFIXES = (".yaml", ".yml", ".json")
 MAX_FILES = 32
 """Largest number of files of one spec, and of entries of one `extends`."""
 MAX_BYTES = 128 * 1024
@@ -89,6 +90,11 @@ class Layers:
                 return refuse(f"{path} does not exist" if blame else "no such file", "check the path")
             if not os.path.isfile(path):
                 return refuse(f"{path} is not a file" if blame else "not a file", "name a YAML file")
+            if file.suffix not in SUFFIXES and (blame or Path(path).suffix in SUFFIXES):
+                # Messages quote keys and values of a spec. They must not quote any other file that a spec names or
+                # links to, such as /etc/shadow.
+                leads = f"{path} leads to {file.name}, which" if Path(path).suffix in SUFFIXES else path
+                return refuse(f"{leads} is not a YAML file", f"rename it to end in {', '.join(SUFFIXES)}")
             if len(self.files) >= MAX_FILES:
                 return refuse(f"the spec has more than {MAX_FILES} files", "merge some of them")
             self.files.append(file)

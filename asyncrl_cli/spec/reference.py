@@ -25,6 +25,7 @@ line; `--resolved` shows the spec with all defaults.
 This page is generated from the models in `asyncrl_cli/spec` by `python -m asyncrl_cli.spec.reference`.
 
 - **Layers.** `extends: base.yaml` (or a list, in which later files win) starts from other specs, relative to this file.
+  Their names end in `.yaml`, `.yml` or `.json`.
   Mappings are merged key by key; lists and values replace. A key set to `null` removes the value of the base, as in
   `model: {path: ./saved, init: null}`; a section set to `null` has its defaults.
 - **Environment.** `${env:NAME}` and `${env:NAME:-default}` are replaced by environment variables, as a whole value

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+LOG_BYTES = 16 * 2**20
+"""Size at which ``bound_log`` begins a new log."""
 
 
 def redirect_output(log_dir: str, name: str) -> None:
@@ -20,3 +24,16 @@ def redirect_output(log_dir: str, name: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+
+
+def bound_log() -> None:
+    """Begin a new log if this process's log is full. The full one stays as NAME.log.1, and replaces an earlier one.
+
+    Processes with the user's code call this, because that code may print without end.
+    """
+    with suppress(OSError):
+        if os.fstat(1).st_size < LOG_BYTES or (log := Path(os.readlink("/proc/self/fd/1"))).suffix != ".log":
+            return
+        os.replace(log, f"{log}.1")
+        redirect_output(str(log.parent), log.stem)
+        os.write(1, f"[asyncrl: the output before this is in {log.name}.1]\n".encode())

@@ -1,18 +1,27 @@
 """The process that cleans up after a driver, also one that was killed.
 
-    python -m asyncrl_cli.system.reaper MARK FOLDER
+    python -m asyncrl_cli.system.reaper FOLDER
 
-It reads its standard input, the driver's end of which closes when the driver is gone, and then kills every
-process whose environment has ``ASYNCRL_RUN=MARK``, with all that came from it, and removes FOLDER.
+FOLDER has a driver's temporary files. The reaper reads its standard input, the driver's end of which closes when the
+driver is gone, and then kills every process whose environment has ``ASYNCRL_RUN=FOLDER``, with all that came from it,
+and removes FOLDER. If driver and reaper were killed together, the next driver does so.
+
+Invariant: a driver locks the file ``driver`` in its folder for as long as it lives, so a folder with such a file that
+is not locked belongs to a dead driver.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import re
+import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +31,9 @@ from threading import Event, Lock, Thread
 from asyncrl_cli.system.process_tree import descendants
 
 MARK = "ASYNCRL_RUN"
+NAME = re.compile(r"asyncrl-(check-)?[0-9a-f]{8}")
+"""Names of drivers' folders. They are short, because paths of Ray's sockets are limited to about 100 characters."""
+LOCK = "driver"
 CLEAN_UP_S = 15.0
 """Seconds for which it searches processes that are still starting, and files that they still write."""
 RESTART_S = 1.0
@@ -61,15 +73,43 @@ def remove(folder: Path) -> None:
         time.sleep(0.05)
 
 
+def remove_left_behind() -> None:
+    """End the processes and remove the folders of drivers that were killed together with their reapers."""
+    for folder in Path(tempfile.gettempdir()).glob("asyncrl-*"):
+        with suppress(OSError):  # another driver removes it, or it has no lock
+            found = folder.lstat()
+            # Any user can make a folder here: its name says which processes are killed.
+            if not (NAME.fullmatch(folder.name) and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
+                continue
+            with (folder / LOCK).open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                kill_marked(str(folder))
+                remove(folder)
+
+
+def _make(folder: Path) -> int:
+    """Make a driver's folder, which only this user may enter; returns the open file with the lock."""
+    folder.mkdir(mode=0o700)
+    lock = os.open(folder / f".{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.rename(folder / f".{LOCK}", folder / LOCK)  # only now: a file without a lock would tell that the driver is dead
+    return lock
+
+
 @contextmanager
-def running_reaper(mark: str, folder: Path, log: Path) -> Iterator[None]:
-    """A reaper for the length of the block, which is replaced whenever it dies. After the block, no process has the
-    mark and ``folder`` is removed, even if the reaper was killed."""
+def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
+    """A new temporary folder with a reaper, which is replaced whenever it dies, for the length of the block.
+
+    After the block, the folder is removed and no process has its path as mark, even if the reaper was killed.
+    """
+    remove_left_behind()
+    folder = Path(tempfile.gettempdir(), f"asyncrl-{kind}{secrets.token_hex(4)}")
+    mark = str(folder)
 
     def start() -> subprocess.Popen[bytes]:
         with log.open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", __name__, mark, str(folder)],
+                [sys.executable, "-m", __name__, mark],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -78,7 +118,9 @@ def running_reaper(mark: str, folder: Path, log: Path) -> Iterator[None]:
                 start_new_session=True,
             )
 
+    # Before the folder exists: neither a signal nor a kill, at any moment, must leave it behind (decision 0008).
     reaper, ended, changing = start(), Event(), Lock()
+    lock: int | None = None
 
     def watch() -> None:
         nonlocal reaper
@@ -93,7 +135,8 @@ def running_reaper(mark: str, folder: Path, log: Path) -> Iterator[None]:
 
     Thread(target=watch, name="reaper", daemon=True).start()
     try:
-        yield
+        lock = _make(folder)
+        yield folder
     finally:
         with changing:
             ended.set()
@@ -107,13 +150,15 @@ def running_reaper(mark: str, folder: Path, log: Path) -> Iterator[None]:
         if not done:
             kill_marked(mark)
         remove(folder)
+        if lock is not None:
+            os.close(lock)
 
 
 def main() -> None:
-    mark, folder = sys.argv[1:]
+    (folder,) = sys.argv[1:]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()
-    kill_marked(mark)
+    kill_marked(folder)
     remove(Path(folder))
 
 

@@ -17,9 +17,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ UNIVERSAL = "universal"
 COUNTERS_FILE = "trainer.json"
 CRITIC = "critic"
 """The folder of a checkpoint's critic."""
+FORCE_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,44 @@ class Counters:
 
     updates: int
     optimizer_steps: int
+
+
+@contextmanager
+def reading_tensors(folder: Path) -> Iterator[None]:
+    """Inside the block, torch reads tensors and plain values from files and runs no code in them.
+
+    A file of torch is a pickle, which can name any function and have it called. Whoever made the checkpoint in
+    ``folder`` could run code here. Raises ``RunError`` when a file in it asks for more than a few harmless classes.
+    """
+    import pickle
+
+    import numpy as np
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+    from torch.serialization import safe_globals
+
+    rebuild_array = np.array(0).__reduce__()[0]
+    assert callable(rebuild_array)
+    of_arrays = [rebuild_array, np.ndarray, np.dtype, type(np.dtype("uint32"))]  # of NumPy's random numbers
+    before = os.environ.get(FORCE_TENSORS)
+    os.environ[FORCE_TENSORS] = "1"  # DeepSpeed passes weights_only=False, and torch lets this variable win
+    try:
+        with safe_globals([LossScaler, ZeroStageEnum, fragment_address, *of_arrays]):
+            yield
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"it names {named[1]}" if named else str(error).splitlines()[0]
+        raise RunError(
+            f"the checkpoint has more than tensors, and nothing more was read: {what}",
+            location=str(folder),
+            hint="asyncrl writes no such checkpoint; use one from a source that you trust",
+        ) from None
+    finally:
+        if before is None:
+            del os.environ[FORCE_TENSORS]
+        else:
+            os.environ[FORCE_TENSORS] = before
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +158,7 @@ def to_universal(source: Source) -> None:
     # Paths relative to the parent: the converter uses them as regular expressions, and a user's may hold a plus.
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"),
+            *(sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"),
             *("--input_folder", str(source.root.relative_to(parent) / STATE)),
             *("--output_folder", str(source.folder.relative_to(parent) / UNIVERSAL)),
         ],
@@ -135,6 +177,14 @@ def to_universal(source: Source) -> None:
             location=str(source.checkpoint.folder),
             hint=f"set trainer.ranks to {source.checkpoint.trainer().ranks}, with which it was saved",
         )
+
+
+def convert() -> None:
+    """DeepSpeed's converter as a program, with its arguments."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    with reading_tensors(Path.cwd()):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
 def save_state(engine: Any, folder: Path, rank: int, updates: int) -> dict[Path, Digest]:
@@ -182,9 +232,11 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
     import torch
 
     if not source.is_universal:
-        engine.load_checkpoint(str(source.folder), tag=STATE)
+        with reading_tensors(source.folder):
+            engine.load_checkpoint(str(source.folder), tag=STATE)
     elif source.counters.optimizer_steps:
-        engine.load_checkpoint(str(source.folder), tag=UNIVERSAL)
+        with reading_tensors(source.folder):
+            engine.load_checkpoint(str(source.folder), tag=UNIVERSAL)
         # DeepSpeed's loader gives all parts of the optimizer one and the same step counter, which each of them
         # would then advance: with two parts Adam would count every update twice.
         for parameter, state in engine.basic_optimizer.state.items():
@@ -219,7 +271,8 @@ def _restore_random_states(path: Path) -> None:
     import numpy as np
     import torch
 
-    states = torch.load(path, weights_only=False)
+    with reading_tensors(path):
+        states = torch.load(path)
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

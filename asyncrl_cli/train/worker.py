@@ -20,7 +20,7 @@ from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.system.logs import bound_log, redirect_output
 from asyncrl_cli.system.network import family_of
 from asyncrl_cli.train.gpu_memory import full_gpu_explained, give_back, keep_to_share
 from asyncrl_cli.weights.layout import TensorSlot
@@ -158,6 +158,7 @@ class TrainerWorker:
 
     def train_step(self, batch: TrainingBatch) -> StepReport:
         """All optimizer updates of one step."""
+        bound_log()  # the user's objective may print
         from asyncrl_cli.train.model.reference import Copy
         from asyncrl_cli.train.step import train_batch
 

@@ -34,6 +34,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.system.logs import bound_log
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, ModelAccess
 from asyncrl_cli.tasks.mix import task_name
 from asyncrl_cli.workers.folder import WorkerFolder
@@ -65,8 +66,6 @@ closed its socket."""
 SILENT_S = 15.0
 """Seconds without a beat, beyond those for which the loop may be blocked, after which a process with episodes counts as
 hung: some code holds the interpreter's lock."""
-LOG_BYTES = 16 * 2**20
-"""Bytes that one process may print into the log; the rest is read and dropped."""
 CHUNK = 2**16
 LARGEST = 2**28
 """Bytes of the longest answer: a number, or a line of text."""
@@ -97,7 +96,6 @@ class WorkerProcess:
         self._silent_s = 0.0
         self._pulse_text = b""
         self._output = 0
-        self._log_left = LOG_BYTES
         self.loaded = Loaded(Work.PLAIN, {})
         self.retired = False
         self.closed = False
@@ -341,13 +339,10 @@ class WorkerProcess:
                 self._loop.remove_reader(output)
 
     def _copy_output(self, output: int) -> bool:
-        """Copy a piece of what the process prints to the log, up to ``LOG_BYTES``; False at its end."""
+        """Copy a piece of what the process prints to the log; False at its end."""
         chunk = os.read(output, CHUNK)
-        if self._log_left > 0:
-            os.write(1, chunk[: self._log_left])
-            self._log_left -= len(chunk)
-            if self._log_left <= 0:
-                os.write(1, b"\n[asyncrl: process %d has printed more than the log takes]\n" % self.pid)
+        bound_log()
+        os.write(1, chunk)
         return bool(chunk)
 
     def _status(self) -> str | None:

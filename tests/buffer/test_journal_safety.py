@@ -126,6 +126,82 @@ def test_whatever_two_writers_do_the_journal_is_that_of_the_newer(
     assert DurableLedger(path, SETTINGS).ledger.snapshot() == books[1].ledger.snapshot()
 
 
+# -- files that are deleted, replaced or truncated
+
+
+def files(path: Path, *endings: str) -> list[Path]:
+    return [Path(f"{path}{ending}") for ending in endings]
+
+
+@pytest.mark.parametrize(
+    "deleted",
+    [("", "-wal", "-shm"), ("",), ("-wal",), ("-shm",), ("-wal", "-shm")],
+    ids="+".join,
+)
+def test_deleted_files_end_the_run_and_lose_nothing_acknowledged(path: Path, deleted: tuple[str, ...]) -> None:
+    book = opened(path)
+    one_step(book)
+    acknowledged = book.ledger.snapshot()
+    for file in files(path, *deleted):
+        file.unlink()
+    book.journal.failed("engine", "engine-0", "never acknowledged")
+    with pytest.raises(JournalError, match="was deleted, moved or replaced") as caught:
+        commit(book)
+    assert f"everything acknowledged is in {path}: `asyncrl resume` continues" in caught.value.hint
+    check(path)
+    assert DurableLedger(path, SETTINGS).ledger.snapshot() == acknowledged
+    with queries.snapshot(path) as connection:
+        assert not history(connection).failures
+    assert {file.name for file in path.parent.iterdir()} <= {FILE, f"{FILE}-wal", f"{FILE}-shm"}
+
+
+def test_a_replaced_file_is_kept_and_a_copy_has_everything_acknowledged(path: Path) -> None:
+    book = opened(path)
+    one_step(book)
+    acknowledged = book.ledger.snapshot()
+    other = path.with_name("other")
+    other.write_bytes(b"from another run")
+    other.replace(path)
+    with pytest.raises(JournalError, match=r"journal\.db was deleted, moved or replaced") as caught:
+        one_step(book)
+    assert "journal.db.saved" in caught.value.hint
+    assert path.read_bytes() == b"from another run"
+    assert DurableLedger(path.with_name("journal.db.saved"), SETTINGS).ledger.snapshot() == acknowledged
+
+
+@pytest.mark.parametrize("ending", ["", "-wal"])
+def test_a_truncated_file_ends_the_run(path: Path, ending: str) -> None:
+    book = opened(path)
+    one_step(book)
+    with files(path, ending)[0].open("r+b") as file:
+        file.truncate(4096)
+    for act in (lambda: one_step(book), lambda: book.journal.prune(1)):
+        with pytest.raises(JournalError, match=rf"{ending} was cut from \d+ to 4096 bytes"):
+            act()
+
+
+def test_a_moved_folder_ends_the_run_and_has_everything_acknowledged(path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run" / FILE
+    path.parent.mkdir()
+    book = opened(path)
+    one_step(book)
+    acknowledged = book.ledger.snapshot()
+    path.parent.rename(tmp_path / "moved")
+    with pytest.raises(JournalError, match="was deleted, moved or replaced") as caught:
+        one_step(book)
+    assert "must stay in place" in caught.value.hint
+    with pytest.raises(JournalError, match="was deleted, moved or replaced"):  # also without a further commit
+        book.journal.close()
+    assert not path.parent.exists()
+    assert DurableLedger(tmp_path / "moved" / FILE, SETTINGS).ledger.snapshot() == acknowledged
+
+
+def test_a_buffer_that_starts_again_makes_no_new_journal(path: Path) -> None:
+    with pytest.raises(JournalError, match="the run's journal is gone"):
+        opened(path, "restart")
+    assert not path.exists()
+
+
 # -- what cannot be stored
 
 

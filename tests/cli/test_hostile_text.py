@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import asyncrl_cli
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure
+from asyncrl_cli.runs.catalogue import find_run
 from tests.buffer.recorded_run import RecordedRun, make_run, settings
 
-HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00"
-COMMANDS = (
+HOSTILE = "\x1b]0;title\x07\x9b2J\x1b[1A\r\x00\u202e\u2066[/nope][bold]:bomb:<b>"
+COMMANDS: tuple[tuple[str, ...], ...] = (
     ("runs",),
     ("watch",),
     ("events",),
@@ -32,13 +37,27 @@ COMMANDS = (
     ("inspect", "buffer", "--rollout", "0-1"),
     ("inspect", "buffer", "--group", HOSTILE.replace("\x00", "")),
     ("inspect", "run", HOSTILE.replace("\x00", "")),
+    ("checkpoint", "list"),
+    ("checkpoint", "show"),
+    ("checkpoint", "verify"),
+    ("checkpoint", "export", "--to", "model"),
+    ("staleness", "--what-if", "2"),
+    ("report", "-o", "report.html"),
+    ("report", "-o", HOSTILE.replace("\x00", "").replace("/", "") + "/report.html"),
+    ("timeline", "-o", "timeline.json"),
+    ("scale", "2"),
+    ("resume", "latest"),
+    ("replay", "latest"),
+    ("validate-spec", HOSTILE.replace("\x00", "")),
 )
+TEXT_ONLY = {"watch", "verify", "export", "report", "timeline", "scale", "resume", "validate-spec"}
+"""Commands without ``--json``."""
 
 
 @pytest.fixture
 def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with one run in which every text has control characters."""
-    directory = make_run(tmp_path / "runs", phase="failed", step=1, version=1, reason=f"reason {HOSTILE}")
+    directory = make_run(tmp_path / "runs", phase="failed", step=1, version=1, reason=f"reason {HOSTILE}\ud83d")
     run = RecordedRun(directory.path / "journal.db", monkeypatch, settings(), lambda _: 3.0)
     run.metrics = {f"metric {HOSTILE}": 0.5}
     run.step()
@@ -46,30 +65,92 @@ def runs_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     run.book.score([Outcome(f"{failing}-0", RewardFailure(f"KeyError: {HOSTILE}"))])
     run.book.journal.failed("engine", f"engine {HOSTILE}", f"died {HOSTILE}")
     run.commit()
-    columns = {"uid": HOSTILE, "prompt": json.dumps(HOSTILE)}
+    evaluation = {"kind": f"data:{HOSTILE}", "step": 1, "accuracy": 0.5, "mean_reward": 0.5, "mean_length": 4.0}
+    run.book.journal.evaluated(evaluation | {"prompts": 2, "oldest": 1, "newest": 1})
+    run.commit()
+    columns = {"uid": HOSTILE, "prompt": json.dumps(HOSTILE), "fields": json.dumps({"answer": HOSTILE})}
     for column, text in columns.items():
-        run.book.journal.commit([(f"UPDATE groups SET {column} = ?", (text,))])
+        run.book.journal.commit([(f"UPDATE groups SET {column} = ?, crc = NULL", (text,))])
     run.book.journal.commit([("UPDATE batches SET metrics = NULL", ())])
     manifest = directory.manifest | {"host": HOSTILE, "command": ["asyncrl", HOSTILE], "git": {"commit": HOSTILE}}
     directory.write_json("manifest.json", manifest)
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize("arguments", [*COMMANDS, *((*one, "--json") for one in COMMANDS if one != ("watch",))])
+@pytest.mark.parametrize(
+    "arguments", [*COMMANDS, *((*one, "--json") for one in COMMANDS if not TEXT_ONLY.intersection(one))]
+)
 def test_no_control_character_is_printed(
     runs_dir: Path,
     arguments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments, "--runs-dir", str(runs_dir)])
+    monkeypatch.chdir(runs_dir.parent)
+    where = [] if arguments[0] == "validate-spec" else ["--runs-dir", str(runs_dir)]
+    monkeypatch.setattr(sys, "argv", ["asyncrl", *arguments, *where])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code in (0, 1)
+    assert ended.value.code in (0, 1, 2)
     out, err = capsys.readouterr()
     text = out + err
     assert text
     assert [char for char in text if not char.isprintable() and char != "\n"] == []
+    if "--json" in arguments and ended.value.code == 0:
+        for document in out.splitlines() if arguments[0] in ("events", "replay") else [out]:
+            json.loads(document)
+
+
+def test_watch_shows_hostile_rollouts_as_text(runs_dir: Path) -> None:
+    from asyncrl_cli.cli.watch import Screen
+    from asyncrl_cli.core.console import PlainConsole
+
+    screen = Screen(find_run(runs_dir, "latest"))
+    drawn = io.StringIO()
+    console = PlainConsole(file=drawn, width=300)
+    for key in (b"b", b"p", b"c"):
+        screen.press(key)
+        console.print(screen.draw())
+    assert [char for char in drawn.getvalue() if not char.isprintable() and char != "\n"] == []
+    assert drawn.getvalue().count("[/nope][bold]:bomb:<b>") >= 5
+
+
+def test_console_draws_no_text_that_a_caller_forgot_to_clean() -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from asyncrl_cli.core.console import PlainConsole
+
+    drawn = io.StringIO()
+    table = Table(HOSTILE, title=HOSTILE)
+    table.add_row(HOSTILE, Text(HOSTILE))
+    console = PlainConsole(file=drawn, width=300, force_terminal=True, color_system=None)
+    console.print(HOSTILE, table, Text(HOSTILE, "bold"))
+    console.log(HOSTILE)
+    assert [char for char in drawn.getvalue() if not char.isprintable() and char != "\n"] == []
+    assert drawn.getvalue().count("[/nope]") == 4, "the table measured its cells before, so it cuts their ends off"
+
+
+def test_one_module_makes_the_texts_and_one_the_console() -> None:
+    made = {"plain_text": ("rich.text", "Text"), "PlainConsole": ("rich.console", "Console")}
+    package = Path(asyncrl_cli.__file__).parent
+    found = {
+        (file.relative_to(package).as_posix(), name)
+        for file in package.rglob("*.py")
+        for name in runtime_imports(ast.parse(file.read_text()))
+        if name in made.values()
+    }
+    assert found == {("core/terminal.py", ("rich.text", "Text")), ("core/console.py", ("rich.console", "Console"))}
+
+
+def runtime_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """Modules and names that a file imports, without imports for annotations."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias.name) for alias in node.names)
+        yield from runtime_imports(node)
 
 
 @given(st.text())

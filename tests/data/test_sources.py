@@ -156,6 +156,23 @@ def test_arrow_values_that_json_does_not_have(tmp_path: Path) -> None:
     )
 
 
+def test_a_saved_data_set_that_is_truncated_in_use_is_an_error(tmp_path: Path) -> None:
+    """Not SIGBUS, which would end this process."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": f"{number} {'x' * 10_000}", "answer": "1"} for number in range(20)]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    prompts = read_source(SplitSpec(path=str(tmp_path / "saved")), "train", tmp_path)
+    assert prompts[19].uid
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    with file.open("r+b") as opened:
+        opened.truncate(4096)
+    for read in (lambda: prompts[19], lambda: prompts.field("answer")):  # type: ignore[attr-defined]
+        with pytest.raises(DataError, match=r"arrow was truncated from [\d,]+ to 4,096 bytes while it was in use"):
+            read()
+    file.unlink()
+    assert isinstance(prompts, Sequence)
+
+
 @pytest.mark.parametrize(
     ("rows", "keys", "place", "message"),
     [

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.core import secrets
 from asyncrl_cli.core.background import Background
 from asyncrl_cli.monitors.console import PlainView
 from asyncrl_cli.monitors.outlet import LINES, Outlet
@@ -54,6 +55,18 @@ def test_output_that_fails_is_counted_and_nothing_else(unwritable: int, tmp_path
     out.close()
     assert out.lost == 4
     assert recorder.close() == "" and RunDirectory(run.path).state.step == 3
+
+
+def test_secrets_and_control_characters_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    out = Outlet(writer)
+    monkeypatch.setattr(secrets, "_values", {})
+    secrets.remember("WANDB_API_KEY", "0123456789abcdef")
+    out.write("mlflow      experiment 0123456789abcdef \x1b[2J\n")
+    assert out.close()
+    assert os.read(reader, 1000).decode() == "mlflow      experiment ${env:WANDB_API_KEY} \\x1b[2J\n"
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_reader_that_stops_reading_holds_nothing_up_and_hears_what_it_missed() -> None:

@@ -35,6 +35,28 @@ def test_output_goes_to_the_log_also_from_children_and_c(tmp_path: Path) -> None
     assert (tmp_path / "worker.log").read_text().splitlines() == expected
 
 
+VERBOSE = """
+import sys
+from asyncrl_cli.system import logs
+logs.LOG_BYTES = 1000
+logs.bound_log()
+logs.redirect_output(sys.argv[1], "scorer")
+for number in range(200):
+    print(f"call {number}", "x" * 100, flush=True)
+    logs.bound_log()
+"""
+
+
+def test_a_full_log_is_replaced_and_the_newest_output_stays(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", VERBOSE, str(tmp_path)], check=True)
+    newest, before = ((tmp_path / name).read_text() for name in ("scorer.log", "scorer.log.1"))
+    assert len(list(tmp_path.iterdir())) == 2
+    assert len(newest) < 1200 and 1000 <= len(before) < 1200
+    assert newest.startswith("[asyncrl: the output before this is in scorer.log.1]")
+    assert "call 199" in newest
+    assert all(f"call {number} " in before + newest for number in range(191, 200))
+
+
 def test_the_manifest_says_where_the_run_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = tmp_path / "code/spec.yaml"
     spec.parent.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.spec.layers import Layers, merge, override
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.spec.problems import Location, Problem
+from asyncrl_cli.spec.problems import Location, Problem, SpecError
 from asyncrl_cli.spec.yaml_nodes import Node
 
 HERE = Location("here", 1, 1)
@@ -87,6 +88,19 @@ def test_more_files_than_a_spec_may_have(tmp_path: Path) -> None:
     assert "more than 32 files" in layers(tmp_path / "many.yaml")[1][0].message
     (tmp_path / "long.yaml").write_text(f"a: {'x' * 2**17}\n")
     assert "131,072 bytes" in layers(tmp_path / "long.yaml")[1][0].message
+
+
+@pytest.mark.parametrize("target", ["shadow", "linked.yaml"])
+def test_a_file_without_the_suffix_of_a_spec_is_not_quoted(tmp_path: Path, target: str) -> None:
+    (tmp_path / "shadow").write_text("root:$6$hash:19000:0:99999:7:::\nmodel: secret\n")
+    (tmp_path / "linked.yaml").symlink_to("shadow")
+    (tmp_path / "top.yaml").write_text(f"extends: {target}\n")
+    for spec in ("top.yaml", "linked.yaml"):
+        with pytest.raises(SpecError) as caught:
+            load_spec(tmp_path / spec)
+        message = str(caught.value)
+        assert re.search("shadow(, which)? is not a YAML file", message)
+        assert "$6$" not in message and "secret" not in message
 
 
 def test_the_rest_of_the_file_is_read_when_one_that_it_extends_cannot_be(tmp_path: Path) -> None:

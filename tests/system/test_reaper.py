@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,13 +30,15 @@ signal.pause()
 
 DRIVER = """
 import os, signal, subprocess, sys
-mark, folder, stubborn = sys.argv[1:]
-reaper = subprocess.Popen([sys.executable, "-m", "asyncrl_cli.system.reaper", mark, folder],
-                            stdin=subprocess.PIPE, start_new_session=True)
-child = subprocess.Popen([sys.executable, "-c", stubborn], env=os.environ | {"ASYNCRL_RUN": mark},
-                         stdout=subprocess.PIPE, text=True)
-print(reaper.pid, child.stdout.readline(), flush=True)
-signal.pause()
+from pathlib import Path
+import psutil
+from asyncrl_cli.system.reaper import running_reaper
+with running_reaper(Path(sys.argv[1])) as folder:
+    (reaper,) = psutil.Process().children()
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], env=os.environ | {"ASYNCRL_RUN": str(folder)},
+                             stdout=subprocess.PIPE, text=True)
+    print(folder, reaper.pid, child.stdout.readline(), flush=True)
+    signal.pause()
 """
 TIMEOUT_S = 60.0
 
@@ -85,20 +89,26 @@ def start() -> Iterator[Start]:
             pipe.close()
 
 
-@pytest.fixture
-def mark(tmp_path: Path) -> Iterator[str]:
-    name = f"test-{os.getpid()}-{tmp_path.name}"
-    yield name
-    kill_marked(name)
-    kill_marked(f"{name}0")
+@pytest.fixture(autouse=True)
+def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary folder for each test: nothing that other tests have there is removed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "session"
     (folder / "sockets").mkdir(parents=True)
     (folder / "sockets/plasma").touch()
-    return folder
+    yield folder
+    kill_marked(str(folder))
+    kill_marked(f"{folder}0")
+
+
+@pytest.fixture
+def mark(folder: Path) -> str:
+    return str(folder)
 
 
 def pids(process: subprocess.Popen[str]) -> list[int]:
@@ -110,7 +120,7 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
     marked = pids(start("-c", STUBBORN, mark=mark))
     others = [*pids(start("-c", STUBBORN, mark=f"{mark}0")), *pids(start("-c", STUBBORN))]
     try:
-        reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
+        reaper = start("-m", "asyncrl_cli.system.reaper", str(folder))
         assert reaper.stdin is not None
         reaper.stdin.close()
         assert reaper.wait(TIMEOUT_S) == 0
@@ -126,7 +136,7 @@ def test_everything_marked_is_killed_and_the_folder_removed(start: Start, mark: 
 
 def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
     marked = pids(start("-c", STUBBORN, mark=mark))
-    reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(folder))
+    reaper = start("-m", "asyncrl_cli.system.reaper", str(folder))
     assert reaper.stdin is not None
     reaper.stdin.write("not the end\n")
     reaper.stdin.flush()
@@ -139,10 +149,18 @@ def test_it_waits_for_the_pipe(start: Start, mark: str, folder: Path) -> None:
     assert not any(map(is_alive, marked))
 
 
-def test_a_killed_driver_takes_everything_with_it(start: Start, mark: str, folder: Path) -> None:
-    driver = start("-c", DRIVER, mark, str(folder), STUBBORN)
-    reaper, *marked = pids(driver)
+def drive(start: Start, log: Path) -> tuple[subprocess.Popen[str], Path, list[int]]:
+    """A driver, its folder, and the pids of its reaper and of two processes with its mark."""
+    driver = start("-c", DRIVER, str(log), STUBBORN)
+    assert driver.stdout is not None
+    folder, *words = driver.stdout.readline().split()
+    return driver, Path(folder), [int(word) for word in words]
+
+
+def test_a_killed_driver_takes_everything_with_it(start: Start, tmp_path: Path) -> None:
+    driver, folder, (reaper, *marked) = drive(start, tmp_path / "log")
     assert len(marked) == 2
+    assert folder.is_dir()
     assert all(map(is_alive, [reaper, *marked]))
     driver.send_signal(signal.SIGKILL)
     driver.wait()
@@ -151,8 +169,48 @@ def test_a_killed_driver_takes_everything_with_it(start: Start, mark: str, folde
     assert not folder.exists()
 
 
-def test_with_nothing_left_it_ends(start: Start, mark: str, tmp_path: Path) -> None:
-    reaper = start("-m", "asyncrl_cli.system.reaper", mark, str(tmp_path / "missing"))
+def test_a_driver_removes_what_a_driver_killed_with_its_reaper_left(start: Start, tmp_path: Path) -> None:
+    living, lived_in, others = drive(start, tmp_path / "log")
+    driver, folder, (reaper, *marked) = drive(start, tmp_path / "log")
+    os.kill(driver.pid, signal.SIGSTOP)  # or it would start another reaper
+    os.kill(reaper, signal.SIGKILL)
+    driver.kill()
+    driver.wait()
+    assert folder.is_dir() and all(map(is_alive, marked))
+    foreign = [tmp_path / name for name in ("asyncrl-results", "asyncrl-0123abcd", "asyncrl-check-0123abcd")]
+    for path in foreign:
+        path.mkdir()
+    (foreign[0] / "driver").touch()
+    (tmp_path / "asyncrl-89abcdef").symlink_to(lived_in)
+    with running_reaper(tmp_path / "log"):
+        assert not folder.exists() and not any(map(is_alive, marked))
+        assert lived_in.is_dir() and all(map(is_alive, [living.pid, *others]))
+        assert all(path.is_dir() for path in foreign)
+    living.send_signal(signal.SIGINT)
+    living.wait()
+    assert not lived_in.exists()
+
+
+@pytest.mark.parametrize("does_it", [False, True], ids=["before the call", "after the call"])
+@pytest.mark.parametrize("name", ["mkdir", "open", "rename"])
+def test_no_interruption_of_a_start_leaves_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, does_it: bool
+) -> None:
+    real = getattr(os, name)
+
+    def interrupted(*arguments: Any, **named: Any) -> None:
+        if does_it:
+            real(*arguments, **named)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, name, interrupted)
+    with pytest.raises(KeyboardInterrupt), running_reaper(tmp_path / "log"):
+        pass
+    assert not list(tmp_path.glob("asyncrl-*")) and children() == []
+
+
+def test_with_nothing_left_it_ends(start: Start, tmp_path: Path) -> None:
+    reaper = start("-m", "asyncrl_cli.system.reaper", str(tmp_path / "missing"))
     reaper.communicate()
     assert reaper.returncode == 0
 
@@ -177,9 +235,9 @@ def children(but: int = 0) -> list[int]:
     return [process.pid for process in psutil.Process().children() if process.pid != but and is_reaper(process)]
 
 
-def test_a_reaper_that_dies_gets_a_successor(start: Start, mark: str, folder: Path, tmp_path: Path) -> None:
-    with running_reaper(mark, folder, tmp_path / "log"):
-        marked = pids(start("-c", STUBBORN, mark=mark))
+def test_a_reaper_that_dies_gets_a_successor(start: Start, tmp_path: Path) -> None:
+    with running_reaper(tmp_path / "log") as folder:
+        marked = pids(start("-c", STUBBORN, mark=str(folder)))
         (first,) = children()
         os.kill(first, signal.SIGKILL)
         eventually(lambda: children(but=first) != [])
@@ -187,18 +245,16 @@ def test_a_reaper_that_dies_gets_a_successor(start: Start, mark: str, folder: Pa
     assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
 
 
-def test_without_a_reaper_at_the_end_everything_is_cleaned_up(
-    start: Start, mark: str, folder: Path, tmp_path: Path
-) -> None:
-    with running_reaper(mark, folder, tmp_path / "log"):
-        marked = pids(start("-c", STUBBORN, mark=mark))
+def test_without_a_reaper_at_the_end_everything_is_cleaned_up(start: Start, tmp_path: Path) -> None:
+    with running_reaper(tmp_path / "log") as folder:
+        marked = pids(start("-c", STUBBORN, mark=str(folder)))
         (reaper,) = children()
         os.kill(reaper, signal.SIGKILL)
     assert not any(map(is_alive, marked)) and not folder.exists() and children() == []
 
 
 def test_a_reaper_that_hangs_leaves_nothing_behind(
-    start: Start, mark: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Stopped(subprocess.Popen[bytes]):
         def wait(self, timeout: float | None = None) -> int:
@@ -206,9 +262,11 @@ def test_a_reaper_that_hangs_leaves_nothing_behind(
                 raise subprocess.TimeoutExpired("reaper", timeout)
             return super().wait()
 
-    marked = pids(start("-c", STUBBORN, mark=mark))
+    popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", Stopped)
-    with running_reaper(mark, folder, tmp_path / "log"):
+    with running_reaper(tmp_path / "log") as folder:
+        monkeypatch.setattr(subprocess, "Popen", popen)
+        marked = pids(start("-c", STUBBORN, mark=str(folder)))
         (reaper,) = children()
         os.kill(reaper, signal.SIGSTOP)
     eventually(lambda: not any(map(is_alive, [reaper, *marked])))

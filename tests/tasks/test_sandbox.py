@@ -408,7 +408,8 @@ def test_results_are_read_while_tests_run(kind: Kind) -> None:
     assert all(run("f = lambda: 1", [*checks[:10], *[Check("pass")] * 69_990], LIMITS, kind))
 
 
-def test_files_are_private_and_limited(kind: Kind) -> None:
+def test_files_are_private_and_limited(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where no other process makes or removes a sandbox
     code = """
 import tempfile
 written = 0
@@ -422,10 +423,9 @@ def write():
     except OSError:
         pass
 """
-    before = set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*"))
     bounded = passes(code, "write()\nassert 8 * 2**20 < written < 17 * 2**20", "assert False", kind=kind)
     assert bounded == ([True, False] if kind == "bubblewrap" else [False, False]), "it was killed by the limit"
-    assert set(Path(tempfile.gettempdir()).glob("asyncrl-sandbox-*")) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 HIDDEN_FILES = """

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import TrainerSpec
-from asyncrl_cli.train.checkpoints import find_source, to_universal
-from asyncrl_cli.train.model.export import export_model
+from asyncrl_cli.train.checkpoints import find_source, load_state, to_universal
+from asyncrl_cli.train.model.export import consolidate, export_model
 
 
 def empty_checkpoint(folder: Path, ranks: int, zero_stage: int, **further: int) -> Checkpoint:
@@ -85,3 +89,49 @@ def test_divided_experts_load_into_divided_ones(
             find_source(checkpoint, trainer)
         return
     assert find_source(checkpoint, trainer).is_universal == universal
+
+
+class Code:
+    """An object that makes a folder when it is unpickled."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._folder),)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_export_runs_no_code_from_a_checkpoint(tmp_path: Path, zero_stage: int) -> None:
+    checkpoint = empty_checkpoint(tmp_path, 1, zero_stage)
+    code = {"module": {"model.weight": torch.zeros(1)}, "further": Code(tmp_path / "made")}
+    for name in ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        torch.save(code, checkpoint.folder / "state" / name)
+    with pytest.raises(RunError, match=r"has more than tensors, .* it names posix\.mkdir"):
+        consolidate(checkpoint)
+    assert not (tmp_path / "made").exists()
+
+
+def test_resume_runs_no_code_from_a_checkpoint(tmp_path: Path) -> None:
+    source = find_source(empty_checkpoint(tmp_path, 1, 3), TrainerSpec(zero_stage=3))
+    shards, random_states = (source.root / "state" / name for name in ("model.pt", "random-0.pt"))
+    torch.save(Code(tmp_path / "made"), shards)
+    torch.save(Code(tmp_path / "made"), random_states)
+    reads = SimpleNamespace(load_checkpoint=lambda *_, **__: torch.load(shards, weights_only=False))
+    reads_nothing = SimpleNamespace(load_checkpoint=lambda *_, **__: None)
+    for engine in (reads, reads_nothing):
+        with pytest.raises(RunError, match="more than tensors"):
+            load_state(engine, source, 0)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.slow
+def test_a_conversion_runs_no_code_from_a_checkpoint(tmp_path: Path) -> None:
+    source = find_source(empty_checkpoint(tmp_path, 2, 3), TrainerSpec(ranks=1, zero_stage=3))
+    for rank in range(2):
+        for kind in ("model", "optim"):
+            name = f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
+            torch.save(Code(tmp_path / "made"), source.root / "state" / name)
+    with pytest.raises(RunError, match="more than tensors"):
+        to_universal(source)
+    assert not (tmp_path / "made").exists()

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.flatten import flatten
+from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.inspect.pages import moment, number
 from asyncrl_cli.inspect.report.charts import Chart, curve_charts, sections
 from asyncrl_cli.inspect.report.summary import RunSummary
@@ -34,6 +35,8 @@ def render(runs: Sequence[RunSummary]) -> str:
         loader=PackageLoader("asyncrl_cli.inspect.report", "page"),
         autoescape=True,
         undefined=StrictUndefined,
+        # Text that changes the direction of writing would also change the rest of its line.
+        finalize=lambda value: printable(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

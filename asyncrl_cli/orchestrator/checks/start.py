@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,14 +91,8 @@ class StartChecks:
         self._sized: SizedModel | None = None
 
     def __enter__(self) -> StartChecks:
-        # In this order: neither a signal, which ends a process at once otherwise, nor a kill must leave the folder
-        # behind (decision 0008).
-        self._open.enter_context(stop_on_signals())
-        mark = secrets.token_hex(8)
-        folder = Path(tempfile.gettempdir(), f"asyncrl-check-{mark}")
-        self._open.enter_context(running_reaper(mark, folder, Path(os.devnull)))
-        folder.mkdir(mode=0o700)
-        self._folder = folder
+        self._open.enter_context(stop_on_signals())  # first: otherwise a signal ends the process at once
+        self._folder = self._open.enter_context(running_reaper(Path(os.devnull), "check-"))
         return self
 
     def __exit__(self, *_: object) -> None:

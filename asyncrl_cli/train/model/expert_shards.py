@@ -68,5 +68,5 @@ def _read(folder: Path, rank: int, kind: str) -> dict[str, Any]:
 
     # With bfloat16 weights the optimizer's file begins with bf16_.
     (path,) = folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
-    read: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+    read: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True)
     return read

@@ -12,6 +12,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.train.checkpoints import reading_tensors
 from asyncrl_cli.train.model.expert_shards import undivided
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
-        state = _saved(checkpoint)
+        with reading_tensors(checkpoint.folder):
+            state = _saved(checkpoint)
         # Tied weights are one object with two names, which is read once.
         whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
     except (OSError, ValueError, KeyError, RuntimeError) as error:
@@ -74,7 +76,7 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
 
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = consolidate(checkpoint, dtype if lora is None else torch.float32)
-    config = AutoConfig.from_pretrained(model_stub)
+    config = AutoConfig.from_pretrained(model_stub, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         if lora is not None:
@@ -82,7 +84,7 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.tie_weights()
     save_model(model, model_stub, folder, max_shard_size=FILE_BYTES)
-    AutoTokenizer.from_pretrained(model_stub).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model_stub, trust_remote_code=False).save_pretrained(folder)
 
 
 def check_target(folder: Path) -> None:
@@ -104,7 +106,7 @@ def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:
     import torch
 
     (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
-    state: dict[str, Tensor] = torch.load(path, map_location="cpu", weights_only=False)["module"]
+    state: dict[str, Tensor] = torch.load(path, map_location="cpu")["module"]
     return state
 
 

@@ -190,7 +190,7 @@ def _saved_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelInitError(
             f"no tokenizer could be loaded from {path!r}: {error}",

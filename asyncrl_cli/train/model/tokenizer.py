@@ -76,7 +76,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return with_chat_template(AutoTokenizer.from_pretrained(folder), chat_template)
+    return with_chat_template(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), chat_template)
 
 
 def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
