@@ -63,7 +63,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _texts(value: str | float) -> list[str]:
-    """The text, or the ways to write a number: 18.0 (pandas makes floats of whole numbers) is 18, 1e-07 is 0.0000001."""
+    """The text, or the ways to write a number: pandas makes 18.0 of 18; 1e-07 is 0.0000001."""
     if isinstance(value, float):
         plain = f"{Decimal(repr(value)):f}"
         return list(dict.fromkeys((plain.removesuffix(".0"), plain, repr(value))))
