@@ -7,7 +7,7 @@ the table is opened, its columns are checked as a whole.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -95,6 +95,10 @@ class ArrowPrompts(LazyPrompts):
         import pyarrow.compute as pc
 
         names = self._table.column_names
+        for name in names:
+            for floats in _float_columns(self._table.column(name)):
+                wrong = pc.invert(pc.is_finite(floats))
+                self._refuse_first(wrong, f"`{name}` is NaN or infinite", "write null, or remove the row or the column")
         if missing := sorted(self._form.needed - set(names)):
             hint = f"the columns are {', '.join(names)}; name one of them in the split's keys"
             self._refuse(f"no column `{missing[0]}`", hint)
@@ -175,6 +179,18 @@ def _readable(table: pa.Table) -> pa.Table:
         elif pa.types.is_dictionary(kind):
             table = table.set_column(index, name, table.column(name).cast(kind.value_type))
     return table
+
+
+def _float_columns(column: pa.ChunkedArray) -> Iterator[pa.ChunkedArray]:
+    """The column, or its structs' columns, if they are floats. Lists are checked with their rows."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_floating(column.type):
+        yield column
+    elif pa.types.is_struct(column.type):
+        for index in range(column.type.num_fields):
+            yield from _float_columns(pc.struct_field(column, [index]))
 
 
 def _without_nulls(message: Any) -> Any:

@@ -190,7 +190,7 @@ def _fault_of(prompt: Prompt) -> tuple[str, str] | None:
             return f"message {number} {fault}", LIKE_OPENAI
     for name, value in (("uid", prompt.uid), ("prompt", prompt.content), *prompt.fields.items()):
         if fault := _fault_of_text(value):
-            return f"`{name}` is {fault}", "use text, numbers, booleans, lists and mappings"
+            return f"`{name}` is {fault}", "use text, finite numbers, booleans, null, lists and mappings"
     return None
 
 
@@ -232,9 +232,12 @@ def _fault_of_text(value: Any) -> str | None:
         raise TypeError(f"a {type(value).__name__}")
 
     try:
-        json.dumps(value, ensure_ascii=False, default=as_json).encode()
+        # SQLite reads no JSON with NaN or Infinity: one such row would make the journal unreadable.
+        json.dumps(value, ensure_ascii=False, default=as_json, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         return f"not Unicode: it has {error.object[error.start]!r}, half of a surrogate pair"
     except (TypeError, ValueError, RecursionError) as error:
+        if "Out of range float" in str(error):
+            return "NaN or infinite, or contains such a number, which JSON does not have"
         return f"not a JSON value: {error}"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -66,6 +67,11 @@ def _json_row(line: bytes, path: Path, number: int) -> Mapping[str, Any]:
         _refuse(path, number, f"not UTF-8 (byte {error.start})", "save the file as UTF-8")
     except json.JSONDecodeError as error:
         _refuse(path, number, f"not JSON: {error.msg} at column {error.colno}", "write one JSON object per line")
+    except ValueError:  # Python's limit: reading longer ones takes quadratic time
+        digits = sys.get_int_max_str_digits()
+        _refuse(path, number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
+    except RecursionError:
+        _refuse(path, number, "lists or objects are nested too deeply", "flatten the row")
     if not isinstance(row, dict):
         _refuse(path, number, f"not a JSON object but {kind(row)}", 'write rows as {"prompt": …}')
     return row

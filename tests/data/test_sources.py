@@ -186,6 +186,8 @@ def test_a_saved_data_set_that_is_truncated_in_use_is_an_error(tmp_path: Path) -
         ([{"prompt": "a", "uid": 1.5}], {}, "", "the column `uid` has the type double"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": None}], {"uid_column": "id"}, ":2", "`id` is null"),
         ([{"prompt": "a", "uid": "x"}, {"prompt": "b", "uid": "x"}], {}, ":2", "'x' is also the uid of row 1"),
+        ([{"prompt": "a", "x": None}, {"prompt": "b", "x": float("nan")}], {}, ":2", "`x` is NaN or infinite"),
+        ([{"prompt": "a", "m": {"x": 1.0}}, {"prompt": "b", "m": {"x": float("inf")}}], {}, ":2", "`m` is NaN"),
     ],
 )
 def test_a_column_that_is_wrong_is_found_at_once(

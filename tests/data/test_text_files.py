@@ -78,6 +78,11 @@ def test_all_json_values_are_kept(folder: Path, rows: list[tuple[str, Any]]) -> 
         ('{"prompt": "a", "uid": 3.5}', "`uid` is a number"),
         ('{"prompt": "a", "uid": ""}', "`uid` is empty"),
         ('{"prompt": "a", "uid": "first"}', "is also the uid of line 1"),
+        ('{"prompt": "a", "answer": NaN}', "`answer` is NaN or infinite"),
+        ('{"prompt": "a", "answer": 1e999}', "`answer` is NaN or infinite"),
+        ('{"prompt": "a", "meta": {"scores": [0.5, -Infinity]}}', "`meta` is NaN or infinite, or contains such"),
+        (f'{{"prompt": "a", "answer": {"9" * 5000}}}', "an integer has more than 4,300 digits"),
+        (f'{{"prompt": "a", "answer": {"[" * 9000}', "nested too deeply"),
     ],
 )
 def test_a_refusal_names_file_and_line(tmp_path: Path, line: str | bytes, message: str) -> None:

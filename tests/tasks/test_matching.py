@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -29,6 +30,13 @@ def row(**fields: Any) -> Prompt:
         ({"strip": False}, "Paris", "Paris ", 0.0),
         ({}, ["Paris", "Lutetia"], "Lutetia", 1.0),
         ({}, 42, "42", 1.0),
+        ({}, ["Paris", 75000], "75000", 1.0),
+        ({}, ["Paris", "Lutetia"], "Paris, Lutetia", 0.0),
+        ({}, 18.0, "18", 1.0),
+        ({}, 18.0, "18.0", 1.0),
+        ({}, 18.5, "18", 0.0),
+        ({}, 1e-07, "0.0000001", 1.0),
+        ({}, 1e-07, "0", 0.0),
         ({}, "Paris", "It is Paris", 0.0),
     ],
 )
@@ -36,7 +44,7 @@ def test_exact(options: Any, answer: Any, response: str, reward: float) -> None:
     assert ExactMatch(**options).reward(row(answer=answer), response, True) == reward
 
 
-@given(st.text())
+@given(st.text(min_size=1))
 def test_a_text_equals_itself_and_no_longer_text(text: str) -> None:
     task = ExactMatch(strip=False)
     assert task.reward(row(answer=text), text, True) == 1.0
@@ -59,12 +67,44 @@ def test_regex(options: Any, fields: Any, response: str, reward: float) -> None:
     assert RegexMatch(**options).reward(row(**fields), response, True) == reward
 
 
+VERL = {"ground_truth": "2", "style": "rule"}
+
+
+@pytest.mark.parametrize("nested", [VERL, json.dumps(VERL)], ids=["object", "text"])
+def test_a_dot_leads_into_an_object(nested: Any) -> None:
+    task = ExactMatch("reward_model.ground_truth")
+    assert task.reward(row(reward_model=nested), "2", True) == 1.0
+    assert task.reward(row(reward_model=nested), "rule", True) == 0.0
+    assert MathAnswers("reward_model.ground_truth").reward(row(reward_model=nested), r"\boxed{2}", True) == 1.0
+    deep = row(reward_model={"answers": {"all": ["3", 4]}})
+    assert ExactMatch("reward_model.answers.all").reward(deep, "4", True) == 1.0
+    both = row(**{"reward_model.ground_truth": "7"}, reward_model=nested)
+    assert task.reward(both, "7", True) == 1.0, "a name with a dot is itself first"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"a": {"c": 1}}, "no field 'a.b'; it has a, a.c"),
+        ({"a": "b: 1"}, "no field 'a.b'; it has a$"),
+        ({"a": '["b"]'}, "no field 'a.b'; it has a$"),
+        ({"a": {"b": {"c": 1}}}, "field 'a.b' is an object"),
+        ({"a": {"b": None}}, "field 'a.b' is null"),
+        ({"a": {"b": []}}, "field 'a.b' is an empty list"),
+        ({"a": {"b": ["2", None]}}, "field 'a.b' is a list, not text, a number or a list of these"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_reported(fields: Any, words: str) -> None:
+    with pytest.raises(MissingField, match=words):
+        ExactMatch("a.b").check_prompt(row(**fields))
+
+
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(MissingField, match="no field 'answer'; it has question"):
         ExactMatch().reward(row(question="?"), "", True)
-    with pytest.raises(MissingField, match="field 'answer' is NoneType"):
+    with pytest.raises(MissingField, match="field 'answer' is null, not text"):
         ExactMatch().reward(row(answer=None), "", True)
-    for options in ({}, {"pattern": "a", "pattern_field": "b"}, {"pattern": "("}):
+    for options in ({}, {"pattern": "a", "pattern_field": "b"}, {"pattern": "("}, {"pattern": ""}):
         with pytest.raises(ValueError, match="pattern"):
             RegexMatch(**options)  # type: ignore[arg-type]
 
@@ -125,6 +165,10 @@ def test_rows_that_no_response_could_match_are_found_by_the_check() -> None:
     for task, fields, words in (
         (ExactMatch(), {}, "no field 'answer'"),
         (RegexMatch(pattern="(a)"), {}, "no field 'answer'"),
+        (ExactMatch(), {"answer": " \n"}, "an empty response would be right"),
+        (ExactMatch(), {"answer": ["a", ""]}, "an empty response would be right"),
+        (RegexMatch(pattern="(a?)"), {"answer": ""}, "an empty response would be right"),
+        (RegexMatch(pattern_field="want"), {"want": ""}, "every response would be right"),
         (RegexMatch(pattern_field="want"), {"want": "("}, "missing )"),
         (MathAnswers(), {"answer": r"\frac{1}{"}, "a brace is not closed"),
         (UnitTests(sandbox="none"), {}, "no field 'tests'"),

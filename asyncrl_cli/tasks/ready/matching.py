@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from typing import Any, NoReturn
 
+from asyncrl_cli.data.rows import kind
 from asyncrl_cli.records.prompt import Prompt
 
 
@@ -15,24 +18,61 @@ class MissingField(Exception):
 
 def text_field(prompt: Prompt, name: str) -> str:
     """A field of the row, as text. Raises ``MissingField``, and for a field that is neither text nor number."""
-    value = prompt.fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise MissingField(_missing(prompt.fields, name))
-    return str(value)
+    value = _field(prompt, name)
+    return _texts(value)[0] if _is_text(value) else _missing(prompt, name, value)
 
 
 def texts_field(prompt: Prompt, name: str) -> list[str]:
-    """A field of the row that is a text, or a list of texts of which each is right. Raises ``MissingField``."""
-    value = prompt.fields.get(name)
-    if isinstance(value, (list, tuple)) and value and all(isinstance(item, str) for item in value):
-        return list(value)
-    return [text_field(prompt, name)]
+    """A field of the row that is a text or a number, or a list in which each of these is right.
+
+    Raises ``MissingField``, also for an empty list.
+    """
+    value = _field(prompt, name)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not values or not all(map(_is_text, values)):
+        _missing(prompt, name, value)
+    return [text for item in values for text in _texts(item)]
 
 
-def _missing(fields: Mapping[str, Any], name: str) -> str:
-    if name in fields:
-        return f"the row's field {name!r} is {type(fields[name]).__name__}, not text"
-    return f"the row has no field {name!r}; it has {', '.join(fields) or 'none'}"
+def _field(prompt: Prompt, name: str) -> Any:
+    """The row's value of that name, or of the path ``outer.inner`` through objects and JSON texts of objects."""
+    if name in prompt.fields:
+        return prompt.fields[name]
+    value: Any = prompt.fields
+    for part in name.split("."):
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = None
+        if not isinstance(value, Mapping) or part not in value:
+            raise MissingField(f"the row has no field {name!r}; it has {', '.join(_paths(prompt.fields)) or 'none'}")
+        value = value[part]
+    return value
+
+
+def _paths(fields: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in fields.items():
+        yield prefix + name
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{name}.")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool)
+
+
+def _texts(value: str | float) -> list[str]:
+    """The text, or the ways to write a number: pandas makes 18.0 of 18; 1e-07 is 0.0000001."""
+    if isinstance(value, float):
+        plain = f"{Decimal(repr(value)):f}"
+        return list(dict.fromkeys((plain.removesuffix(".0"), plain, repr(value))))
+    return [str(value)]
+
+
+def _missing(prompt: Prompt, name: str, value: Any) -> NoReturn:
+    what = "an empty list" if value in ([], ()) else kind(value)
+    raise MissingField(f"the row's field {name!r} is {what}, not text, a number or a list of these")
 
 
 class ExactMatch:
@@ -46,13 +86,18 @@ class ExactMatch:
         self._strip = strip
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` for a row without right texts."""
-        texts_field(prompt, self._field)
+        """Raise ``MissingField`` for a row without right texts, or with an empty one."""
+        self._answers(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """Whether the response is one of the right texts. Raises ``MissingField``."""
-        answers = texts_field(prompt, self._field)
-        return float(self._plain(response) in map(self._plain, answers))
+        return float(self._plain(response) in self._answers(prompt))
+
+    def _answers(self, prompt: Prompt) -> list[str]:
+        answers = [self._plain(text) for text in texts_field(prompt, self._field)]
+        if "" in answers:
+            raise MissingField(f"the row's field {self._field!r} is empty, so an empty response would be right")
+        return answers
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self._strip else text
@@ -85,6 +130,8 @@ class RegexMatch:
         if (pattern is None) == (pattern_field is None):
             raise ValueError("give one of pattern and pattern_field")
         self._flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
+        if pattern == "":
+            raise ValueError("pattern is empty, so every response would be right")
         try:
             self._pattern = None if pattern is None else re.compile(pattern, self._flags)
         except re.error as error:
@@ -109,4 +156,7 @@ class RegexMatch:
         if self._pattern is not None:
             return self._pattern
         assert self._pattern_field is not None
-        return re.compile(text_field(prompt, self._pattern_field), self._flags)
+        pattern = text_field(prompt, self._pattern_field)
+        if not pattern:
+            raise MissingField(f"the row's field {self._pattern_field!r} is empty, so every response would be right")
+        return re.compile(pattern, self._flags)

@@ -1,6 +1,10 @@
-"""The ready task ``math``: answers that are equal in value are equal, by math-verify.
+r"""The ready task ``math``: answers that are equal in value are equal, by math-verify and SymPy.
 
-The row's ``answer`` is a number, an expression, LaTeX, or a worked solution that ends like GSM8K's, ``#### 42``.
+The row's ``answer`` is a number, an expression, LaTeX, a worked solution that ends like GSM8K's (``#### 42``) or MATH's
+(``\boxed{42}``), or a list of answers that are right.
+
+Invariant: a response has one answer. After its last closed thought, the last mark that begins decides (``_MARKS``). A
+mark that is cut off is a wrong answer, and no earlier mark counts then.
 
 math-verify limits its own time by SIGALRM, which works in a main thread only; rewards run in one.
 """
@@ -8,27 +12,63 @@ math-verify limits its own time by SIGALRM, which works in a main thread only; r
 from __future__ import annotations
 
 import importlib
+import json
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from functools import cache
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.tasks.ready.matching import text_field
-from asyncrl_cli.tasks.ready.math_forms import Answer, Unreadable, closing_brace, is_prose, read, same
+from asyncrl_cli.tasks.ready.matching import texts_field
+from asyncrl_cli.tasks.ready.math_forms import (
+    EMPHASIS,
+    TOLERANCE,
+    Answer,
+    Number,
+    Unreadable,
+    closing_brace,
+    is_prose,
+    read,
+    same,
+)
 
 Extract = Literal["any", "boxed", "last_number", "answer_tag"]
-MARK = "####"
-"""Precedes the answer in GSM8K's solutions."""
+_BOX = r"(?P<box>\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*)"
+_LINE = r"(?P<line>####)"
+_TAG = r"(?P<tag><answer>)"
+_PHRASE = (
+    r"(?P<phrase>(?<![a-zA-Z])(?<!this )(?<!that )(?:answers?|correct option|correct choice)[*_]*"
+    r"(?:\s+(?:is|are)\b(?!\s+(?:correct|right|consistent|reasonable|valid)\b)|\s*[:=])"
+    r"|(?<![a-zA-Z])final:|final answer[*_]*\n)"
+)
+_MARKS = {
+    extract: re.compile("|".join(marks), re.IGNORECASE)
+    for extract, marks in {
+        "any": (_BOX, _LINE, _TAG, _PHRASE),
+        "boxed": (_BOX,),
+        "last_number": (_LINE,),
+        "answer_tag": (_LINE, _TAG),
+        "truth": (_BOX, _LINE),
+    }.items()
+}
+MOST_MARKS = 100
+"""Marks that are read before a response counts as one without an answer: headings look like marks."""
+_THOUGHT = re.compile(r"<(/?)(?:\w{1,20}:)?think(?:ing)?>|\[(/?)THINK\]", re.IGNORECASE)
+_TAG_END = re.compile("</answer>", re.IGNORECASE)
+_BOX_END = re.compile(r"\$|\n|\\[)\]]|\Z")
+"""Where a box without braces ends."""
+_BETWEEN = re.compile(
+    r"(?:[\s$,;&.]|\\[()\[\]]|\\q?quad|\\text\{\s*(?:and|or)\s*\}|and|or)*(?:\\?[a-zA-Z]\w{0,20}\s{0,9}=\s*\$?)?"
+)
 # A minus after a digit, a letter or a bracket subtracts; it is not a sign.
 _NUMBER = re.compile(r"(?:(?<![\w.)\]}])[-−])?\$?(?:\d[\d,]*(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?(?:/\d+)?")
-BOXED = "\\boxed{"
-_PHRASE = re.compile(r"answer is|answer:|final:", re.IGNORECASE)
 _SENTENCE_END = re.compile(
-    r"\n|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.|,\s(?!(?:and|or)\s+[^a-z])(?=[a-z]{2})"
+    r"\n|</|[.!?]\s+(?=\S)|,?\s(?:because|since|as)\s|,?\si\.e\.|,\s(?!(?:and|or)\s+[^a-z])(?=[a-z]{2})"
 )
 """Where a stated answer ends: with the sentence, or a comma and a word, but not in "1, 2, and 3"."""
 _UNCLEAR = re.compile(r"\b(?:not|either|neither|or|between)\b|n't", re.IGNORECASE)
@@ -37,6 +77,15 @@ _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
 """Characters at the end of a response in which a plain expression is looked for: the answer is at the end."""
+_NO_TRUTH = {"nan", "inf", "nat", "<na>"}
+"""What pandas and NumPy write for values that are missing or too large."""
+_DECIMAL = re.compile(r"(?<![\d.^_])(?:\d*\.\d+|\d+(?=[eE][-+]?\d))(?:[eE][-+]?\d{1,3})?(?!\d|\\overline)")
+_NEGATIVE_POWER = re.compile(r"\^(-\d+)")
+MOST_DIGITS = 100_000
+"""Digits of the numbers that an expression may make when it is computed."""
+DIGITS_IN_SETS = 50
+"""The same in sets and relations, which math-verify compares to 100 digits after the point."""
+_GROWING = {"factorial", "factorial2", "subfactorial", "gamma", "binomial", "Product", "fibonacci", "RisingFactorial"}
 
 
 class MathAnswers:
@@ -44,12 +93,12 @@ class MathAnswers:
 
     def __init__(self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5) -> None:
         r"""Args:
-            field: of the row, with the right answer.
-            extract: where a response has its answer: ``any`` leaves that to math-verify (the last of boxed, LaTeX and
-                plain expressions), ``boxed`` takes the last ``\boxed{}``, ``last_number`` the last number, and
-                ``answer_tag`` the text in the last ``<answer>`` tags. GSM8K's mark comes before all but ``boxed``: the
-                rest of the line of the last ``####``, unless a ``\boxed{}`` follows or it is a heading.
-            timeout_s: seconds for parsing, and again for comparing; an answer that takes longer is wrong.
+            field: of the row, with the right answer, or a list of right ones.
+            extract: which marks a response's answer may have: ``boxed`` only ``\boxed{}`` and ``\fbox{}``,
+                ``answer_tag`` only ``<answer>``, ``any`` these and a phrase such as "the answer is". ``last_number``
+                takes the last number. GSM8K's ``####`` is a mark for all but ``boxed``, unless the line is a heading.
+                With ``any``, a response without a mark has the last expression that math-verify finds as its answer.
+            timeout_s: seconds for parsing and comparing; an answer that takes longer is wrong.
 
         Raises ``TaskError`` where math-verify is not installed, ``ValueError`` for impossible values.
         """
@@ -64,104 +113,229 @@ class MathAnswers:
 
     def check_prompt(self, prompt: Prompt) -> None:
         """Raise ``MissingField`` or ``Unreadable`` for a row whose answer no response could have."""
-        self._truth(prompt)
+        self._truths(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """1.0 if the response's answer equals the row's, else 0.0. Raises what ``check_prompt`` raises."""
-        truth = self._truth(prompt)
-        deadline = time.monotonic() + self._timeout_s
-
-        def equal(one: str, other: str) -> bool:
-            if time.monotonic() > deadline:
-                return False
-            values = [self._parsed(f"${text}$") for text in (one, other)]
-            return all(values) and self._equal(*values)
-
-        for text in self._answers(response):
+        truths = self._truths(prompt)
+        algebra = _Algebra(time.monotonic() + self._timeout_s)
+        for text in self._answers(response, algebra):
             try:
-                if same(truth, read(text), equal):
-                    return 1.0
+                answer = read(text)
             except Unreadable:
                 continue
+            if any(same(truth, answer, algebra.equal) for truth in truths):
+                return 1.0
         return 0.0
 
-    def _truth(self, prompt: Prompt) -> Answer:
+    def _truths(self, prompt: Prompt) -> list[Answer]:
+        texts = texts_field(prompt, self._field)
         try:
-            return read(_after_mark(text_field(prompt, self._field)))
+            return [read(_final(text)) for text in _listed(texts)]
         except Unreadable as error:
             raise Unreadable(f"the field {self._field!r} is not a readable answer: {error}") from None
 
-    def _answers(self, response: str) -> Iterator[str]:
-        """The parts of the response that may be its answer."""
-        _, mark, rest = response.rpartition(MARK)
-        boxed = _last_boxed(response)
-        marked = _marked(rest, alone=boxed is None) if mark else None
-        if self._extract == "boxed" or (mark and _last_boxed(rest) is not None):
-            if boxed is not None:
-                yield boxed
-        elif marked is not None:
-            yield marked
-        elif self._extract == "last_number":
-            yield from deque(_NUMBER.findall(response), maxlen=1)
-        elif self._extract == "answer_tag":
-            before, tag, _rest = response.rpartition("</answer>")
-            if tag and "<answer>" in before:
-                yield before.rpartition("<answer>")[2]
-        elif boxed is not None:
-            yield boxed
-        else:
-            yield from self._in_prose(response)
+    def _answers(self, response: str, algebra: _Algebra) -> Iterator[str]:
+        """The ways to read the response's answer; none if it has no answer."""
+        text = _after_thoughts(response)
+        marks = list(_MARKS[self._extract].finditer(text))
+        boxes = any(mark.lastgroup == "box" for mark in marks)
+        for index in reversed(range(len(marks))[-MOST_MARKS:]):
+            mark = marks[index]
+            if mark.lastgroup == "phrase":
+                yield from _stated(text[mark.end() :], algebra)
+            elif (answer := _marked(text, marks, index, alone=not boxes)) is not None:
+                yield answer
+            else:
+                continue
+            return
+        if len(marks) > MOST_MARKS:
+            return
+        if self._extract == "last_number":
+            yield from deque(_NUMBER.findall(text), maxlen=1)
+        elif self._extract == "any":
+            plain = EMPHASIS.sub(r"\2", text[-LONGEST_SEARCHED:])
+            last_sentence = re.split(r"\n|[.!?]\s", plain.strip())[-1]
+            yield from _loose(plain, bool(_UNCLEAR.search(last_sentence)), algebra)
 
-    def _in_prose(self, response: str) -> Iterator[str]:
-        """What follows the last "answer is", or else the last expression; nothing where the response retracts that."""
-        tail = response[-LONGEST_SEARCHED:]
-        phrase = deque(_PHRASE.finditer(tail), maxlen=1)
-        if phrase:
-            tail = tail[phrase[0].end() :].replace("**", "").strip(" *_:\n")
-            if _TAKEN_BACK.search(tail):
-                return
-            tail = _SENTENCE_END.split(tail, maxsplit=1)[0].strip(" *_")
-            tail = _REMARK.sub("", tail)
+
+def _listed(texts: Sequence[str]) -> Iterator[str]:
+    """The texts, and the elements of a JSON list of texts. ``[1, 2]`` is an interval."""
+    for text in texts:
         try:
-            answer = read(tail if phrase else response)
-        except Unreadable:
-            answer = None
-        if answer is not None:
-            yield answer.text
-        if (answer is None or is_prose(answer)) and not (phrase and _UNCLEAR.search(tail)):
-            yield from (found for found in self._parsed(tail) if isinstance(found, str))
-
-    def _parsed(self, text: str) -> Any:
-        return _math_verify().parse(text, parsing_timeout=self._timeout_s)
-
-    def _equal(self, one: Any, other: Any) -> bool:
-        verify = _math_verify().verify
-        return bool(verify(one, other, timeout_seconds=self._timeout_s, allow_set_relation_comp=True))
+            values = json.loads(text) if text.lstrip().startswith('["') else None
+        except (ValueError, RecursionError):
+            values = None
+        yield from values if values and all(isinstance(value, str) for value in values) else [text]
 
 
-def _after_mark(text: str) -> str:
-    return text.rpartition(MARK)[2].strip()
+def _final(truth: str) -> str:
+    """The answer in a truth: its last box or line with a mark, else all of it."""
+    if truth.strip().casefold().lstrip("+-") in _NO_TRUTH:
+        raise Unreadable(f"{truth.strip()} is not a value")
+    marks = list(_MARKS["truth"].finditer(truth))
+    return (_marked(truth, marks, len(marks) - 1, alone=True) or truth) if marks else truth
 
 
-def _marked(rest: str, alone: bool) -> str | None:
-    """The answer on the mark's line, whose ``rest`` begins after it; None for a heading.
+def _after_thoughts(response: str) -> str:
+    """The response after its last closed thought; "" if a thought is not closed."""
+    last = deque(_THOUGHT.finditer(response), maxlen=1)
+    if not last:
+        return response
+    return response[last[0].end() :] if last[0][1] or last[0][2] else ""
 
-    Words are an answer if they are ``alone``, without a box in the response, and end it.
+
+def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) -> str | None:
+    """The answer that a box, tag or line gives, "" if it is cut off; None for a heading.
+
+    Words on a line are an answer if they are ``alone``, without a box in the response, and end it.
     """
-    line, _, after = rest.strip(" ").partition("\n")
+    mark = marks[index]
+    if mark.lastgroup != "line":
+        return _enclosed(text, marks, index)
+    line = text[mark.end() :].split("\n", 1)[0]
+    if not text[mark.end() :].strip():
+        return ""
     try:
-        answer = read(line.strip(" *_"))
+        prose = is_prose(read(line.strip(" *_")))
     except Unreadable:
         return None
-    is_answer = not is_prose(answer) or (alone and not after.strip() and not _PHRASE.search(line))
-    return line.strip(" *_") if is_answer else None
+    ends = not text[mark.end() + len(line) :].strip()
+    return None if prose and not (alone and ends) else line.strip(" *_")
 
 
-def _last_boxed(text: str) -> str | None:
-    r"""What is in the last ``\boxed{...}`` of a text; None if there is none that is closed."""
-    start = text.rfind(BOXED)
-    end = closing_brace(text, start + len(BOXED) - 1) if start >= 0 else None
-    return None if end is None else text[start + len(BOXED) : end]
+def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
+    r"""What is in a box or tag, and in those directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
+    found: list[str] = []
+    start = len(text)
+    for mark in reversed(marks[max(0, last - MOST_MARKS) : last + 1]):
+        inside = _inside(text, mark) if mark.lastgroup == marks[last].lastgroup else None
+        if inside is None or (found and not (inside[1] <= start and _BETWEEN.fullmatch(text, inside[1], start))):
+            break
+        if inside[0] not in found:
+            found.append(inside[0])
+        start = mark.start()
+    return ", ".join(reversed(found))
+
+
+def _inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
+    """The text in a box or tag, and where the box or tag ends; None if it is cut off."""
+    start = mark.end()
+    if mark.lastgroup == "box" and text.startswith("{", start):
+        closing = closing_brace(text, start)
+        return None if closing is None else (text[start + 1 : closing].strip(), closing + 1)
+    end = (_TAG_END if mark.lastgroup == "tag" else _BOX_END).search(text, start)
+    return None if end is None else (text[start : end.start()].strip(), end.end())
+
+
+def _stated(text: str, algebra: _Algebra) -> Iterator[str]:
+    """The ways to read what follows "the answer is"; none if the response takes it back."""
+    text = text.replace("**", "").strip(" *_:=\n")
+    if _TAKEN_BACK.search(text):
+        return
+    sentence = _REMARK.sub("", _SENTENCE_END.split(text, maxsplit=1)[0].strip(" *_"))
+    yield from _loose(sentence, bool(_UNCLEAR.search(sentence)), algebra)
+
+
+def _loose(text: str, unclear: bool, algebra: _Algebra) -> Iterator[str]:
+    """The text if it is an answer, and the last expression in prose that is not ``unclear``."""
+    try:
+        answer = read(text)
+    except Unreadable:
+        answer = None
+    if answer is not None:
+        yield answer.text
+    if (answer is None or is_prose(answer)) and not unclear:
+        yield from algebra.found_in(text[-LONGEST_SEARCHED:])
+
+
+class _Algebra:
+    """Expressions, parsed by math-verify and compared by SymPy until a deadline. After it nothing is equal."""
+
+    def __init__(self, deadline: float) -> None:
+        """``deadline`` is a time of ``time.monotonic``."""
+        self._deadline = deadline
+
+    def found_in(self, prose: str) -> list[str]:
+        """The texts of the last expression in a text."""
+        return [found for found in self._parsed(prose, "first_match") if isinstance(found, str)]
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two expressions have the same value."""
+        values = [self._parsed(f"${_exact(text)}$", "no_fallback") for text in (one, other)]
+        if not all(values) or (seconds := self._seconds()) is None:
+            return False
+        decimals = [re.search(r"\.\d", text) is not None for text in (one, other)]
+        limited = _math_verify().utils.timeout(timeout_seconds=seconds)(_same_values)
+        try:
+            return bool(limited(values[0][0], values[1][0], decimals, seconds))
+        except (_math_verify().errors.TimeoutException, Exception):  # SymPy raises anything for odd expressions
+            return False
+
+    def _parsed(self, text: str, fallback: str) -> Any:
+        seconds = self._seconds()
+        if seconds is None:
+            return []
+        return _math_verify().parse(text, fallback_mode=fallback, parsing_timeout=seconds)
+
+    def _seconds(self) -> int | None:
+        """Whole seconds that are left, rounded up as SIGALRM takes no parts; None after the deadline."""
+        left = self._deadline - time.monotonic()
+        return math.ceil(left) if left > 0 else None
+
+
+def _exact(text: str) -> str:
+    """The text with fractions for decimal numbers: math-verify rounds these to six digits after the point."""
+
+    def fraction(found: re.Match[str]) -> str:
+        value = Fraction(found[0])
+        return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+    return _DECIMAL.sub(fraction, _NEGATIVE_POWER.sub(r"^{\1}", text))
+
+
+def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -> bool:
+    """Whether two of SymPy's values are the same; ``decimals`` tells which were written with a decimal point."""
+    sympy = importlib.import_module("sympy")
+    if isinstance(one, sympy.MatrixBase) and isinstance(other, sympy.MatrixBase):
+        pairs = zip(one.flat(), other.flat(), strict=False)
+        return bool(one.shape == other.shape and all(_same_values(*pair, decimals, seconds) for pair in pairs))
+    simple = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
+    if max(_digits(one), _digits(other)) > (MOST_DIGITS if simple else DIGITS_IN_SETS):
+        return False
+    if not simple:
+        verify = _math_verify().verify
+        return bool(verify(one, other, numeric_precision=100, allow_set_relation_comp=True, timeout_seconds=seconds))
+    one, other = one.doit(), other.doit()
+    if one == other:
+        return one not in (sympy.nan, sympy.zoo)
+    if one.is_Rational and other.is_Rational:
+        numbers = [
+            Number(Fraction(int(value.p), int(value.q)), decimal)
+            for value, decimal in zip((one, other), decimals, strict=True)
+        ]
+        return numbers[0].equals(numbers[1])
+    difference = one - other
+    if difference.free_symbols:
+        return bool(one.equals(other))
+    error = difference.evalf()
+    # A precision of 1 is SymPy's sign that 100 digits do not tell the number from zero.
+    if all(part == 0 or part._prec == 1 for part in error.as_real_imag()):
+        return True
+    rounded = any(decimal and value.is_Rational for value, decimal in zip((one, other), decimals, strict=True))
+    return bool(rounded and abs(error) <= TOLERANCE * abs(other.evalf()))
+
+
+def _digits(value: Any) -> float:
+    """A bound of the digits that computing a value of SymPy's takes, infinite beyond 10^300."""
+    if value.is_Rational:
+        return 0.302 * max(int(value.p).bit_length(), int(value.q).bit_length())
+    sizes = [_digits(argument) for argument in value.args] or [1.0]
+    if value.is_Pow:
+        return math.inf if sizes[1] > 300 else max(sizes[0], 1.0) * 10 ** sizes[1]
+    if type(value).__name__ in _GROWING:
+        return math.inf if max(sizes) > 300 else max(sizes) * 10 ** max(sizes)
+    return sum(sizes)
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -35,14 +36,30 @@ NO_UNIT = re.compile(
     re.I,
 )
 """Words that say what a number means, so that it is not the same without them."""
+TOLERANCE = Fraction(1, 1_000_000)
+"""Relative error of a decimal number that stands for a value without an exact one, such as a third."""
 MOST_ALTERNATIVES = 8
 r"""Signs that the ``\pm`` of one item may take, in all."""
+EMPHASIS = re.compile(r"(?<![\w*])(\*{1,3}|_{1,2}|`)(?=[^\s*_`])([^*`\n]+)(?<=[^\s_])\1(?![\w*])")
+"""Markdown's bold, italic and code."""
+_WRAPPER = re.compile(
+    r"\\(?:boxed|fbox|framebox|text(?:bf|it|rm|normal)?|underline"
+    r"|(?:math(?:bf|rm|it|sf)|bm|boldsymbol)(?=\s*\{(?![a-zA-Z]\})))\s*\{"
+)
+r"""Commands around an answer that do not change it; ``\mathbf{i}`` is a vector."""
+_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
+_RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]+")
+_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
+_PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
+_NO_CONTENT = re.compile(r"\\(?:text)?color\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE)
 _REPLACED = {
     **dict.fromkeys(("\\!", "\\,", "\\;", "\\:", "~", "\\left", "\\right", "\\displaystyle", ",\\!", "{,}"), ""),
     **dict.fromkeys(("\\$", "$", "\\(", "\\)", "\\[", "\\]"), ""),
     **dict.fromkeys(("\\dfrac", "\\tfrac", "\\cfrac"), "\\frac"),
     **dict.fromkeys(("°", "^{\\circ}", "\\degree"), "^\\circ"),
-    **dict.fromkeys(("−", "–"), "-"),
+    **dict.fromkeys(("−", "–", "‑"), "-"),
+    **dict.fromkeys(("⁄", "÷"), "/"),
+    **dict.fromkeys("€£¥₹", ""),
     **{f"\\{command}{{{letter}}}": f" {letter}" for command in ("text", "mathrm") for letter in "ei"},  # no units
     **dict.fromkeys(("≤", "\\leq"), "\\le "),
     **dict.fromkeys(("≥", "\\geq"), "\\ge "),
@@ -54,7 +71,9 @@ _REPLACED = {
     "\\}": "\\rbrace ",
     "\\varnothing": "\\emptyset",
     "×": "\\times ",
-    "·": "\\cdot ",
+    **dict.fromkeys("·⋅", "\\cdot "),
+    "∗": "*",
+    "**": "^",
     "π": "\\pi ",
     "∞": "\\infty ",
     "∪": "\\cup ",
@@ -83,14 +102,22 @@ _FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gc
 # Prose, times of day, primes, based numerals and geometric names: algebra would read products of letters.
 _LITERAL = re.compile(
     rf"\\text\{{|(?:(?<![\\a-zA-Z{{])(?=[a-zA-Z]{{4}})|(?<= )(?=[a-zA-Z]{{3}}))(?!(?:{_FUNCTIONS})(?![a-zA-Z]))"
-    r"|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d_[\d{]|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
+    r"|\d ?: ?\d|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d_[\d{]|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
     r"|\\(?:overline|widehat|over\w+arrow)\{ *[a-zA-Z]{2}"
 )
+_CODE = re.compile(
+    r"[a-zA-Z]{0,3}(?:\+\d+[ -])?(?:\(\d{2,}\)[ -]?\d+(?:[-/.:]\d+)+|\d+(?:[-/.:]\d+){2,}|\d{3,}-\d{3,})(?:-?[a-zA-Z])?"
+)
+"""Dates, telephone numbers, versions, spans of years."""
+_RANGE = re.compile(r"\d+-\d+")
 _NO_VARIABLE = re.compile(rf"\\(?:begin|end|mathbb|operatorname)\{{[^{{}}]*\}}|\\[a-zA-Z]+|{_FUNCTIONS}|pi")
 _PRODUCT = re.compile(r"-?\d+[a-zA-Z]{2,3}")
 _BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,} | [a-zA-Z]{2,}$")
 _NUMERAL = re.compile(r"([-+]?[0-9a-zA-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _OPTION = re.compile(r"\(?([a-zA-Z])\)?")
+_OPEN_LABEL = re.compile(r"^([A-J])\)")
+_LABEL = re.compile(r"(?:\(([A-J])\)|([A-J])[:.)])\s*(\S.*)")
+_OTHER_LABEL = re.compile(r"^\W*[A-J]\W*$|\([A-J]\)|\b[A-J][:.)]|(?:\b(?:or|and|not)|[,;/])\s*\(?[A-J]\b")
 _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(
     rf"""(?P<sign>[-+]?)(?:
@@ -120,7 +147,7 @@ class Number:
             pairs.append((one / 100, two) if self.percent else (one, two / 100))
         rounds = (self.decimal and other._has_no_end) or (other.decimal and self._has_no_end)
         return any(
-            left == right or (rounds and abs(left - right) * 1_000_000 <= max(abs(left), abs(right)))
+            left == right or (rounds and abs(left - right) <= TOLERANCE * max(abs(left), abs(right)))
             for left, right in pairs
         )
 
@@ -193,8 +220,26 @@ def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
     """Whether two texts mean the same in one of their readings. ``equal`` compares expressions."""
     if any(_same_items(left, right, equal) for left, right in product(one.readings, other.readings)):
         return True
+    left, right = _labelled(one), _labelled(other)
+    if left and right:
+        return left[0] == right[0] and same(left[1], right[1], equal)
+    for choice, plain in ((left, other), (right, one)):
+        if choice:
+            option = _OPTION.fullmatch(plain.text)
+            return option[1].upper() == choice[0] if option else same(choice[1], plain, equal)
     # Relations and unions of intervals may be the same set in other pieces.
     return any(_SET.search(answer.text) for answer in (one, other)) and equal(one.text, other.text)
+
+
+def _labelled(answer: Answer) -> tuple[str, Answer] | None:
+    """The letter of an option that is given with its text, as in "E: a score" or "(E) 72", and that text."""
+    found = _LABEL.fullmatch(" ".join(_TEXT.sub(r" \1 ", answer.text).split()))
+    if found is None or _OTHER_LABEL.search(found[3]):
+        return None
+    try:
+        return found[1] or found[2], read(found[3])
+    except Unreadable:
+        return None
 
 
 def is_prose(answer: Answer) -> bool:
@@ -207,17 +252,23 @@ def is_prose(answer: Answer) -> bool:
 def tidied(text: str) -> str:
     r"""The text without dollars, spacing commands, ``\boxed`` and a full stop, with one spelling of each command."""
     text = text.strip()
-    for opening in ("$", "\\boxed{", "\\text{"):
-        while text.startswith(opening) and len(text) > len(opening):
-            end = len(text) - 1 if opening == "$" else closing_brace(text, len(opening) - 1)
-            if end is None or text[end + 1 :].strip("$. ") or (opening == "$" and text[end] != "$"):
-                break
-            text = text[len(opening) : end].strip()
+    if emphasis := EMPHASIS.fullmatch(text.rstrip(". ")):
+        text = emphasis[2]
+    while wrapper := _WRAPPER.match(inside := text.strip("$. ")):
+        if closing_brace(inside, wrapper.end() - 1) != len(inside) - 1:
+            break
+        text = inside[wrapper.end() : -1].strip()
+    text = _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])} ", text)
+    text = _RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = _LOWERED.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", _NO_CONTENT.sub("", text))
+    text = _OPEN_LABEL.sub(r"\1: ", text)  # before brackets are counted
+    text = _PI.sub(r"\\pi ", text)
     text = _REPLACE.sub(lambda found: _REPLACED[found[0]], text)
     text = _PI_OVER.sub(r"\\frac{\\pi}\1", text)
     text = _TEXT.sub(lambda found: f"\\text{{{found[1]}}}{found[2] or ''}", text)
     text = _FRACTION_UNIT.sub(r"\\text{\1/\2}", text)
-    return " ".join(text.split()).rstrip(".;, ").lstrip(", ")
+    return " ".join(text.split()).rstrip(".;,: ").lstrip(",= ")
 
 
 def closing_brace(text: str, opening: int) -> int | None:
@@ -270,7 +321,9 @@ def _same(left: Item, right: Item, equal: EqualExpressions) -> bool:
     if ("=" in left.text) != ("=" in right.text):
         return False  # an equation is not a value, though a variable's value may stand alone
     both = (left.text, right.text)
-    if any(map(_LITERAL.search, both)) or (one_word and other_word and not all(map(_PRODUCT.fullmatch, both))):
+    if any(map(_LITERAL.search, both)) or any(map(_CODE.fullmatch, both)) or all(map(_RANGE.fullmatch, both)):
+        return left.text.replace(" ", "") == right.text.replace(" ", "")
+    if one_word and other_word and not all(map(_PRODUCT.fullmatch, both)):
         return False  # as products of letters, "east" and "seat" are equal
     if not any(map(_RELATION.search, both)) and _variables(left.text) != _variables(right.text):
         return False  # math-verify takes "10m" for 10 with a unit
