@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from asyncrl_cli.core.errors import ConfigError, DataError
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.checks.finding import Finding
@@ -86,7 +87,9 @@ def test_the_first_token_is_written_once() -> None:
     assert rendered(loaded, TEXT, apply_chat_template=False) == f"{first}2 + 2?", "by the tokenizer"
     pairs = [("2 + 2?", "4"), [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
     for demonstration in pairs:
-        ((ids, count),) = _tokenized([demonstration], _Chat(loaded, True, {}), 99, frozenset({number}))
+        ((ids, count),) = _tokenized(
+            [demonstration], _Chat(loaded, True, ChatTemplate(loaded)), 99, frozenset({number})
+        )
         assert ids[:count].count(number) == 1, "the same holds for the demonstrations of a warm start"
 
 
@@ -127,19 +130,23 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     assert template_variables(tokenizer(marked)) == {"x"}
 
 
+def reply_end(loaded: Any, ends: frozenset[int]) -> str | Finding:
+    return check_reply_end(ChatTemplate(loaded), loaded, ends)
+
+
 def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() -> None:
     loaded = tokenizer()
     ends = end_tokens(MODEL, loaded)
     assert loaded.convert_ids_to_tokens(sorted(ends)) == ["<|endoftext|>", "<|im_end|>"]
-    assert check_reply_end(loaded, ends, {}) == "replies end at '<|endoftext|>', '<|im_end|>'"
-    assert isinstance(check_reply_end(tokenizer(HI), ends, {}), str), "a template without an end of turns, like GLM's"
+    assert reply_end(loaded, ends) == "replies end at '<|endoftext|>', '<|im_end|>'"
+    assert isinstance(reply_end(tokenizer(HI), ends), str), "a template without an end of turns, like GLM's"
     lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    assert isinstance(check_reply_end(tokenizer(lines), ends, {}), str), "a line break is not an end token"
+    assert isinstance(reply_end(tokenizer(lines), ends), str), "a line break is not an end token"
     only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
-    found = check_reply_end(loaded, only_text, {})
+    found = reply_end(loaded, only_text)
     assert isinstance(found, Finding) and found.status == "warning"
     assert "the chat template ends a reply with '<|im_end|>'" in found.found and "eos_token_id" in found.hint
-    assert isinstance(check_reply_end(tokenizer(None), only_text, {}), str)
+    assert isinstance(reply_end(tokenizer(None), only_text), str)
 
 
 def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens() -> None:
