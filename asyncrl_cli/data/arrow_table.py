@@ -67,7 +67,7 @@ class ArrowPrompts(LazyPrompts):
         if isinstance(content, list):  # Arrow gives each message the keys of all.
             values[self._form.prompt_column] = [_without_nulls(message) for message in content]
         prompt = self._form.prompt(values, self._source, "row", row + 1)
-        if isinstance(content, list):
+        if isinstance(content, list) and not isinstance(prompt.content, str):
             # And each call of a tool the arguments of all. Only now, because uids hash the row with them.
             messages = ({key: _without_inner_nulls(value) for key, value in one.items()} for one in prompt.content)
             prompt = replace(prompt, content=tuple(messages))

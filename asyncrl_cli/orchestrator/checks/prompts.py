@@ -112,8 +112,11 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
     return found
 
 
-def check_template(template: ChatTemplate, tokenizer: Any, episodic: bool, reasoning: bool) -> str | Finding:
-    """The chat template ends, and shows what a conversation has; ``reasoning``: replies have any.
+def check_template(
+    template: ChatTemplate, tokenizer: Any, *, episodic: bool, reasoning: bool, required: bool = True
+) -> str | Finding:
+    """The chat template ends, and shows what a conversation has; ``reasoning``: replies have any; ``required``: it
+    writes prompts.
 
     A warning if ``episodic`` rollouts may have something that the template leaves out. Rows that have it are refused
     one by one (``PromptEncoder``). Raises ``ConfigError`` for a template that cannot be used.
@@ -122,10 +125,10 @@ def check_template(template: ChatTemplate, tokenizer: Any, episodic: bool, reaso
         return ""
     try:
         found = template.tried()
-        if episodic and Feature.USER in found.lost:
+        if required and Feature.USER in found.lost:
             raise ChatError(f"the chat template does not show a user's message{_because(found.lost[Feature.USER])}")
     except ChatError as error:
-        hint = "name a file with a chat template"
+        hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
         raise ConfigError(str(error), location="model.chat_template", hint=hint) from None
     notes = []
     if episodic:

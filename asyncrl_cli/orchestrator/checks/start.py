@@ -220,8 +220,13 @@ class StartChecks:
         spec, tokenizer = self._spec, self._tokenizer
         prompt_checks.check_template_kwargs(tokenizer, spec.model.chat_template_kwargs)
         template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
-        reasoning = spec.rollout.reasoning_parser is not None
-        shown = prompt_checks.check_template(template, tokenizer, episodic, reasoning)
+        shown = prompt_checks.check_template(
+            template,
+            tokenizer,
+            episodic=episodic,
+            reasoning=spec.rollout.reasoning_parser is not None,
+            required=episodic or spec.data.apply_chat_template or spec.model.chat_template is not None,
+        )
         ends = end_tokens(self._model_dir, tokenizer)
         return joined("chat template", prompt_checks.check_reply_end(template, tokenizer, ends), shown)
 
