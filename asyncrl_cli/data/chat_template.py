@@ -1,11 +1,11 @@
-"""The one way from messages and tools to a chat template's text, for prompts, demonstrations and the gateway.
+"""The only path from messages and tools to a chat template's text: for prompts, demonstrations and the gateway.
 
-Templates disagree about tool calls: some iterate over the arguments, some join them to a text, some ask whether the
-content is none, some take one call at a time. So a template is tried with short conversations
-(``ChatTemplate.abilities``), and then gets messages in the form that it shows completely (decision 0084).
+Templates disagree about tool calls. Some iterate over the arguments, some join them to a text, some ask whether the
+content is none, some take one call at a time. So ``ChatTemplate`` tries a template with short conversations, and then
+writes messages in the form that the template shows completely (decision 0084).
 
-A template is a program of somebody else's. ``tried`` runs it first in a child process with limits of time and memory,
-and ``_Watch`` ends later renderings that take too long.
+A template is a program that came with a model. ``tried`` runs it first in a child process with limits of time and
+memory, and ``_Watch`` ends later renderings that take too long.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class _Ended(BaseException):
-    """A rendering was ended. No ``Exception``, so that nothing in between takes it for an error of its own."""
+    """Rendering ended by ``_Watch``. Not an ``Exception``, because code in between handles those."""
 
 
 class _Watch:
@@ -122,14 +122,14 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """The form in which a template takes messages, and what it cannot show in any form.
+    """How a template takes messages, and which features no form of them makes it show.
 
     Args:
         text_arguments: arguments of tool calls are JSON text, not objects.
         null_content: a message with tool calls has the content None.
         one_call: a message has at most one tool call. Further calls, each with its result, follow as messages.
         separate_text: a text next to tool calls is a message before them.
-        lost: what the template leaves out ("") or refuses (its error).
+        lost: features that the template leaves out ("") or refuses (its error).
         default_system: the system message that the template adds where there is none.
     """
 
@@ -142,8 +142,6 @@ class Abilities:
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """Canonical messages in this form."""
-        if not any(message.get("tool_calls") for message in messages):
-            return list(messages)
         if self.separate_text or self.one_call:
             messages = _separated(messages, self.separate_text, self.one_call)
         return [self._with_calls(message) if message.get("tool_calls") else message for message in messages]
@@ -172,8 +170,8 @@ class ChatTemplate:
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = False) -> str:
         """The messages as the template writes them; with ``reply``, up to the beginning of the model's reply.
 
-        Raises ``ChatError`` for what is not a message, what the template refuses, and a conversation in which the model
-        has replied already.
+        Raises ``ChatError`` for malformed messages, for messages that the template refuses, and with ``reply`` for a
+        conversation that ends with a reply.
         """
         messages = [self._canonical(message) for message in messages]
         if reply and messages and messages[-1]["role"] == "assistant":
@@ -186,17 +184,16 @@ class ChatTemplate:
         return self._rendered(messages, tools, reply)
 
     def abilities(self) -> Abilities:
-        """What trying the template found; it is tried once. Raises ``TemplateLimitError``."""
+        """Try the template, once. Raises ``TemplateLimitError``."""
         template = self._tokenizer.chat_template
         if self._known is None or self._known[0] != template:
             self._known = template, self._found()
         return self._known[1]
 
     def tried(self) -> Abilities:
-        """``abilities``, found in a child process that is killed if it takes too long.
+        """Try the template in a child process, which is killed at its limits. Raises ``ChatError``.
 
-        It comes before any other use of a template that nobody has tried: compiling one may already take all memory.
-        Raises ``ChatError``.
+        Call this before any other use of an unknown template: compiling it may already take all memory.
         """
         self._known = self._tokenizer.chat_template, _in_child(self)
         return self._known[1]
@@ -300,7 +297,7 @@ class ChatTemplate:
         return replace(form, lost=lost, default_system=self._default_system(lost))
 
     def _default_system(self, lost: Mapping[Feature, str]) -> str:
-        """What stands between the beginning and the end that a prompt has in common with one with a system message."""
+        """Compare a prompt with one that has a system message, and return the text in its place."""
         if lost.keys() & {Feature.USER, Feature.NO_SYSTEM, Feature.SYSTEM}:
             return ""
         plain = self._rendered([_USER], None, reply=True)
@@ -422,13 +419,13 @@ _TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"animal": {"type": "string", "description": "Its name."}}},
     },
 }
-# Ids of nine letters and digits are what the strictest templates ask for.
+# The strictest templates ask for ids of nine letters and digits.
 _CALLS: list[dict[str, Any]] = [
-    {"id": f"call0000{number}", "type": "function", "function": {"name": "find_place", "arguments": {"city": value}}}
+    {"id": f"call0000{number}", "type": "function", "function": {"name": "find_city", "arguments": {"city": value}}}
     for number, value in enumerate(_VALUES)
 ]
 _RESULTS: list[Message] = [
-    {"role": "tool", "name": "find_place", "tool_call_id": call["id"], "content": content}
+    {"role": "tool", "name": "find_city", "tool_call_id": call["id"], "content": content}
     for call, content in zip(_CALLS, ("the-harbour-is-cold", "the-market-is-warm"), strict=True)
 ]
 

@@ -210,7 +210,7 @@ def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator
 
 
 def _features(messages: Sequence[Message], tools: Tools | None) -> list[Feature]:
-    """What a prompt has that some templates leave out without an error."""
+    """List a prompt's features that some templates leave out without an error."""
     has = {
         Feature.USER: any(message["role"] == "user" for message in messages),
         Feature.TOOLS: bool(tools),

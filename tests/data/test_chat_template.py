@@ -1,5 +1,5 @@
-"""Templates of several families get messages in the form that they show; what they cannot show is known; and none of
-them runs without end."""
+"""Chat templates of several families: the form of messages that each shows, its limits, and templates that do not
+end."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ONE_CALL = template_of(
 )
 """Like Llama 3's."""
 FIRST_CALL = template_of("{% if loop.first %}{{ call.function | tojson }}{% endif %}", TOOLS)
-"""Like gpt-oss's: further calls are left out."""
+"""Like gpt-oss's: further calls are omitted."""
 NO_SYSTEM = template_of(
     "{{ call.function | tojson }}",
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TOOLS,

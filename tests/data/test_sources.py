@@ -192,7 +192,7 @@ def test_messages_as_json_text_are_messages(write: Callable[[Rows, Path], str], 
         ('[{"role": "user", "content": [{"type": "image_url"}]}]', "parts that are not text"),
     ],
 )
-def test_text_of_messages_that_are_no_messages_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_text_of_malformed_messages_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read(as_csv([{"prompt": text}], tmp_path), tmp_path)
     assert str(caught.value.location).endswith(":2")

@@ -20,7 +20,7 @@ class Finding:
 
 
 def joined(check: str, *found: str | Finding) -> str | Finding:
-    """What several parts of one check found, as a warning if one of them is."""
+    """Join the findings of one check; they are a warning if one of them is."""
     warnings = [one for one in found if isinstance(one, Finding)]
     text = "; ".join(filter(None, (one.found if isinstance(one, Finding) else one for one in found)))
     return Finding(check, "warning", text, "; ".join(one.hint for one in warnings)) if warnings else text

@@ -136,7 +136,7 @@ def check_template(
         hello = [{"role": role, "content": "Hello"} for role in (("system", "user") if first else ("user",))]
         notes.append(json.dumps(template.text(hello, reply=True), ensure_ascii=False))
     lost = []
-    if templates_texts(tokenizer):  # else it is the built-in one, whose models learn from demonstrations
+    if templates_texts(tokenizer):  # models with the built-in template learn from demonstrations
         wanted = set(Feature) if reasoning else set(Feature) - {Feature.REASONING}
         lost = [f"{feature}{_because(why)}" for feature, why in found.lost.items() if feature in wanted]
     if lost:
