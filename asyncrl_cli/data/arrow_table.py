@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.chat_template import MEDIA
 from asyncrl_cli.data.lazy_prompts import LazyPrompts
 from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, unreadable
 from asyncrl_cli.records.prompt import Prompt
@@ -59,7 +61,9 @@ class ArrowPrompts(LazyPrompts):
         self._mapped = {file: os.stat(file) for file in mapped}
         self._source = source
         self._form = form
-        self._table = _readable(table.slice(0, size))
+        table = table.slice(0, size)
+        self._refuse_media(table)
+        self._table = _readable(table)
         self._check_columns()
         super().__init__(len(self._table), self._row)
 
@@ -69,7 +73,14 @@ class ArrowPrompts(LazyPrompts):
         content = values.get(self._form.prompt_column)
         if isinstance(content, list):  # Arrow gives each message the keys of all.
             values[self._form.prompt_column] = [_without_nulls(message) for message in content]
-        return self._form.prompt(values, self._source, "row", row + 1)
+        prompt = self._form.prompt(values, self._source, "row", row + 1)
+        if isinstance(content, list) and not isinstance(prompt.content, str):
+            # And each call of a tool the arguments of all. Only now, because uids hash the row with them.
+            messages = ({key: _without_inner_nulls(value) for key, value in one.items()} for one in prompt.content)
+            prompt = replace(prompt, content=tuple(messages))
+        if isinstance(tools := prompt.fields.get("tools"), list):
+            prompt = replace(prompt, fields={**prompt.fields, "tools": _without_inner_nulls(tools)})
+        return prompt
 
     def field(self, name: str) -> list[Any]:
         """The values of one column, in the order of rows; None for each when there is no such column."""
@@ -113,6 +124,19 @@ class ArrowPrompts(LazyPrompts):
             self._check_uids(uids)
             if pc.count_distinct(uids).as_py() < len(uids) - uids.null_count:
                 self._refuse_twins(uids)
+
+    def _refuse_media(self, table: pa.Table) -> None:
+        """Refuse rows with images or sounds, which ``_readable`` would drop."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        for name in set(MEDIA) & set(table.column_names):
+            column = table.column(name)
+            if _has_bytes(column.type):
+                lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+                some = pc.greater(pc.list_value_length(column), 0) if lists else pc.is_valid(column)
+                hint = "remove the rows or the column: models get text alone"
+                self._refuse_first(some, f"the row has `{name}`", hint)
 
     def _check_prompts(self, column: pa.ChunkedArray) -> None:
         import pyarrow as pa
@@ -167,14 +191,9 @@ def _readable(table: pa.Table) -> pa.Table:
     """The table without columns of bytes, and with categories as their values."""
     import pyarrow as pa
 
-    def has_bytes(kind: Any) -> bool:
-        tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
-        below = (kind.field(index).type for index in range(kind.num_fields))
-        return any(test(kind) for test in tests) or any(map(has_bytes, below))
-
     for name in table.column_names:
         index, kind = table.column_names.index(name), table.schema.field(name).type
-        if has_bytes(kind):
+        if _has_bytes(kind):
             table = table.remove_column(index)
         elif pa.types.is_dictionary(kind):
             table = table.set_column(index, name, table.column(name).cast(kind.value_type))
@@ -191,6 +210,20 @@ def _float_columns(column: pa.ChunkedArray) -> Iterator[pa.ChunkedArray]:
     elif pa.types.is_struct(column.type):
         for index in range(column.type.num_fields):
             yield from _float_columns(pc.struct_field(column, [index]))
+
+
+def _has_bytes(kind: Any) -> bool:
+    import pyarrow as pa
+
+    tests = (pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary)
+    below = (kind.field(index).type for index in range(kind.num_fields))
+    return any(test(kind) for test in tests) or any(map(_has_bytes, below))
+
+
+def _without_inner_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_inner_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_inner_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _without_nulls(message: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time
@@ -21,7 +22,7 @@ from asyncrl_cli.spec.data_sources import template_columns
 
 UID = "uid"
 """The column that may name rows without being configured."""
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Unit = Literal["line", "row"]
 """What a source counts, from 1."""
 LIKE_OPENAI = 'write messages as OpenAI does, such as {"role": "user", "content": "…"}'
@@ -101,12 +102,18 @@ class RowForm:
 
     def _content(self, value: Any, refuse: Callable[[str, str], NoReturn]) -> str | tuple[Message, ...]:
         if isinstance(value, str) and value:
-            return value
+            try:
+                messages = _messages_in(value)
+            except ValueError as error:
+                refuse(f"`{self.prompt_column}` has {error}", "write them as JSON (json.dumps)")
+            if messages is None:
+                return value
+            value = messages
         if not isinstance(value, (list, tuple)) or not value:
             refuse(f"`{self.prompt_column}` is {kind(value)}", f"make it text, or {LIKE_OPENAI}")
         for message in value:
-            if not (isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message):
-                refuse("a message has no `role` and `content`", LIKE_OPENAI)
+            if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
+                refuse("a message has no `role`", LIKE_OPENAI)
         return tuple(value)
 
     def _with_system(
@@ -178,6 +185,26 @@ def kind(value: Any) -> str:
         return "empty"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
+
+
+def _messages_in(text: str) -> Any:
+    """The message or messages that a text is in JSON, as in CSV files; None if it is another text.
+
+    Raises ``ValueError`` for messages as Python prints them.
+    """
+    if _PYTHON_MESSAGES.match(text):
+        raise ValueError("messages as Python prints them")
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    some = value if isinstance(value, list) else [value]
+    return value if some and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in some) else None
+
+
+_PYTHON_MESSAGES = re.compile(r"\s*(array\()?\[?\s*\{\s*'(role|content|from|value)'\s*:")
 
 
 def _fault_of(prompt: Prompt) -> tuple[str, str] | None:

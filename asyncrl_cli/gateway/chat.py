@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.fields import FieldStream
 from asyncrl_cli.gateway.replies import ReplyFormat
 from asyncrl_cli.gateway.text_stream import Part
@@ -45,20 +46,20 @@ class ChatFormat:
         Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
-        self._template_kwargs = template_kwargs or {}
+        self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
         parsers = tool_parser_name, reasoning_parser_name
         prompt_end = cache(self._prompt_end)
-        self._replies = ReplyFormat(tokenizer, *parsers, self.end_tokens, self._template_kwargs, prompt_end)
-        self.vocabulary: int = len(tokenizer)
+        self._replies = ReplyFormat(tokenizer, *parsers, self.end_tokens, template_kwargs or {}, prompt_end)
+        self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())
         """Token ids are below this."""
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token: a text has at least its length over this of tokens."""
 
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """A complete prompt, with the beginning of the requested reply. Raises ``ChatError``."""
-        return self.encode(self._text([normalized(message) for message in messages], tools, reply=True))
+        return self.encode(self._template.text(messages, tools, reply=True))
 
     def continue_(
         self,
@@ -75,15 +76,15 @@ class ChatFormat:
         Raises ``ChatError`` when the template refuses the messages, or renders the end of a reply differently when
         more follows.
         """
-        new = [normalized(message) for message in messages]
+        text = self._template.text
         question: Message = {"role": "user", "content": "?"}
         fixed: dict[str, Any] = {"role": "assistant", "content": _FIXED_REPLY}
-        before = self._text([question, fixed], tools)
+        before = text([question, fixed], tools)
         turn_end = _after(before, _FIXED_REPLY)
         if calls := (normalized(reply) if reply else {}).get("tool_calls"):
-            fixed = fixed | {"tool_calls": calls}
-            before = self._text([question, fixed], tools)
-        full = self._text([question, fixed, *new], tools, reply=True)
+            fixed = fixed | {"tool_calls": calls[:1] if self._template.abilities().one_call else calls}
+            before = text([question, fixed], tools)
+        full = text([question, fixed, *messages], tools, reply=True)
         if _FIXED_REPLY in before:
             before, full = _after(before, _FIXED_REPLY), _after(full, _FIXED_REPLY)
         if not before.endswith(turn_end) or not full.startswith(before):
@@ -155,26 +156,10 @@ class ChatFormat:
         """What the template puts between the last message and a reply."""
         question: list[Message] = [{"role": "user", "content": "?"}]
         try:
-            before, full = self._text(question, None), self._text(question, None, reply=True)
+            before, full = self._template.text(question), self._template.text(question, reply=True)
         except ChatError:
             return ""  # the prompts of such a model are text
         return full.removeprefix(before)
-
-    def _text(self, messages: Sequence[Message], tools: Tools | None, reply: bool = False) -> str:
-        if self._tokenizer.chat_template is None:
-            raise ChatError("the model has no chat template; give it one with model.chat_template")
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [dict(message) for message in messages],
-                    tools=[dict(tool) for tool in tools] if tools else None,
-                    add_generation_prompt=reply,
-                    tokenize=False,
-                    **self._template_kwargs,
-                )
-            )
-        except Exception as error:  # a template may raise anything
-            raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
 
 
 def _after(text: str, mark: str) -> str:

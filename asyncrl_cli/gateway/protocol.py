@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl_cli.gateway.errors import unsupported
@@ -141,11 +141,23 @@ class ToolCall(Wire):
     function: Function
 
 
+def _text_alone(content: Any) -> Any:
+    """Refuse other parts by their type, in one sentence: a union of types gives a reason for each of them."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            message = "parts of type {kind} are not supported: the model gets text alone"
+            raise PydanticCustomError("part", message, {"kind": kind})
+    return content
+
+
 class ChatMessage(Wire):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_text_alone)] = (
+        None
+    )
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="For role `assistant`."
     )

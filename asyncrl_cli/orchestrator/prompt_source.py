@@ -8,10 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.data.chat_template import ChatTemplate, Feature, Tools, chat_of
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.records.groups import Candidate
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
@@ -44,7 +45,7 @@ class PromptEncoder:
         self._max_tokens = max_tokens
         self._episodic = episodic
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
-        self._template_kwargs = template_kwargs or {}
+        self._template = ChatTemplate(tokenizer, template_kwargs)
 
     @classmethod
     def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False) -> PromptEncoder:
@@ -72,10 +73,12 @@ class PromptEncoder:
                 hint="give prompts as text, or use a tokenizer with a chat template",
             )
         try:
-            ids = self._encode(prompt.content)
-        except Exception as error:  # templates can raise any exception
+            messages, tools = chat_of(prompt)
+            ids = self._encode(prompt, messages, tools)
+        except Exception as error:  # tokenizers can raise any exception
+            reason = str(error) if isinstance(error, ChatError) else f"{type(error).__name__}: {error}"
             raise DataError(
-                f"the prompt {prompt.uid!r} cannot be encoded: {type(error).__name__}: {error}",
+                f"the prompt {prompt.uid!r} cannot be encoded: {reason}",
                 location="data",
                 hint=self._hint(prompt.content),
             ) from error
@@ -85,24 +88,24 @@ class PromptEncoder:
             )
         return tuple(ids) if len(ids) <= self._max_tokens else None
 
-    def _encode(self, content: str | tuple[Message, ...]) -> list[int]:
-        if isinstance(content, str) and not self._texts_are_chats:
-            text_ids: list[int] = self._tokenizer(content)["input_ids"]
-            return text_ids
-        messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
-        ids: list[int] = self._tokenizer.apply_chat_template(
-            [_with_text(message) for message in messages],
-            add_generation_prompt=True,
-            return_dict=True,
-            **self._template_kwargs,
-        )["input_ids"]
+    def _encode(self, prompt: Prompt, messages: tuple[Message, ...], tools: Tools | None) -> list[int]:
+        text = str(prompt.content)
+        templated = self.is_templated(prompt)
+        if templated:
+            text = self._template.text(messages, tools, reply=True)
+            lost = self._template.abilities().lost
+            if feature := next((feature for feature in _features(messages, tools) if feature in lost), None):
+                raise ChatError(f"the row has {feature}, which the chat template does not show")
+        elif tools:
+            raise ChatError("the row has `tools`, and a prompt without the chat template cannot show them")
+        ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return ids
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
         """What to do about a prompt that the tokenizer or its template refuses."""
         if not isinstance(content, str) and len(content) > 1 and content[0]["role"] == "system":
-            with suppress(Exception):  # then the system message is not the only problem
-                self._encode(content[1:])
+            with suppress(ChatError):  # then the system message is not the only problem
+                self._template.text(content[1:], reply=True)
                 return "the template takes no system message: remove `system`, and put its text into the user's message"
         return "fix the row or remove it, or use another chat template (model.chat_template)"
 
@@ -206,9 +209,15 @@ def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator
                 yield ids
 
 
-def _with_text(message: Message) -> dict[str, Any]:
-    """The message with its content as one text: templates print a list of text parts as a list, or omit it."""
-    content = message.get("content")
-    if isinstance(content, (list, tuple)):
-        return {**message, "content": "".join(str(part["text"]) for part in content)}
-    return dict(message)
+def _features(messages: Sequence[Message], tools: Tools | None) -> list[Feature]:
+    """List a prompt's features that some templates leave out without an error."""
+    has = {
+        Feature.USER: any(message["role"] == "user" for message in messages),
+        Feature.TOOLS: bool(tools),
+        Feature.SYSTEM: any(message["role"] == "system" for message in messages),
+        Feature.CALLS: any(message.get("tool_calls") for message in messages),
+        Feature.RESULTS: any(message["role"] == "tool" for message in messages),
+    }
+    has[Feature.ARGUMENTS] = has[Feature.CALLS]
+    has[Feature.PARALLEL] = any(len(message.get("tool_calls") or ()) > 1 for message in messages)
+    return [feature for feature, used in has.items() if used]

@@ -15,8 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
+from asyncrl_cli.orchestrator.checks.prompts import check_template
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
@@ -130,6 +133,12 @@ async def _serve(
         status("reading the model")
         folder = await asyncio.to_thread(served.model, temporary / "model")
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
+        if tokenizer.chat_template is not None:  # without one there are only completions
+            template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
+            reasoning = spec.rollout.reasoning_parser is not None
+            found = await asyncio.to_thread(check_template, template, tokenizer, episodic=True, reasoning=reasoning)
+            if isinstance(found, Finding):
+                warn(f"{found.found}. {found.hint}")
         client = client_of(spec, engines, PromptEncoder.of(spec, tokenizer).decode)
         keeper = EngineKeeper(client, _OwnWeights())
         api_key = secrets.token_urlsafe(32)

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.data.chat_template import chat_of
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
@@ -148,10 +149,9 @@ class OneCall:
         """Ask once; the reward is that of the reply."""
         import aiohttp
 
-        text = isinstance(prompt.content, str)
-        messages: Any = [{"role": "user", "content": prompt.content}] if text else [*prompt.content]
+        messages, tools = chat_of(prompt)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-            await ask(http, model, messages, ())
+            await ask(http, model, messages, tools or ())
         return None
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:

@@ -26,7 +26,8 @@ import torch
 from torch.nn import functional as F
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.records.prompt import Message, normalized
+from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
@@ -84,7 +85,8 @@ def warm_start(
         )
     tokenizer = load_tokenizer(model_dir_in, chat_template)
     ends = end_tokens(model_dir_in, tokenizer)
-    chat = _Chat(tokenizer, apply_chat_template and templates_texts(tokenizer), template_kwargs or {})
+    template = ChatTemplate(tokenizer, template_kwargs)
+    chat = _Chat(tokenizer, apply_chat_template and templates_texts(tokenizer), template)
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -159,7 +161,7 @@ class _Chat:
 
     tokenizer: Any
     texts_are_chats: bool
-    template_kwargs: Mapping[str, Any]
+    template: ChatTemplate
 
     def texts(self, demonstration: tuple[str, str] | Sequence[Message]) -> tuple[str, str, bool]:
         """Prompt and response, and whether the chat template wrote them."""
@@ -168,9 +170,8 @@ class _Chat:
                 return *demonstration, False
             roles = ("user", "assistant")
             demonstration = [{"role": r, "content": text} for r, text in zip(roles, demonstration, strict=True)]
-        *before, reply = (dict(normalized(message)) for message in demonstration)  # as the gateway shows them
-        prompt = self._rendered(before, reply=True)
-        conversation = self._rendered([*before, reply], reply=False)
+        prompt = self.template.text(demonstration[:-1], reply=True)
+        conversation = self.template.text(demonstration)
         if not conversation.startswith(prompt):
             raise WarmStartError(
                 "the chat template renders the messages before a reply differently once the reply is there",
@@ -178,12 +179,6 @@ class _Chat:
                 "false",
             )
         return prompt, conversation[len(prompt) :], True
-
-    def _rendered(self, messages: list[dict[str, Any]], reply: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=reply, tokenize=False, **self.template_kwargs
-        )
-        return text
 
 
 def _threads(model: Any, spec: WarmStart) -> int:

@@ -59,6 +59,7 @@ WRONG = [
     ("model.init.tokenizer=./empty", "model.init.tokenizer", ""),
     ("model.chat_template=./README.md", "model.chat_template", "Jinja"),
     ("model.chat_template=./broken.jinja", "model.chat_template", "Jinja"),
+    ("model.chat_template=./endless.jinja", "model.chat_template", "Jinja"),
     (f"{CONFIG}.num_hidden_layers=100000", CONFIG, "lower it"),
     (f"{CONFIG}.rope_theta=0", CONFIG, "positive"),
     (f"{CONFIG}.hidden_size=100000000", CONFIG, "model.lora"),
@@ -159,6 +160,7 @@ FILES = {
     "spec.yaml": SPEC,
     "README.md": "# A page, and no template\n",
     "broken.jinja": "{% for message in messages %}",
+    "endless.jinja": "{{ messages[0].content }}{{ 'x' * 2000000000 }}",
     "strict.jinja": "{% if messages | length > 1 %}{{ raise_exception('one at a time') }}{% endif %}{{ messages }}",
     "chat.jsonl": '{"prompt": [{"role": "system", "content": "?"}, {"role": "user", "content": "1+1="}]}\n',
     "no-weights/config.json": json.dumps({"model_type": "qwen3"}),
@@ -193,6 +195,15 @@ def test_impossible_settings_are_refused_with_location_and_hint(
         assert location in f"{error.location}: {error.message}"
         assert error.hint
         assert hint in error.hint, error
+
+
+@pytest.mark.usefixtures("check")
+def test_validate_spec_fails_when_no_row_can_be_encoded() -> None:
+    spec = load_spec("spec.yaml", ["model.chat_template=./strict.jinja", "data.train={path: chat.jsonl}"]).spec
+    with StartChecks(spec, Path(), lambda _: None, thorough=True) as checks:
+        findings = {finding.check: finding for finding in checks.prompt_findings()}
+    found = findings["data.train"]
+    assert found.status == "failure" and "chat.jsonl:1" in found.found and "no system message" in found.hint
 
 
 @pytest.mark.parametrize(("override", "key"), USELESS)

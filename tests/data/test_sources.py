@@ -144,7 +144,7 @@ def test_rows_read_on_demand_equal_those_of_a_file_read_completely(
 def test_arrow_values_that_json_does_not_have(tmp_path: Path) -> None:
     at = datetime(2026, 1, 2, tzinfo=UTC)
     chat = [{"role": "user", "content": "hi", "name": None}, {"role": "assistant", "content": "ho", "name": "a"}]
-    rows = [{"prompt": chat, "at": at, "price": Decimal("1.50"), "image": {"bytes": b"\x00"}, "kind": "x", "uid": 7}]
+    rows = [{"prompt": chat, "at": at, "price": Decimal("1.50"), "thumb": {"bytes": b"\x00"}, "kind": "x", "uid": 7}]
     table = pa.Table.from_pylist(rows)
     table = table.set_column(4, "kind", table.column("kind").dictionary_encode())
     parquet.write_table(table, tmp_path / "rows.parquet")
@@ -171,6 +171,64 @@ def test_a_saved_data_set_that_is_truncated_in_use_is_an_error(tmp_path: Path) -
             read()
     file.unlink()
     assert isinstance(prompts, Sequence)
+
+
+def test_a_call_has_its_own_arguments_not_those_of_all_rows(tmp_path: Path) -> None:
+    def called(**arguments: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": "find", "arguments": arguments}}
+
+    calls = [called(city="Oslo", content=None), called(day={"of": "May", "on": [1]}), called(day={"at": 3})]
+    chats = [
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        for call in calls
+    ]
+    tools = [{"type": "function", "function": {"name": name, "parameters": {name: "x"}}} for name in ("f", "g")]
+    rows = [{"prompt": chat, "tools": tools} for chat in chats]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    calls[0]["function"]["arguments"].pop("content")
+    for prompt, call in zip(read("rows.parquet", tmp_path), calls, strict=True):
+        assert prompt.content[1] == {"role": "assistant", "content": None, "tool_calls": [call]}
+        assert prompt.fields["tools"] == tools
+
+
+@kinds
+def test_messages_as_json_text_are_messages(write: Callable[[Rows, Path], str], tmp_path: Path) -> None:
+    chat = [{"name": None, "role": "user", "content": "hi"}]
+    texts = [json.dumps(chat), f"\n{json.dumps(chat, indent=1)}", '[{"role"', '["role"]', '{"a": 1}', "[]", "[{}]"]
+    found = [prompt.content for prompt in read(write([{"prompt": text} for text in texts], tmp_path), tmp_path)]
+    assert found == [tuple(chat), tuple(chat), *texts[2:]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[{'role': 'user', 'content': 'hi'}]", "messages as Python prints them.*json.dumps"),
+        ("array([{'content': 'hi', 'role': 'user'}], dtype=object)", "messages as Python prints them"),
+        ('{"role": "user", "content": "hi"}', "`prompt` is an object"),
+        ('[{"from": "human", "value": "hi"}]', "a message has no `role`"),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "parts that are not text"),
+    ],
+)
+def test_text_of_malformed_messages_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message) as caught:
+        read(as_csv([{"prompt": text}], tmp_path), tmp_path)
+    assert str(caught.value.location).endswith(":2")
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_rows_with_images_are_refused(tmp_path: Path, column: str) -> None:
+    one: Any = {"bytes": b"\x00"}
+    empty, some = (None, one) if column == "image" else ([], [one])
+    for rows, row in (([empty, some], 2), ([empty, empty], 0)):
+        table = pa.Table.from_pylist(
+            [{"prompt": "a", column: value} for value in rows] + [{"prompt": "a", column: some}]
+        )
+        parquet.write_table(table.slice(0, 2), tmp_path / "rows.parquet")
+        if row:
+            with pytest.raises(DataError, match=f":2: the row has `{column}`"):
+                read("rows.parquet", tmp_path)
+        else:
+            assert [prompt.fields for prompt in read("rows.parquet", tmp_path)] == [{}, {}]
 
 
 @pytest.mark.parametrize(

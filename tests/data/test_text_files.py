@@ -74,7 +74,7 @@ def test_all_json_values_are_kept(folder: Path, rows: list[tuple[str, Any]]) -> 
         ('{"prompt": null}', "null"),
         ('{"prompt": []}', "empty"),
         ('{"prompt": ["hi"]}', "a message has no `role`"),
-        ('{"prompt": [{"role": "user"}]}', "a message has no `role`"),
+        ('{"prompt": [{"role": "user"}]}', "message 1 has no content"),
         ('{"prompt": "a", "uid": 3.5}', "`uid` is a number"),
         ('{"prompt": "a", "uid": ""}', "`uid` is empty"),
         ('{"prompt": "a", "uid": "first"}', "is also the uid of line 1"),

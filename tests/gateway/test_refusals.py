@@ -12,7 +12,7 @@ import openai
 import pytest
 from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, key_of, served
 
-from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.server import GatewayError, listen
 from asyncrl_cli.rollout.client import GenerationFailed
 
@@ -46,6 +46,7 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
         "messages.0.content",
         "invalid_value",
     ),
+    (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "x"}]), 400, None, "invalid_value"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", "invalid_value"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": ""}}]), 400, "tools.0.function.name", None),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": 3}}]), 400, None, None),
@@ -117,7 +118,7 @@ FLOODS: list[tuple[dict[str, Any], str | None, str]] = [
 def test_nothing_is_rendered_without_a_bound() -> None:
     async def test() -> None:
         rendered: list[int] = []
-        original = ChatFormat._text
+        original = ChatTemplate.text
 
         def counted(self: Any, messages: Any, tools: Any, reply: bool = False) -> str:
             rendered.append(len(messages))
@@ -125,7 +126,7 @@ def test_nothing_is_rendered_without_a_bound() -> None:
 
         async with served(max_body_mb=16) as there:
             there.session("7-0")
-            with patch.object(ChatFormat, "_text", counted):
+            with patch.object(ChatTemplate, "text", counted):
                 for body, param, code in FLOODS:
                     answer = await there.post(CHAT, body, "7-0")
                     error = answer.json()["error"]

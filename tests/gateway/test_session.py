@@ -170,9 +170,7 @@ def test_limits_are_kept() -> None:
     for allowed in (8, 8, 8, 1):
         (reply,) = run(one.chat(conversation, None, CallOptions(max_tokens=40)))
         assert len(reply.token_ids) == allowed, "the limit of a call, and the rest of the session's limit"
-        conversation.append(reply.message)
-        if allowed > 1:
-            continue
+        conversation += [reply.message, {"role": "user", "content": ""}]
     with pytest.raises(ApiError) as error:
         run(one.chat(conversation, None, CallOptions()))
     assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has reached its limit of 4 calls")
@@ -186,7 +184,7 @@ def test_limits_are_kept() -> None:
     (reply,) = run(short.chat(HELLO, None, CallOptions()))
     assert len(reply.token_ids) == 4, "as many tokens as fit"
     with pytest.raises(ApiError) as error:
-        run(short.chat([*HELLO, reply.message], None, CallOptions()))
+        run(short.chat([*HELLO, reply.message, *HELLO], None, CallOptions()))
     assert error.value.code == "context_length_exceeded"
 
 

@@ -12,12 +12,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from asyncrl_cli.core.errors import ConfigError, DataError
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.prompts import (
     check_prompts,
     check_reply_end,
+    check_template,
     check_template_kwargs,
     first_prompt,
     template_variables,
@@ -86,8 +88,82 @@ def test_the_first_token_is_written_once() -> None:
     assert rendered(loaded, TEXT, apply_chat_template=False) == f"{first}2 + 2?", "by the tokenizer"
     pairs = [("2 + 2?", "4"), [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
     for demonstration in pairs:
-        ((ids, count),) = _tokenized([demonstration], _Chat(loaded, True, {}), 99, frozenset({number}))
+        ((ids, count),) = _tokenized(
+            [demonstration], _Chat(loaded, True, ChatTemplate(loaded)), 99, frozenset({number})
+        )
         assert ids[:count].count(number) == 1, "the same holds for the demonstrations of a warm start"
+
+
+CALC = {"type": "function", "function": {"name": "calc", "parameters": {"type": "object", "properties": {}}}}
+ASKED = {"role": "user", "content": "2 + 2?"}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "calc", "arguments": '{"e": "2 + 2"}'}}],
+}
+RESULT = {"role": "tool", "content": "4"}
+
+
+def test_tools_calls_and_results_of_a_row_are_as_the_gateway_writes_them() -> None:
+    loaded = tokenizer()
+    prompt = Prompt("chat", (ASKED, CALLED, RESULT), {"tools": json.dumps([CALC])})
+    ids = PromptEncoder(loaded, 999).encode(prompt)
+    assert list(ids or ()) == ChatFormat(loaded).render([ASKED, CALLED, RESULT], [CALC])
+    text = loaded.decode(ids)
+    assert json.dumps(CALC) in text and '"arguments": {"e": "2 + 2"}}' in text and "<tool_response>4" in text
+    assert "calc" in rendered(loaded, Prompt("text", "2 + 2?", {"tools": [CALC]}))
+    written = Prompt("text", f"Tools: {json.dumps([CALC])}", {"tools": json.dumps([CALC])})
+    assert rendered(loaded, written).count("calc") == 1, "the split's template wrote them"
+
+
+TEXT_ALONE = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "fields", "says"),
+    [
+        ("own", (ASKED, {"role": "assistant", "content": "4"}), {}, "ends with an assistant's message"),
+        ("own", "2 + 2?", {"images": ["a.png"]}, "the row has `images`"),
+        ("own", "2 + 2?", {"tools": "calc"}, "`tools` are not definitions"),
+        (None, "2 + 2?", {"tools": [CALC]}, "without the chat template"),
+        (TEXT_ALONE, "2 + 2?", {"tools": [CALC]}, "the row has tools, which the chat template does not show"),
+        (TEXT_ALONE, (ASKED, CALLED, RESULT), {}, "the row has tool calls, which"),
+        (TEXT_ALONE, ({"role": "system", "content": "Be brief."}, ASKED), {}, "the row has system messages, which"),
+        ("<{{ messages | length }}>", "2 + 2?", {}, "the row has users' messages, which"),
+    ],
+)
+def test_rows_that_the_template_cannot_show_are_refused(
+    template: str | None, content: Any, fields: dict[str, Any], says: str
+) -> None:
+    prompts = [Prompt("row", content, fields)]
+    encoder = PromptEncoder(tokenizer(template), 999)
+    with pytest.raises(DataError, match=says) as refused:
+        check_prompts(prompts, encoder, "data.train", 9.0, "data.train", "rows.jsonl:{}".format)
+    assert refused.value.location == "rows.jsonl:0" and refused.value.hint
+    assert PromptEncoder(tokenizer(template), 999, episodic=True).encode(prompts[0]) == (), "the task's own business"
+
+
+def shown(template: str | None, episodic: bool = True) -> str | Finding:
+    loaded = tokenizer(template)
+    return check_template(ChatTemplate(loaded), loaded, episodic=episodic, reasoning=False)
+
+
+def test_the_check_of_a_template_says_what_it_cannot_show() -> None:
+    found = shown(TEXT_ALONE)
+    assert isinstance(found, Finding) and found.status == "warning" and found.hint
+    assert "does not show system messages, tools, tool calls, tool results" in found.found
+    alone = shown(TEXT_ALONE, episodic=False)
+    assert isinstance(alone, str) and "does not show" in alone, "rows that have any of it are refused one by one"
+    refusing = shown(NO_SYSTEM)
+    assert isinstance(refusing, Finding) and "system messages (System role not supported)" in refusing.found
+    assert shown("own") == json.dumps("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("template", [None, "no messages", "{{ 'x' * 2000000000 }}"])
+def test_a_template_that_cannot_be_used_is_a_mistake_of_the_spec(template: str | None) -> None:
+    with pytest.raises(ConfigError) as refused:
+        shown(template)
+    assert refused.value.location == "model.chat_template" and refused.value.hint
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
@@ -127,19 +203,23 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     assert template_variables(tokenizer(marked)) == {"x"}
 
 
+def reply_end(loaded: Any, ends: frozenset[int]) -> str | Finding:
+    return check_reply_end(ChatTemplate(loaded), loaded, ends)
+
+
 def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() -> None:
     loaded = tokenizer()
     ends = end_tokens(MODEL, loaded)
     assert loaded.convert_ids_to_tokens(sorted(ends)) == ["<|endoftext|>", "<|im_end|>"]
-    assert check_reply_end(loaded, ends, {}) == "replies end at '<|endoftext|>', '<|im_end|>'"
-    assert isinstance(check_reply_end(tokenizer(HI), ends, {}), str), "a template without an end of turns, like GLM's"
+    assert reply_end(loaded, ends) == "replies end at '<|endoftext|>', '<|im_end|>'"
+    assert isinstance(reply_end(tokenizer(HI), ends), str), "a template without an end of turns, like GLM's"
     lines = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    assert isinstance(check_reply_end(tokenizer(lines), ends, {}), str), "a line break is not an end token"
+    assert isinstance(reply_end(tokenizer(lines), ends), str), "a line break is not an end token"
     only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
-    found = check_reply_end(loaded, only_text, {})
+    found = reply_end(loaded, only_text)
     assert isinstance(found, Finding) and found.status == "warning"
     assert "the chat template ends a reply with '<|im_end|>'" in found.found and "eos_token_id" in found.hint
-    assert isinstance(check_reply_end(tokenizer(None), only_text, {}), str)
+    assert isinstance(reply_end(tokenizer(None), only_text), str)
 
 
 def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens() -> None:

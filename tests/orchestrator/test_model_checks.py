@@ -33,7 +33,7 @@ class Tokenizer:
 
     chat_template = None
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
         if text == BROKEN:
             raise ValueError("no such character")
         return {"input_ids": list(range(len(text)))}
@@ -75,7 +75,8 @@ def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
 
 
 def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
-    assert str(first_prompt(prompts(BROKEN), ENCODER, ENCODER)).startswith("skipped: ")
+    found = first_prompt(prompts(BROKEN), ENCODER, ENCODER)
+    assert isinstance(found, Finding) and found.status == "warning" and found.hint
 
 
 def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> None:
@@ -100,6 +101,19 @@ def test_models_that_no_engine_can_be_given_weights_of_are_refused(kind: str) ->
     with pytest.raises(ConfigError, match=says) as refused:
         check_served(config, "model.path")
     assert refused.value.location == "model.path"
+
+
+def test_a_token_beyond_the_models_embedding_is_refused() -> None:
+    from transformers import Qwen3Config
+
+    spec = load_spec(QUICKSTART).spec
+    vocabulary = {"a": 0, "b": 1, "<added>": 200}
+    tokenizer = SimpleNamespace(get_vocab=lambda: vocabulary)
+    config = Qwen3Config(**SMALL | {"vocab_size": 200})
+    with pytest.raises(ConfigError, match=r"token '<added>' has the id 200, and the model embeds 200"):
+        check_model(spec, config, tokenizer)
+    vocabulary["<added>"] = 199
+    check_model(spec, config, tokenizer)
 
 
 def test_other_models_are_not() -> None:
@@ -138,7 +152,7 @@ def test_adapters_that_engines_would_not_apply_are_refused(
     config = AutoConfig.for_model(architecture, **SMALL | ARCHITECTURES[architecture])
     spec = load_spec(QUICKSTART, [f"model.lora={lora}", *overrides]).spec
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext() as error:
-        check_model(spec, config, range(SMALL["vocab_size"]))
+        check_model(spec, config, SimpleNamespace(get_vocab=lambda: {"a": SMALL["vocab_size"] - 1}))
     assert not refused or (error.value.location, error.value.hint[:16]) == ("model.lora.serve", "set it to merged")
 
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.spec.inputs import ModelInit, WarmStart
 from asyncrl_cli.tasks.function_task import FunctionTask
@@ -126,7 +127,9 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
     task, chat = Calculator(), ChatFormat(tokenizer)
     for seed in range(8):
         messages = task.demonstration(random.Random(seed), clean=True)
-        ((ids, prompt),) = _tokenized([messages], _Chat(tokenizer, False, {}), 256, chat.end_tokens)
+        ((ids, prompt),) = _tokenized(
+            [messages], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, chat.end_tokens
+        )
         assert ids[:prompt] == chat.render(messages[:-1])
         reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
         calls = [[call["function"] for call in message.get("tool_calls", ())] for message in (reply, messages[-1])]
@@ -140,12 +143,12 @@ def test_a_demonstration_ends_where_the_model_ends_a_turn() -> None:
     )
     ends = frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")})
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    ((ids, prompt),) = _tokenized([conversation], _Chat(tokenizer, True, {}), 256, ends)
+    ((ids, prompt),) = _tokenized([conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends)
     assert tokenizer.decode(ids[prompt:]) == "yes#"
-    ((ids, prompt),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, {}), 256, ends)
+    ((ids, prompt),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, ends)
     assert tokenizer.decode(ids[prompt:]) == "yes<eos>"
-    assert _tokenized([("hi", "yes")], _Chat(tokenizer, True, {}), 256, ends) == _tokenized(
-        [conversation], _Chat(tokenizer, True, {}), 256, ends
+    assert _tokenized([("hi", "yes")], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends) == _tokenized(
+        [conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends
     ), "a text is a user's message, as in the prompts of the run"
 
 

@@ -17,3 +17,10 @@ class Finding:
     status: Status
     found: str
     hint: str = ""
+
+
+def joined(check: str, *found: str | Finding) -> str | Finding:
+    """Join the findings of one check; they are a warning if one of them is."""
+    warnings = [one for one in found if isinstance(one, Finding)]
+    text = "; ".join(filter(None, (one.found if isinstance(one, Finding) else one for one in found)))
+    return Finding(check, "warning", text, "; ".join(one.hint for one in warnings)) if warnings else text

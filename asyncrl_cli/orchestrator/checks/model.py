@@ -94,9 +94,10 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {_one_line(error)}"
         raise ConfigError(message, location=key, hint=hint) from error
     vocabulary = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > vocabulary:
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])  # ids may have gaps
+    if largest >= vocabulary:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model embeds {vocabulary}",
+            f"the tokenizer's token {token!r} has the id {largest}, and the model embeds {vocabulary} tokens",
             location=key,
             hint="use the tokenizer that belongs to the model",
         )

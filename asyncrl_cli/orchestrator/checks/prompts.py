@@ -5,17 +5,17 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.data.chat_template import ChatTemplate, Feature, syntax_tree
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.train.model.tokenizer import templates_texts
 
 SPREAD = 1000
 """Number of prompts of one pass over a split, evenly spread, when not all can be tried in time."""
@@ -97,7 +97,7 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
         prompt = prompts[0]
         ids = encoder.encode(prompt)
     except DataError as error:
-        return f"skipped: {error.message}"
+        return Finding("first prompt", "warning", f"it is skipped: {error.message}", error.hint)
     if ids is None:
         return f"prompt {prompt.uid} is too long"
     text = encoder.decode(ids, special=True)
@@ -112,14 +112,48 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
     return found
 
 
-def check_conversation(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """Whether the chat template accepts a conversation, as episodes need. Raises ``ConfigError`` if not."""
-    chat = ChatFormat(tokenizer, template_kwargs=template_kwargs)
+def check_template(
+    template: ChatTemplate, tokenizer: Any, *, episodic: bool, reasoning: bool, required: bool = True
+) -> str | Finding:
+    """The chat template ends, and shows what a conversation has; ``reasoning``: replies have any; ``required``: it
+    writes prompts.
+
+    A warning if ``episodic`` rollouts may have something that the template leaves out. Rows that have it are refused
+    one by one (``PromptEncoder``). Raises ``ConfigError`` for a template that cannot be used.
+    """
+    if tokenizer.chat_template is None and not episodic:
+        return ""
     try:
-        ids = chat.render([{"role": "user", "content": "Hello"}])
+        found = template.tried()
+        if required and Feature.USER in found.lost:
+            raise ChatError(f"the chat template does not show a user's message{_because(found.lost[Feature.USER])}")
     except ChatError as error:
-        raise ConfigError(str(error), location="model.chat_template", hint="name a file with a chat template") from None
-    return json.dumps(chat.decode(ids, special=True), ensure_ascii=False)
+        hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
+        raise ConfigError(str(error), location="model.chat_template", hint=hint) from None
+    notes = []
+    if episodic:
+        first = found.lost.keys() & {Feature.NO_SYSTEM}
+        hello = [{"role": role, "content": "Hello"} for role in (("system", "user") if first else ("user",))]
+        notes.append(json.dumps(template.text(hello, reply=True), ensure_ascii=False))
+    lost = []
+    if templates_texts(tokenizer):  # models with the built-in template learn from demonstrations
+        wanted = set(Feature) if reasoning else set(Feature) - {Feature.REASONING}
+        lost = [f"{feature}{_because(why)}" for feature, why in found.lost.items() if feature in wanted]
+    if lost:
+        notes.append(f"the template does not show {', '.join(lost)}")
+    if found.one_call and Feature.PARALLEL not in found.lost:
+        notes.append("it takes one tool call a message and gets further ones as messages")
+    if found.default_system:
+        system = json.dumps(found.default_system[:SHOWN_CHARACTERS], ensure_ascii=False)
+        notes.append(f"without a system message it writes {system}")
+    if not (lost and episodic):
+        return "; ".join(notes)
+    hint = "use another one (model.chat_template), unless the agent or environment needs none of this"
+    return Finding("chat template", "warning", "; ".join(notes), hint)
+
+
+def _because(why: str) -> str:
+    return f" ({why})" if why else ""
 
 
 def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
@@ -141,14 +175,12 @@ def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
 
 def template_variables(tokenizer: Any) -> frozenset[str] | None:
     """The variables that a chat template reads, without those of transformers; None if they cannot be determined."""
-    from jinja2 import Environment, TemplateError, meta, nodes
+    from jinja2 import TemplateError, meta, nodes
 
     if tokenizer.chat_template is None:
         return frozenset()
-    # `generation` is a tag of transformers' own, which marks an assistant's tokens.
-    text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", tokenizer.get_chat_template())
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        tree = syntax_tree(tokenizer.get_chat_template())
         # A variable that is set in one branch of the template counts as undeclared, too.
         own = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
         return frozenset(meta.find_undeclared_variables(tree)) - own - GIVEN
@@ -156,7 +188,7 @@ def template_variables(tokenizer: Any) -> frozenset[str] | None:
         return None
 
 
-def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mapping[str, Any]) -> str | Finding:
+def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> str | Finding:
     """Whether engines stop at the token with which the chat template ends a reply. A warning if not, because every
     reply would then continue to ``max_response_tokens``."""
     shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
@@ -165,8 +197,8 @@ def check_reply_end(tokenizer: Any, ends: frozenset[int], template_kwargs: Mappi
         return found
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": REPLY}]
     try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs))
-    except Exception:  # an error of the template, which may accept prompts of another form
+        text = template.text(messages)
+    except ChatError:  # the template may accept prompts of another form
         return found
     written = tokenizer(text.rpartition(REPLY)[2], add_special_tokens=False)["input_ids"]
     # Some templates leave the end to the next message, and some write text that no model has as an end token.

@@ -21,6 +21,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import row_location
 from asyncrl_cli.gateway.reasoning import check_reasoning_parser
 from asyncrl_cli.gateway.tool_calls import check_tool_parser
@@ -29,7 +30,7 @@ from asyncrl_cli.orchestrator.checks import machine as machine_checks
 from asyncrl_cli.orchestrator.checks import memory as memory_checks
 from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
-from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.finding import Finding, joined
 from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster, refuse
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
@@ -45,7 +46,9 @@ from asyncrl_cli.system.reaper import running_reaper
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
-PROMPT_CHECKS = frozenset({"task and data", "model files", "tokenizer", "chat template", "first prompt"})
+PROMPT_CHECKS = frozenset(
+    {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", "first prompt"}
+)
 """The checks that show what the model gets as a prompt."""
 MODEL_CHECKS = frozenset({"model files", "tokenizer", "model"})
 """The checks that determine the model's size, which `asyncrl doctor --cluster` needs."""
@@ -206,12 +209,18 @@ class StartChecks:
     def _chat_template(self, episodic: bool) -> str | Finding:
         from asyncrl_cli.train.model.tokenizer import end_tokens
 
-        tokenizer, variables = self._tokenizer, self._spec.model.chat_template_kwargs
-        prompt_checks.check_template_kwargs(tokenizer, variables)
-        conversation = prompt_checks.check_conversation(tokenizer, variables) if episodic else ""
+        spec, tokenizer = self._spec, self._tokenizer
+        prompt_checks.check_template_kwargs(tokenizer, spec.model.chat_template_kwargs)
+        template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
+        shown = prompt_checks.check_template(
+            template,
+            tokenizer,
+            episodic=episodic,
+            reasoning=spec.rollout.reasoning_parser is not None,
+            required=episodic or spec.data.apply_chat_template or spec.model.chat_template is not None,
+        )
         ends = end_tokens(self._model_dir, tokenizer)
-        found = prompt_checks.check_reply_end(tokenizer, ends, variables)
-        return f"{conversation}; {found}" if conversation and isinstance(found, str) else found
+        return joined("chat template", prompt_checks.check_reply_end(template, tokenizer, ends), shown)
 
     def _prompt_checks(self) -> Iterator[Check]:
         if (experiment := self._experiment) is None:

@@ -61,10 +61,6 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-_MARK = "the-message-of-the-user"
-"""The message that a template is tried with."""
-
-
 class ChatTemplateError(ConfigError):
     """A ``model.chat_template`` that is not a chat template."""
 
@@ -98,20 +94,18 @@ def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
 
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
     """The tokenizer, its template replaced by the file ``chat_template``. Raises ``ChatTemplateError``."""
-    from jinja2 import TemplateError, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
+
+    from asyncrl_cli.data.chat_template import syntax_tree
 
     if chat_template is None:
         return tokenizer
     try:
         tokenizer.chat_template = Path(chat_template).read_text()
-        rendered = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False)
+        syntax_tree(tokenizer.chat_template)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         raise _not_a_template(chat_template, f"{line}{error}") from error
-    except TemplateError:
-        return tokenizer  # a sound template may refuse this conversation
-    if _MARK not in rendered:
-        raise _not_a_template(chat_template, "its output does not contain the messages")
     return tokenizer
 
 

@@ -1,0 +1,474 @@
+"""The only path from messages and tools to a chat template's text: for prompts, demonstrations and the gateway.
+
+Templates disagree about tool calls. Some iterate over the arguments, some join them to a text, some ask whether the
+content is none, some take one call at a time. So ``ChatTemplate`` tries a template with short conversations, and then
+writes messages in the form that the template shows completely (decision 0084).
+
+A template is a program that came with a model. ``tried`` runs it first in a child process with limits of time and
+memory, and ``_Watch`` ends later renderings that take too long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import re
+import resource
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import product
+from typing import Any
+
+from asyncrl_cli.records.prompt import ChatError, Message, Prompt, normalized
+
+Tools = Sequence[Mapping[str, Any]]
+
+RENDER_S = 2.0
+"""CPU seconds of one rendering. A conversation of a million characters takes a tenth of a second."""
+TRY_S = 4.0
+"""CPU seconds for trying a template, which takes a tenth of one; on a clock, eight times as many."""
+MEMORY_BYTES = 2**30
+"""Memory that trying a template, or one rendering, may take in addition."""
+LOOK_S = 0.25
+"""Seconds between two looks at the renderings of this process."""
+
+NORMALIZED = frozenset({"role", "content", "name", "tool_call_id", "tool_calls", "reasoning_content", "reasoning"})
+UNUSED = frozenset({"refusal", "audio", "annotations", "function_call"})
+"""Keys of OpenAI's replies that no template reads."""
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+"""Columns of rows for models that see or hear."""
+
+
+class _Ended(BaseException):
+    """Rendering ended by ``_Watch``. Not an ``Exception``, because code in between handles those."""
+
+
+class _Watch:
+    """Ends renderings of this process that take too long or too much memory.
+
+    A thread looks at them and raises ``_Ended`` in the thread that renders. Python delivers it between two of the
+    template's operations, so a single operation is not interrupted; ``ChatTemplate.tried`` has found those.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._some = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._limits: dict[int, tuple[float, int]] = {}
+        """By the thread that renders: its CPU seconds, and the process's peak of memory in bytes, to end it at."""
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Watch what this thread does. Raises ``_Ended`` if it takes too long."""
+        me = threading.get_ident()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="chat templates", daemon=True)
+            self._thread.start()
+        with self._lock:
+            self._limits[me] = time.thread_time() + RENDER_S, _peak_bytes() + MEMORY_BYTES
+            self._some.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                ended = self._limits.pop(me, None) is None
+            if ended:  # perhaps it was not delivered yet
+                _raise_in(me, None)
+
+    def _look(self) -> None:
+        while self._some.wait():
+            time.sleep(LOOK_S)
+            with self._lock:
+                for thread, (seconds, memory) in list(self._limits.items()):
+                    if time.clock_gettime(time.pthread_getcpuclockid(thread)) > seconds or _peak_bytes() > memory:
+                        del self._limits[thread]  # it is ended once
+                        _raise_in(thread, _Ended)
+                if not self._limits:
+                    self._some.clear()
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Raise an exception in another thread; None: take back one that it has not got yet."""
+    raised = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+
+
+class Feature(StrEnum):
+    """Something in a conversation that a template may be unable to show."""
+
+    USER = "users' messages"
+    NO_SYSTEM = "conversations without a system message"
+    SYSTEM = "system messages"
+    TOOLS = "tools"
+    CALLS = "tool calls"
+    ARGUMENTS = "the arguments of tool calls"
+    PARALLEL = "several tool calls in one message"
+    TEXT = "text next to tool calls"
+    RESULTS = "tool results"
+    REASONING = "reasoning next to tool calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """How a template takes messages, and which features no form of them makes it show.
+
+    Args:
+        text_arguments: arguments of tool calls are JSON text, not objects.
+        null_content: a message with tool calls has the content None.
+        one_call: a message has at most one tool call. Further calls, each with its result, follow as messages.
+        separate_text: a text next to tool calls is a message before them.
+        lost: features that the template leaves out ("") or refuses (its error).
+        default_system: the system message that the template adds where there is none.
+    """
+
+    text_arguments: bool = False
+    null_content: bool = False
+    one_call: bool = False
+    separate_text: bool = False
+    lost: Mapping[Feature, str] = field(default_factory=dict)
+    default_system: str = ""
+
+    def fitted(self, messages: Sequence[Message]) -> list[Message]:
+        """Canonical messages in this form."""
+        if self.separate_text or self.one_call:
+            messages = _separated(messages, self.separate_text, self.one_call)
+        return [self._with_calls(message) if message.get("tool_calls") else message for message in messages]
+
+    def _with_calls(self, message: Message) -> Message:
+        content = None if self.null_content and not message["content"] else message["content"]
+        calls = message["tool_calls"]
+        if self.text_arguments:
+            calls = [
+                {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+                for call in calls
+            ]
+        return {**message, "content": content, "tool_calls": calls}
+
+
+class ChatTemplate:
+    """A tokenizer's chat template, with the variables of ``model.chat_template_kwargs``."""
+
+    watch = _Watch()
+
+    def __init__(self, tokenizer: Any, variables: Mapping[str, Any] | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._variables = variables or {}
+        self._known: tuple[object, Abilities] | None = None
+
+    def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = False) -> str:
+        """The messages as the template writes them; with ``reply``, up to the beginning of the model's reply.
+
+        Raises ``ChatError`` for malformed messages, for messages that the template refuses, and with ``reply`` for a
+        conversation that ends with a reply.
+        """
+        messages = [self._canonical(message) for message in messages]
+        if reply and messages and messages[-1]["role"] == "assistant":
+            raise ChatError(
+                "the conversation ends with an assistant's message, and a reply cannot be continued: end it with a "
+                "user's message or a tool's result"
+            )
+        if any(message.get("tool_calls") for message in messages):
+            messages = self.abilities().fitted(messages)
+        return self._rendered(messages, tools, reply)
+
+    def abilities(self) -> Abilities:
+        """Try the template, once. Raises ``TemplateLimitError``."""
+        template = self._tokenizer.chat_template
+        if self._known is None or self._known[0] != template:
+            self._known = template, self._found()
+        return self._known[1]
+
+    def tried(self) -> Abilities:
+        """Try the template in a child process, which is killed at its limits. Raises ``ChatError``.
+
+        Call this before any other use of an unknown template: compiling it may already take all memory.
+        """
+        self._known = self._tokenizer.chat_template, _in_child(self)
+        return self._known[1]
+
+    def _canonical(self, message: Message) -> Message:
+        same = normalized(message)
+        if same["role"] == "developer" and "developer" not in str(self._tokenizer.chat_template):
+            same = {**same, "role": "system"}  # a template that does not know the role leaves it out
+        known = NORMALIZED | UNUSED
+        others = {key: value for key, value in message.items() if key not in known and value is not None}
+        return {**same, **others} if others else same
+
+    def _rendered(self, messages: Sequence[Message], tools: Tools | None, reply: bool) -> str:
+        if self._tokenizer.chat_template is None:
+            raise ChatError("the model has no chat template; give it one with model.chat_template")
+        try:
+            with self.watch.limited():
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        [dict(message) for message in messages],
+                        tools=[dict(tool) for tool in tools] if tools else None,
+                        add_generation_prompt=reply,
+                        tokenize=False,
+                        **self._variables,
+                    )
+                )
+        except (_Ended, MemoryError):
+            message = f"the chat template takes more than {RENDER_S:.0f} s or {MEMORY_BYTES >> 30} GiB to render this"
+            raise TemplateLimitError(message) from None
+        except Exception as error:  # a template may raise anything
+            raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
+
+    def _found(self) -> Abilities:
+        lost: dict[Feature, str] = {}
+
+        def text(messages: Sequence[Message], tools: Tools | None = None) -> str:
+            return self._rendered([*first, *messages], tools, reply=True)
+
+        def shown(feature: Feature, messages: Sequence[Message], *marks: str, tools: Tools | None = None) -> bool:
+            """Note in ``lost`` that the template does not show the marks, or that it does after all."""
+            try:
+                rendered = text(messages, tools)
+            except TemplateLimitError:
+                raise
+            except ChatError as error:
+                lost[feature] = str(error.__cause__)
+                return False
+            if missing := not all(mark in rendered for mark in marks):
+                lost[feature] = ""
+            else:
+                lost.pop(feature, None)
+            return not missing
+
+        first: list[Message] = []
+        shown(Feature.SYSTEM, [_SYSTEM, _USER], _SYSTEM["content"])
+        if not shown(Feature.USER, [_USER], _USER["content"]) and Feature.SYSTEM not in lost:
+            first, lost[Feature.NO_SYSTEM] = [_SYSTEM], lost[Feature.USER]
+            shown(Feature.USER, [_USER], _USER["content"])
+        shown(Feature.TOOLS, [_USER], _TOOL["function"]["name"], tools=[_TOOL])
+
+        def called(
+            form: Abilities, *calls: Message, results: int = 1, content: str = "", reasoning: str = ""
+        ) -> list[Message]:
+            reply = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+            if reasoning:
+                reply |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            return form.fitted([_USER, reply, *_RESULTS[:results]])
+
+        def written(form: Abilities) -> bool:
+            """Whether the arguments are JSON, or their values are written one by one."""
+            arguments = _CALLS[0]["function"]["arguments"]
+            rendered = text(called(form, _CALLS[0]))
+            return str(arguments) not in rendered and (not form.text_arguments or _as_text(arguments) in rendered)
+
+        name, (value, other) = _CALLS[0]["function"]["name"], _VALUES
+        forms = [
+            Abilities(text_arguments=text_arguments, null_content=null_content)
+            for null_content, text_arguments in product((False, True), repeat=2)
+        ]
+        for form in forms:
+            if shown(Feature.CALLS, called(form, _CALLS[0]), name, value) and written(form):
+                break
+        else:
+            form = next((form for form in forms if shown(Feature.CALLS, called(form, _CALLS[0]), name)), forms[0])
+            if Feature.CALLS not in lost:
+                lost[Feature.ARGUMENTS] = ""
+        results = [result["content"] for result in _RESULTS]
+        if not shown(Feature.RESULTS, called(form, _CALLS[0]), results[0]):
+            results = []
+        if Feature.CALLS not in lost:
+            marks = ([] if Feature.ARGUMENTS in lost else [value, other]) + results
+            if not shown(Feature.PARALLEL, called(form, *_CALLS, results=2), *marks):
+                form = replace(form, one_call=True)
+                shown(Feature.PARALLEL, called(form, *_CALLS, results=2), *marks)
+            marks = [name, _TEXT]
+            if not shown(Feature.TEXT, called(form, _CALLS[0], content=_TEXT), *marks):
+                separate = replace(form, separate_text=True)
+                if shown(Feature.TEXT, called(separate, _CALLS[0], content=_TEXT), *marks):
+                    form = separate
+            shown(Feature.REASONING, called(form, _CALLS[0], reasoning=_REASONING), _REASONING)
+        return replace(form, lost=lost, default_system=self._default_system(lost))
+
+    def _default_system(self, lost: Mapping[Feature, str]) -> str:
+        """Compare a prompt with one that has a system message, and return the text in its place."""
+        if lost.keys() & {Feature.USER, Feature.NO_SYSTEM, Feature.SYSTEM}:
+            return ""
+        plain = self._rendered([_USER], None, reply=True)
+        begin, _, end = self._rendered([_SYSTEM, _USER], None, reply=True).partition(_SYSTEM["content"])
+        if not (begin and plain.startswith(begin) and plain.endswith(end) and len(plain) > len(begin + end)):
+            return ""
+        return plain[len(begin) : len(plain) - len(end)]
+
+
+class TemplateLimitError(ChatError):
+    """A template that takes too long, or too much memory."""
+
+
+def syntax_tree(template: str) -> Any:
+    """A chat template as Jinja reads it, without compiling it. Raises ``jinja2.TemplateSyntaxError``."""
+    from jinja2 import Environment
+
+    # `generation` is a tag of transformers' own, which marks an assistant's tokens.
+    text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", template)
+    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+
+
+def _check_constants(template: str) -> None:
+    """Raise ``MemoryError`` if a constant of a template, such as ``"x" * 10**10``, does not fit into memory: Jinja
+    computes it whenever it compiles the template, even in a branch that is not taken."""
+    from jinja2 import TemplateSyntaxError, nodes
+
+    try:
+        expressions = syntax_tree(template).find_all(nodes.Expr)
+    except TemplateSyntaxError:
+        return  # rendering says so
+    for expression in expressions:
+        try:
+            expression.as_const()
+        except nodes.Impossible as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise error.__cause__ from None
+
+
+def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None]:
+    """A prompt as messages, and the tools of its row. Raises ``ChatError`` for a row with more than text."""
+    content = prompt.content
+    messages: tuple[Message, ...] = (
+        ({"role": "user", "content": content},) if isinstance(content, str) else tuple(content)
+    )
+
+    def unwritten(column: str) -> Any:
+        """The column's value; None if there is none, or if the split's template wrote it into the prompt."""
+        value = prompt.fields.get(column)
+        if value in (None, "", "[]") or any(str(value) in str(message.get("content")) for message in messages):
+            return None
+        return value
+
+    for column in MEDIA:
+        if unwritten(column):
+            hint = "remove the column, or rename it if only the task reads it"
+            raise ChatError(f"the row has `{column}`, and models get text alone: {hint}")
+    tools = unwritten("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = [None]
+    if tools and not (isinstance(tools, (list, tuple)) and all(map(_is_tool, tools))):
+        raise ChatError(
+            'the row\'s `tools` are not definitions such as {"type": "function", "function": {"name": "…"}}: correct '
+            "them, or rename the column if only the task reads it"
+        )
+    return messages, tools or None
+
+
+def _is_tool(tool: Any) -> bool:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str)
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _separated(messages: Sequence[Message], texts: bool, calls: bool) -> list[Message]:
+    """The messages with the text before their tool calls as a message (``texts``), and each call with its result
+    (``calls``), which has the call's id or else its place among the results."""
+    separated: list[Message] = []
+    rest = list(messages)
+    while rest:
+        message = rest.pop(0)
+        wanted = message.get("tool_calls") or ()
+        if texts and wanted and message["content"]:
+            separated.append({name: value for name, value in message.items() if name != "tool_calls"})
+            message = {"role": message["role"], "content": "", "tool_calls": wanted}
+        if not calls or len(wanted) < 2:
+            separated.append(message)
+            continue
+        count = next((at for at, one in enumerate(rest) if one["role"] != "tool"), len(rest))
+        results, rest = rest[:count], rest[count:]
+        for call in wanted:
+            separated.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"], "content": ""}
+            own = next((at for at, one in enumerate(results) if one.get("tool_call_id") == call.get("id")), 0)
+            separated += results[own : own + 1]
+            del results[own : own + 1]
+        separated += results
+    return separated
+
+
+# -- conversations to try a template with; no mark is part of another, and templates trim nothing of them
+
+_VALUES = ("Reykjavik", "Ouagadougou")
+_TEXT = "first-some-words"
+_REASONING = "thus-it-was-thought"
+_SYSTEM: Message = {"role": "system", "content": "the-rules-of-the-house"}
+_USER: Message = {"role": "user", "content": "the-question-of-a-user"}
+_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "describe_animal",
+        "description": "Describe an animal.",
+        "parameters": {"type": "object", "properties": {"animal": {"type": "string", "description": "Its name."}}},
+    },
+}
+# The strictest templates ask for ids of nine letters and digits.
+_CALLS: list[dict[str, Any]] = [
+    {"id": f"call0000{number}", "type": "function", "function": {"name": "find_city", "arguments": {"city": value}}}
+    for number, value in enumerate(_VALUES)
+]
+_RESULTS: list[Message] = [
+    {"role": "tool", "name": "find_city", "tool_call_id": call["id"], "content": content}
+    for call, content in zip(_CALLS, ("the-harbour-is-cold", "the-market-is-warm"), strict=True)
+]
+
+
+def _in_child(template: ChatTemplate) -> Abilities:
+    """A template's abilities, found in a child process with limits. A fork, because importing transformers again would
+    take seconds; the child runs only the template, and uses no lock that another thread may have held."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reader)
+            ChatTemplate.watch = _Watch()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            with open("/proc/self/statm") as file:
+                used = int(file.read().split()[0]) * resource.getpagesize()
+            for kind, limit in (
+                (resource.RLIMIT_CORE, 0),
+                (resource.RLIMIT_CPU, int(TRY_S)),
+                (resource.RLIMIT_AS, used + MEMORY_BYTES),
+            ):
+                hard = resource.getrlimit(kind)[1]
+                resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+            try:
+                _check_constants(template._tokenizer.get_chat_template())
+                os.write(writer, pickle.dumps(template._found()))
+            except ChatError as error:
+                os.write(writer, pickle.dumps(str(error)))  # a MemoryError ends the child without an answer
+        finally:
+            os._exit(0)
+    os.close(writer)
+    found: Abilities | str | None = None
+    try:
+        with os.fdopen(reader, "rb") as answer:
+            ready, _, _ = select.select([answer], [], [], 8 * TRY_S)
+            if ready:
+                found = pickle.load(answer)
+    except (EOFError, pickle.UnpicklingError):
+        pass  # the kernel ended it
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    if isinstance(found, Abilities):
+        return found
+    limits = f"{TRY_S:.0f} s of CPU time or {MEMORY_BYTES >> 30} GiB of memory"
+    raise TemplateLimitError(found or f"the chat template takes more than {limits} to render a short conversation")

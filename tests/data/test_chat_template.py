@@ -1,0 +1,212 @@
+"""Chat templates of several families: the form of messages that each shows, its limits, and templates that do not
+end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.data import chat_template
+from asyncrl_cli.data.chat_template import Abilities, ChatTemplate, Feature, TemplateLimitError, chat_of
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
+from tests.gateway.conversation_stand_ins import CALC, CHATML
+
+NEW_LINE = "{{ '\\n' }}"
+TURN = "<{{ m.role }}>{{ m.content }}"
+REPLY = "{% if add_generation_prompt %}<assistant>{% endif %}"
+TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+
+
+def template_of(calls: str, before: str = "", turn: str = TURN) -> str:
+    return (
+        f"{before}{{% for m in messages %}}{turn}{{% for call in m.tool_calls or [] %}}{calls}{{% endfor %}}{NEW_LINE}"
+        f"{{% endfor %}}{REPLY}"
+    )
+
+
+ITEMS = template_of(
+    "<call={{ call.function.name }}>{% for key, value in call.function.arguments | items %}"
+    "<{{ key }}>{{ value }}{% endfor %}",
+    TOOLS,
+)
+"""Like Qwen3.5's."""
+JOINED = (
+    f"{TOOLS}{{% for m in messages %}}{{% if m.role == 'assistant' and m.content is none %}}"
+    "{% for call in m.tool_calls %}{{ '<call>' + call.function.name + '\n' + call.function.arguments }}{% endfor %}"
+    f"{{% else %}}{TURN}{{% endif %}}{NEW_LINE}{{% endfor %}}{REPLY}"
+)
+"""Like DeepSeek-V3's."""
+PRINTED = template_of("<call>{{ call.function.name }} {{ call.function.arguments }}", TOOLS)
+TEXT_ONLY = (
+    f"{{% for m in messages if m.role in ('system', 'user', 'assistant') %}}{TURN}{NEW_LINE}{{% endfor %}}{REPLY}"
+)
+"""Like Phi-4's."""
+ONE_CALL = template_of(
+    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    "{{ call.function | tojson }}",
+    TOOLS,
+)
+"""Like Llama 3's."""
+FIRST_CALL = template_of("{% if loop.first %}{{ call.function | tojson }}{% endif %}", TOOLS)
+"""Like gpt-oss's: further calls are omitted."""
+NO_SYSTEM = template_of(
+    "{{ call.function | tojson }}",
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TOOLS,
+)
+"""Like Gemma's."""
+NEEDS_SYSTEM = template_of(
+    "{{ call.function | tojson }}",
+    "{% if messages[0].role != 'system' %}{{ raise_exception('rules first') }}{% endif %}" + TOOLS,
+)
+OWN_SYSTEM = "{% if messages[0].role != 'system' %}<system>Be good.{{ '\\n' }}{% endif %}" + template_of(
+    "{{ call.function | tojson }}", TOOLS
+)
+"""Like Qwen2.5's."""
+
+UNTRIED = {Feature.NO_SYSTEM, Feature.ARGUMENTS, Feature.PARALLEL, Feature.TEXT, Feature.REASONING}
+"""Needs a template that shows system messages, or one that shows calls."""
+CALLS = [
+    {"id": f"id{city}", "type": "function", "function": {"name": "find", "arguments": f'{{"city": "{city}"}}'}}
+    for city in ("Oslo", "Rome")
+]
+RESULTS = [{"role": "tool", "tool_call_id": f"id{city}", "content": f"in {city}"} for city in ("Rome", "Oslo")]
+USER = {"role": "user", "content": "Where?"}
+
+
+def template(text: str) -> ChatTemplate:
+    tokenizer = character_tokenizer(512)
+    tokenizer.chat_template = text
+    return ChatTemplate(tokenizer)
+
+
+def called(*calls: dict[str, Any], content: str | None = None) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, "tool_calls": list(calls)}
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "lost"),
+    [
+        (CHATML, {}, set()),
+        (ITEMS, {}, set()),
+        (JOINED, {"text_arguments": True, "null_content": True, "separate_text": True}, set()),
+        (PRINTED, {"text_arguments": True}, set()),
+        (TEXT_ONLY, {}, {Feature.TOOLS, Feature.CALLS, Feature.RESULTS}),
+        (ONE_CALL, {"one_call": True}, set()),
+        (FIRST_CALL, {"one_call": True}, set()),
+        (NO_SYSTEM, {}, {Feature.SYSTEM}),
+        (NEEDS_SYSTEM, {}, {Feature.NO_SYSTEM}),
+        (OWN_SYSTEM, {"default_system": "Be good."}, set()),
+        (template_of("{{ call.function.name }}", TOOLS), {}, {Feature.ARGUMENTS}),
+        ("{{ raise_exception('never') }}", {}, {*Feature} - UNTRIED),
+    ],
+)
+def test_abilities_of_template_families(text: str, form: dict[str, Any], lost: set[Feature]) -> None:
+    found = template(text).abilities()
+    assert found.lost.keys() - {Feature.REASONING} == lost
+    assert replace(found, lost={}) == Abilities(**form)
+
+
+def test_the_error_of_a_template_is_kept() -> None:
+    assert template(NO_SYSTEM).abilities().lost[Feature.SYSTEM] == "no system role"
+
+
+@pytest.mark.parametrize("text", [CHATML, ITEMS, JOINED, PRINTED, ONE_CALL, FIRST_CALL])
+def test_a_call_is_shown_with_its_arguments_once_encoded(text: str) -> None:
+    written = template(text).text([USER, called(CALLS[0]), RESULTS[1]], [CALC], reply=True)
+    assert "Oslo" in written and "in Oslo" in written
+    assert '\\"' not in written and "'city'" not in written
+    if text is not ITEMS:
+        assert '{"city": "Oslo"}' in written
+
+
+@pytest.mark.parametrize("text", [ONE_CALL, FIRST_CALL])
+def test_calls_are_shown_one_by_one_each_with_its_result(text: str) -> None:
+    one = template(text)
+    written = one.text([USER, called(*CALLS, content="So:"), *RESULTS], reply=True)
+    assert [line for line in written.split("\n") if line] == [
+        "<user>Where?",
+        '<assistant>So:{"name": "find", "arguments": {"city": "Oslo"}}',
+        "<tool>in Oslo",
+        '<assistant>{"name": "find", "arguments": {"city": "Rome"}}',
+        "<tool>in Rome",
+        "<assistant>",
+    ]
+    # A reply that was sampled keeps both calls, and both results follow it.
+    chat = ChatFormat(one._tokenizer)
+    rest = chat.decode(chat.continue_(RESULTS, None, None, called(*CALLS)))
+    assert rest == "\n<tool>in Rome\n<tool>in Oslo\n<assistant>"
+
+
+def test_text_next_to_calls_is_a_message_where_the_template_asks_for_no_content() -> None:
+    joined = template(JOINED)
+    written = joined.text([USER, called(CALLS[0], content="So:"), RESULTS[1]], reply=True)
+    assert written == '<user>Where?\n<assistant>So:\n<call>find\n{"city": "Oslo"}\n<tool>in Oslo\n<assistant>'
+    chat = ChatFormat(joined._tokenizer)
+    rest = chat.decode(chat.continue_([RESULTS[1]], None, None, called(CALLS[0], content="So:")))
+    assert rest == "\n<tool>in Oslo\n<assistant>"
+
+
+def test_keys_and_roles_that_a_template_knows_reach_it() -> None:
+    marked = template("{% for m in messages %}<{{ m.role }}{{ m.mark }}>{{ m.content }}{% endfor %}")
+    developer = {"role": "developer", "content": "rules", "mark": "!", "other": None}
+    assert marked.text([developer, USER]) == "<system!>rules<user>Where?"
+    knows = template("{# developer #}{% for m in messages %}<{{ m.role }}>{% endfor %}")
+    assert knows.text([developer]) == "<developer>"
+
+
+def test_a_reply_at_the_end_is_not_followed_by_another() -> None:
+    for reply in ({"role": "assistant", "content": "There"}, called(CALLS[0])):
+        with pytest.raises(ChatError, match="ends with an assistant's message"):
+            template(CHATML).text([USER, reply], reply=True)
+        assert template(CHATML).text([USER, reply])
+
+
+LOOPS = "{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}"
+DOUBLED = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}"
+
+
+@pytest.mark.parametrize("text", [f"{{% set s = range(99999) | list %}}{LOOPS}", "{{ 'x' * 2000000000 }}", DOUBLED])
+def test_a_template_without_end_is_ended(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.1)
+    with pytest.raises(TemplateLimitError, match="takes more than"):
+        template(text).tried()
+    later = template(f"{{% if messages[0].content == 'later' %}}{text}{{% endif %}}{{{{ messages[-1].content }}}}")
+    if "*" in text:  # Jinja computes constants before any rendering
+        with pytest.raises(TemplateLimitError, match="takes more than"):
+            later.tried()
+        return
+    assert later.tried() == later.abilities()
+    monkeypatch.setattr(chat_template, "MEMORY_BYTES", 2**28)
+    with pytest.raises(TemplateLimitError, match="takes more than"):
+        later.text([{"role": "user", "content": "later"}])
+    assert later.text([USER]) == "Where?"
+
+
+@pytest.mark.parametrize("text", ["{{ 9 ** 999999999 }}"])
+def test_an_operation_without_end_is_killed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "TRY_S", 1.0)
+    with pytest.raises(TemplateLimitError, match="1 s of CPU time"):
+        template(text).tried()
+
+
+def test_the_tools_of_a_row_are_definitions_or_json_text_of_them() -> None:
+    for tools in ([CALC], '[{"type": "function", "function": {"name": "calc"}}]'):
+        messages, found = chat_of(Prompt("u", "Where?", {"tools": tools}))
+        assert messages == (USER,) and found and found[0]["function"]["name"] == "calc"
+    for nothing in (None, [], "", "[]"):
+        assert chat_of(Prompt("u", "Where?", {"tools": nothing, "images": nothing}))[1] is None
+    assert chat_of(Prompt("u", "With hammer: where?", {"tools": "hammer"}))[1] is None, "the split's template wrote it"
+    for fields in ({"tools": "hammer"}, {"tools": [{"name": "calc"}]}, {"tools": 3}, {"images": ["a.png"]}):
+        with pytest.raises(ChatError, match="rename"):
+            chat_of(Prompt("u", "Where?", fields))
+
+
+def test_a_tokenizer_without_a_template_says_so() -> None:
+    bare = ChatTemplate(SimpleNamespace(chat_template=None))
+    with pytest.raises(ChatError, match=r"model\.chat_template"):
+        bare.text([USER])
