@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.records.prompt import Message
-from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, finite
 
 if TYPE_CHECKING:
     import aiohttp
@@ -43,7 +43,9 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
             except LimitReached:
                 break
             step = await asyncio.to_thread(environment.step, reply)
-            reward += step.reward
+            if (number := finite(step.reward)) is None:
+                raise TypeError(f"step returned the reward {step.reward!r}, which is not a finite number")
+            reward += number
             metrics.update(step.metrics)
             if step.done:
                 break

@@ -20,6 +20,7 @@ from contextvars import ContextVar, copy_context
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from asyncrl_cli.core.user_code import defined_at
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import SandboxSpec
@@ -154,8 +155,8 @@ class EpisodePlayer:
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit() would end all episodes
-            return failed(error, name, prompt)
-        return None if value is None else checked(value, name, prompt)
+            return failed(error, name, prompt, _location(task))
+        return None if value is None else checked(value, name, prompt, _location(task))
 
     async def _play(self, task: object, prompt: Prompt, access: ModelAccess, sandbox: ShellSandbox | None) -> object:
         further: dict[str, Any] = {}
@@ -208,6 +209,11 @@ class Pulse(threading.Thread):
 
     def _note_run(self) -> None:
         self._ran = True
+
+
+def _location(task: object) -> str:
+    """Where the user's code decides the reward of an episode, as far as that is known."""
+    return defined_at(next(filter(None, (getattr(task, name, None) for name in ("function", "judge", "run"))), None))
 
 
 def display_name(task: object) -> str:

@@ -34,7 +34,7 @@ from asyncrl_cli.spec.base import YEAR_S
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, RewardResult, Use
-from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
@@ -139,7 +139,7 @@ class Command:
         """What the function of the option ``reward`` says."""
         if self._reward is None:
             raise CommandFailed("the task `command` has no option `reward`")
-        value: float | RewardResult = self._reward(row_of(prompt), response)
+        value: float | RewardResult = self._reward.reward(prompt, response, finished)
         return value
 
 
@@ -245,10 +245,9 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
         )
 
 
-def _function(name: str) -> Callable[[dict[str, Any], str], Any]:
+def _function(name: str) -> FunctionTask:
     location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
     found = import_named(name, None, location, hint, TaskError)
     if not callable(found):
         raise TaskError(f"{name} is not a function", location=location, hint=hint)
-    checked: Callable[[dict[str, Any], str], Any] = found
-    return checked
+    return FunctionTask(found, name, location)
