@@ -97,7 +97,10 @@ class Orchestrator:
         )
         self._tasks = asyncio.TaskGroup()
         self._scheduler = RolloutScheduler(
-            *(spec, parts.buffer, parts.client, parts.scoring, parts.prompts), self._spawn, parts.episodes
+            *(spec, parts.buffer, parts.client, parts.scoring, parts.prompts),
+            spawn=self._spawn,
+            episodes=parts.episodes,
+            warn=parts.reporter.warn,
         )
         self._pool = EnginePool(
             (spec.rollout.min_engines, spec.rollout.max_engines),
