@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.loader import Stage, stages_of
@@ -26,6 +27,7 @@ class Experiment:
         stages: the stages of the curriculum.
         sets: the prompts of further evaluation sets, by name.
         episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+        tasks: the run's own task, "", and that of each further evaluation set, by name.
         monitors: those that ``tracking`` enables, such as TensorBoard; not started.
         replica_bytes: the size of one weight version in bytes; 0 if it is not known.
     """
@@ -37,6 +39,7 @@ class Experiment:
     stages: Sequence[Stage] = ()
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     episodic: frozenset[str] = frozenset()
+    tasks: Mapping[str, Any] = field(default_factory=dict)
     monitors: Sequence[Monitor] = ()
     replica_bytes: int = 0
 
@@ -72,5 +75,6 @@ class Experiment:
                 stages_of(train_prompts, spec.data.curriculum),
                 sets,
                 frozenset(name for name, one in tasks.items() if is_episodic(one)),
+                tasks,
                 monitors,
             )

@@ -339,7 +339,9 @@ class RolloutScheduler:
             else:
                 self.failures.finished()
                 if self.rejected_in_a_row >= LEAST and _shown(self.rejected_in_a_row):
-                    self._warn(f"the last {self.rejected_in_a_row} groups are rejected: all rewards of a group are equal")
+                    self._warn(
+                        f"the last {self.rejected_in_a_row} groups are rejected: all rewards of a group are equal"
+                    )
         self._check()
         self.fill()
 
@@ -358,7 +360,9 @@ class RolloutScheduler:
     def _check(self) -> None:
         if message := self.failures.too_many():
             line = self.failures.recent[0].location
-            logs = "scorer.log and episode-worker-*.log" if line else "engine-*.log, scorer.log and episode-worker-*.log"
+            logs = (
+                "scorer.log and episode-worker-*.log" if line else "engine-*.log, scorer.log and episode-worker-*.log"
+            )
             raise RunError(
                 message,
                 location=line or "rollout",

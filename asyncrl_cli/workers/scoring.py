@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.user_code import defined_at, raised_at
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -93,10 +94,12 @@ def failed(error: BaseException, name: str, prompt: Prompt, location: str = "") 
     traceback.print_exc()
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     text = _shown(error, str)
+    if isinstance(error, UserError):
+        text, location = f"{error.message} ({error.hint})", error.location or location
     if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
         text = f"{text} (its process may take {limit // 2**20} MiB)".strip()
     reason = f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {text}"
-    return RewardFailure(reason, raised_at(error) or location)
+    return RewardFailure(reason, location if isinstance(error, UserError) else raised_at(error) or location)
 
 
 def reward_name(task: object) -> str:

@@ -52,7 +52,9 @@ class Scorer:
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         places = [int(text.rpartition(":")[2]) for _, text, _ in responses]
         return [
-            RewardFailure("no reward", "/my_reward.py:3") if place in self.failed else Scored(float(place in self.right), {"place": place})
+            RewardFailure("no reward", "/my_reward.py:3")
+            if place in self.failed
+            else Scored(float(place in self.right), {"place": place})
             for place in places
         ]
 

@@ -87,7 +87,11 @@ VERL = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4", "style": "
         ("def f(_, text, /): return text, _['uid']", {}, ("5", "row")),
         ("def f(completion, answer): return completion, answer", {"answer": "4"}, ("5", "4")),
         ("def f(completion, answer='none'): return completion, answer", {}, ("5", "none")),
-        ("def f(completion, **columns): return completion, columns", {"a": 1}, ("5", {"a": 1, "uid": "row", "prompt": ""})),
+        (
+            "def f(completion, **columns): return completion, columns",
+            {"a": 1},
+            ("5", {"a": 1, "uid": "row", "prompt": ""}),
+        ),
         (
             "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
             "    return data_source, solution_str, ground_truth, extra_info",

@@ -33,6 +33,7 @@ from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster, refuse
+from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -173,6 +174,7 @@ class StartChecks:
         yield Check("engine cache", self._cache, ("model",))
         yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
         yield Check("algorithm", self._algorithm)
+        yield Check("rewards", self._trial, ("task and data",))
         if self._thorough:
             yield Check("engine", self._engine, ("model",))
 
@@ -192,6 +194,20 @@ class StartChecks:
         return (
             f"{name}; {len(experiment.train_prompts):,} prompts to train on, {len(experiment.eval_prompts):,} held out"
         )
+
+    def _trial(self) -> str:
+        """Call the rewards and environments of the run's task, and of each evaluation set's own task."""
+        experiment, spec = self._experiment, self._spec
+        assert experiment is not None
+        tasks = {"": (spec.task, experiment.train_prompts, "task")}
+        for name, chosen in spec.evaluation.sets.items():
+            if chosen.task is not None:
+                tasks[name] = (chosen.task, experiment.sets[name], f"evaluation.sets.{name}.task")
+        found = [
+            f"{location}: {try_task(experiment.tasks[name], task, self._search_path, prompts, location, self._thorough)}"
+            for name, (task, prompts, location) in tasks.items()
+        ]
+        return "; ".join(found)
 
     def _load_tokenizer(self) -> str:
         with large_imports():
