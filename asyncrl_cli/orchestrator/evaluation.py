@@ -206,8 +206,7 @@ def _all_series(spec: ExperimentSpec, held_out: HeldOut, sets: Mapping[str, Held
 
 
 def _numbers(series: Series, step: int, samples: Sequence[_Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of an ``EvaluationResult``: those of every evaluation, and those that need rewards, if there are
-    any."""
+    """The fields of an ``EvaluationResult``: the ones that need no rewards, and the others if there are rewards."""
     versions = [version for sample in samples for version in sample.versions]
     if not versions:
         reason = next((sample.score.reason for sample in samples if isinstance(sample.score, RewardFailure)), "")

@@ -27,7 +27,7 @@ class Experiment:
         stages: the stages of the curriculum.
         sets: the prompts of further evaluation sets, by name.
         episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
-        tasks: the run's own task, "", and that of each further evaluation set, by name.
+        tasks: the run's task by the name "", and the tasks of further evaluation sets by theirs.
         monitors: those that ``tracking`` enables, such as TensorBoard; not started.
         replica_bytes: the size of one weight version in bytes; 0 if it is not known.
     """

@@ -379,5 +379,5 @@ class RolloutScheduler:
 
 
 def _shown(count: int) -> bool:
-    """Whether a warning is due at this number of equal events: at 1, 2, 4, 8, ..., so that they never flood a log."""
+    """Whether to warn at this number of equal events: at 1, 2, 4, 8, ... Warnings must not flood a log."""
     return count & (count - 1) == 0

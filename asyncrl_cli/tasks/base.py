@@ -36,8 +36,11 @@ class RewardResult:
 
 
 def as_result(value: Any) -> RewardResult:
-    """What a user's function returned as a reward, not checked. A dict with a ``score``, as verl's functions return, is
-    the reward and its metrics; texts in it, such as the answer that was found, are no metrics."""
+    """Read a user's return value as a reward with metrics, without checking the numbers.
+
+    In a dict with a ``score``, the form of verl's functions, other numbers are metrics. Texts, such as the answer that
+    was found, are skipped.
+    """
     if isinstance(value, Mapping) and "score" in value:
         metrics = {key: item for key, item in value.items() if key != "score" and not isinstance(item, str | None)}
         return RewardResult(value["score"], metrics)

@@ -76,9 +76,9 @@ class FunctionTask:
     def reward(
         self, prompt: Prompt, response: str, finished: bool
     ) -> float | RewardResult | Awaitable[float | RewardResult]:
-        """What the function returns; ``scoring.checked`` checks that it is a reward.
+        """Call the function; ``scoring.checked`` checks the result.
 
-        Raises ``LookupError`` for a parameter that is no column of the row.
+        Raises ``LookupError`` if the row has no column for a parameter.
         """
         row = row_of(prompt)
         nested = row.get("reward_model")  # verl's rows have the ground truth there
@@ -99,13 +99,13 @@ class FunctionTask:
             if parameter.kind is parameter.VAR_KEYWORD:
                 taken = arguments.keys() | given.keys()
                 arguments[parameter.name] = {name: row[name] for name in row if name not in taken}
-        bound = inspect.BoundArguments(self._signature, arguments)  # type: ignore[arg-type]
+        bound = inspect.BoundArguments(self._signature, arguments)
         value: float = self.function(*bound.args, **bound.kwargs)
         return value
 
 
 def _chosen(names: Collection[str], known: Collection[str], first: str) -> str:
-    """The one of a function's parameters that is ``known``; ``first`` is preferred. Empty if it is not clear."""
+    """Return the only name that is ``known``, or ``first`` if it is among several. Empty if it is not clear."""
     found = [name for name in names if (name.strip("_") or "prompt") in known]
     return first if first in found else found[0] if len(found) == 1 else ""
 

@@ -119,10 +119,10 @@ class Tool:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Raises ``TaskError`` for a function whose arguments cannot be described."""
+        """Raises ``TaskError`` if the function's arguments cannot be described."""
         from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
 
-        target = function.func if isinstance(function, partial) else function
+        target: Any = function.func if isinstance(function, partial) else function
         self.name: str = getattr(target, "__name__", type(target).__name__)
         if not re.fullmatch(r"[\w-]{1,64}", self.name) or isinstance(target, type):
             raise _refused(function, f"{self.name} cannot be a tool", "name a function: def name(argument: type) -> …")
@@ -159,7 +159,7 @@ class Tool:
         return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
 
 
-def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Callable[..., Any]:
+def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Any:
     """The function as a model calls it: without the arguments that a partial binds by name. Annotations that are text
     are resolved where ``target`` is defined; pydantic would look for them in this module."""
     bound = function.keywords if isinstance(function, partial) else {}
@@ -190,7 +190,8 @@ def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
         match = re.fullmatch(r"(\s*)(?::param (?:[^:]* )?)?\**(\w+)(?: *\(.*?\))? *:(.*)", line)
         if match is None or match[2] not in names or match[2] in found:
             continue
-        more = takewhile(lambda below, indent=match[1]: re.match(rf"{indent}\s+\S", below), lines[number + 1 :])
+        deeper = re.compile(rf"{match[1]}\s+\S")
+        more = takewhile(deeper.match, lines[number + 1 :])
         found[match[2]] = " ".join(" ".join(["" if numpy else match[3], *more]).split())
     first = takewhile(
         lambda line: line.strip() and not re.match(r"\s*(:param|Args:|Arguments:|Parameters)", line), lines

@@ -87,7 +87,7 @@ class WorkerProcess:
     """
 
     def __init__(self, load: Load, on_close: Callable[[], None] = lambda: None, quiet: bool = False) -> None:
-        """``on_close`` has to kill what is left of a process that is gone. ``quiet``: what it prints is dropped."""
+        """``on_close`` has to kill what is left of a process that is gone. ``quiet``: drop the process's output."""
         self._load = load
         self._quiet = quiet
         self._on_close = on_close

@@ -11,7 +11,6 @@ import inspect
 import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.user_code import defined_at, raised_at
@@ -24,7 +23,7 @@ Response = tuple[Prompt, str, bool]
 """A prompt, the text of the model's response, and whether the model ended it itself."""
 
 FORMS = "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response"
-"""What a reward may return, as a reason of a failure says it."""
+"""The valid return values of a reward, for messages."""
 SHOWN = 200
 """Characters of a value or of an exception's message that a reason shows."""
 
@@ -55,8 +54,8 @@ async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
 
 
 def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Scored | RewardFailure:
-    """What a task returned as a reward: a number, a ``RewardResult``, or a dict with a ``score`` as verl's functions
-    return. ``name`` is what the user calls the reward, ``location`` where it is defined."""
+    """Check a task's return value: a number, a ``RewardResult``, or a dict with a ``score``, the form of verl's
+    functions. ``name`` and ``location`` of the reward are for messages."""
 
     def refused(problem: str) -> RewardFailure:
         return RewardFailure(f"{name} returned {problem} for prompt {prompt.uid!r}; {FORMS}", location)

@@ -372,13 +372,13 @@ def test_tools_that_a_model_cannot_call_are_refused(tools: list[Any], says: str)
     ("answer", "says"),
     [
         ({"reset": lambda: "begin"}, "reset returned 'begin', which is not a list of messages"),
-        ({"reset": lambda: []}, "reset returned"),
+        ({"reset": list}, "reset returned"),
         ({"step": lambda reply: None}, "step returned None, which is not a Step"),
         ({"step": lambda reply: Step(reward=None)}, "the reward None, which is not a finite number"),  # type: ignore[arg-type]
         ({"tools": [divide]}, "must be OpenAI tool definitions"),
     ],
 )
-def test_what_is_no_environment_says_why(answer: dict[str, Any], says: str) -> None:
+def test_a_wrong_environment_is_refused_with_the_reason(answer: dict[str, Any], says: str) -> None:
     environment = Count(1)
     vars(environment).update(answer)
     with pytest.raises(TypeError, match=re.escape(says)):

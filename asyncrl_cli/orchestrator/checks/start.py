@@ -203,10 +203,11 @@ class StartChecks:
         for name, chosen in spec.evaluation.sets.items():
             if chosen.task is not None:
                 tasks[name] = (chosen.task, experiment.sets[name], f"evaluation.sets.{name}.task")
-        found = [
-            f"{location}: {try_task(experiment.tasks[name], task, self._search_path, prompts, location, self._thorough)}"
-            for name, (task, prompts, location) in tasks.items()
-        ]
+        found = []
+        for name, (task, prompts, location) in tasks.items():
+            loaded = experiment.tasks[name]
+            tried = try_task(loaded, task, self._search_path, prompts, location, thorough=self._thorough)
+            found.append(f"{location}: {tried}")
         return "; ".join(found)
 
     def _load_tokenizer(self) -> str:

@@ -28,7 +28,7 @@ from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 ROWS = 2
 """Number of rows that each task is tried on."""
 SEARCHED = 100
-"""Number of first rows in which rows of each task of a mix are looked for."""
+"""Number of first rows that are searched for rows of each task of a mix."""
 SHORT = "42"
 """A short response, as a reward may get it."""
 HINT = "fix it: in a run such a failure costs a group of rollouts"

@@ -21,11 +21,10 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import import_named
@@ -135,12 +134,13 @@ class Command:
         errors = (await sandbox.read_file(ERRORS))[-KEPT:] if result.status != 0 else b""
         return result.status or 0, result.output, errors.decode(errors="replace")
 
-    def reward(self, prompt: Prompt, response: str, finished: bool) -> float | RewardResult:
+    def reward(
+        self, prompt: Prompt, response: str, finished: bool
+    ) -> float | RewardResult | Awaitable[float | RewardResult]:
         """What the function of the option ``reward`` says."""
         if self._reward is None:
             raise CommandFailed("the task `command` has no option `reward`")
-        value: float | RewardResult = self._reward.reward(prompt, response, finished)
-        return value
+        return self._reward.reward(prompt, response, finished)
 
 
 def _module_path(variables: Mapping[str, str]) -> dict[str, str]:
