@@ -32,6 +32,7 @@ from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup, Opening,
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import Ended
+from asyncrl_cli.rollout.response_text import cut
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 Spawn = Callable[[Coroutine[Any, Any, object]], object]
@@ -222,8 +223,10 @@ class RolloutScheduler:
                     self._to_begin += 1
                     self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
         if group.unscored:
-            decode = self._prompts.encoder.decode
-            finished = [replace(rollout, text=decode(rollout.ids)) for rollout in group.unscored.values()]
+            finished = [
+                replace(rollout, text=cut(self._client.decode(rollout.ids), self._sampling.stop))
+                for rollout in group.unscored.values()
+            ]
             self._settle_soon(finished)
 
     def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:

@@ -262,6 +262,9 @@ class TaskSpec(Section):
     """Arguments of the task's class."""
     mix: list[TaskMember] = Field(default_factory=list)
     """Several tasks to train on together, each with its share of the prompts."""
+    special_tokens: Literal["hidden", "shown"] | None = None
+    """Special tokens in the text that rewards, environments and the APIs read. `shown` keeps them, except tokens that
+    end a reply: for models with marks such as `</think>` among their special tokens. Default: `hidden`."""
     reward_timeout_s: Seconds = 30.0
     """Seconds that the reward of one rollout may take; after that the rollout has failed."""
     reward_workers: Count = 1

@@ -6,7 +6,7 @@ Every prompt is trained on exactly once, whatever dies; recorded tokens are not 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,6 @@ class Encoder:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return (int(prompt.uid[1:]),) * 2
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return f"decoded {' '.join(map(str, ids))}"
 
 
 class Scorer:
@@ -496,14 +493,15 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
         assert all(not asked[name].prefix for name in ("0-1", "3-0", "3-1"))
         assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "the same request as at first"
-        assert harness.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
+        assert harness.scorer.asked == [("p2", "<5")], "it had no reward yet, and its text is cut at the stop string"
         await harness.end("0-1", "2-1")
         assert await harness.train() == [0, 1]
         assert harness.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
         assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
 
-    play(tmp_path, before)
-    play(tmp_path, after)
+    rollout = {"group_size": 2, "sampling": {"stop": ["><6"]}}
+    play(tmp_path, before, rollout=rollout)
+    play(tmp_path, after, rollout=rollout)
 
 
 # -- a buffer that dies

@@ -169,6 +169,7 @@ class StartChecks:
         yield Check("model files", partial(model_checks.check_saved_model, spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
         yield Check("chat template", partial(self._chat_template, episodic), ("tokenizer",))
+        yield Check("special tokens", self._special_tokens, ("tokenizer",))
         yield from self._prompt_checks()
         yield Check("model", self._model, ("tokenizer",))
         yield Check("engine cache", self._cache, ("model",))
@@ -237,6 +238,9 @@ class StartChecks:
         ends = end_tokens(self._model_dir, tokenizer)
         found = prompt_checks.check_reply_end(tokenizer, ends, variables)
         return f"{conversation}; {found}" if conversation and isinstance(found, str) else found
+
+    def _special_tokens(self) -> str | Finding:
+        return prompt_checks.check_special_tokens(self._tokenizer, self._spec.task.special_tokens)
 
     def _prompt_checks(self) -> Iterator[Check]:
         if (experiment := self._experiment) is None:

@@ -157,6 +157,16 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
             yield Problem(f"evaluation.sets.{name}.samples", "all greedy responses are equal", hint)
 
 
+@rule
+def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
+    """An evaluation set's task has no other `special_tokens` than the run's: engines decode all responses alike."""
+    for name, chosen in spec.evaluation.sets.items():
+        own = chosen.task.special_tokens if chosen.task is not None else None
+        if own is not None and own != (spec.task.special_tokens or "hidden"):
+            message = "the engines decode all responses as task.special_tokens says"
+            yield Problem(f"evaluation.sets.{name}.task.special_tokens", message, "remove it, or set both alike")
+
+
 def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:
     """Every split of a spec, by its key."""
     yield "data.train", spec.data.train
