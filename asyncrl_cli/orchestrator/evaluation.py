@@ -82,7 +82,7 @@ class Evaluator:
         spec: ExperimentSpec,
         write: Callable[[str, str], object],
         client: GenerationClient,
-        held_out: HeldOut,
+        held_out: HeldOut | None,
         sets: Mapping[str, HeldOut],
     ) -> None:
         self._spec = spec
@@ -191,12 +191,13 @@ class Evaluator:
         self._write_text(f"evaluations/step-{head['step']:06d}-{name}.jsonl", "\n".join(lines) + "\n")
 
 
-def _all_series(spec: ExperimentSpec, held_out: HeldOut, sets: Mapping[str, HeldOut]) -> Iterator[Series]:
+def _all_series(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str, HeldOut]) -> Iterator[Series]:
     evaluation = spec.evaluation
     every, temperature = evaluation.every, evaluation.temperature or spec.rollout.sampling.temperature
-    yield Series("greedy", held_out, every, evaluation.prompts, 0.0, 1)
-    sampled_every = every if evaluation.samples > 1 else 0
-    yield Series("sampled", held_out, sampled_every, evaluation.prompts, temperature, evaluation.samples)
+    if held_out is not None:
+        yield Series("greedy", held_out, every, evaluation.prompts, 0.0, 1)
+        sampled_every = every if evaluation.samples > 1 else 0
+        yield Series("sampled", held_out, sampled_every, evaluation.prompts, temperature, evaluation.samples)
     for name, chosen in evaluation.sets.items():
         every = evaluation.every if chosen.every is None else chosen.every
         if chosen.greedy:

@@ -61,7 +61,8 @@ class Experiment:
             monitors = load_monitors(spec.tracking, search_path)
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
             train_prompts = load_prompts("train", spec.data.train, task, search_path)
-            eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
+            held_out = spec.data.eval
+            eval_prompts = load_prompts("eval", held_out, task, search_path) if held_out is not None else ()
             sets = {}
             for name, chosen in spec.evaluation.sets.items():
                 split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"

@@ -193,8 +193,11 @@ class DataSpec(Section):
 
     train: SplitSpec = Field(default_factory=lambda: SplitSpec(size=100_000))
     """Training prompts."""
-    eval: SplitSpec = Field(default_factory=lambda: SplitSpec(size=256))
-    """Held-out prompts, never trained on."""
+    eval: SplitSpec | None = Field(
+        default_factory=lambda data: None if "train" in data and data["train"].path else SplitSpec(size=256)
+    )
+    """Held-out prompts, never trained on. null: none, so nothing is evaluated but `evaluation.sets`. Default: null if
+    `data.train` has a path, else 256 prompts that the task makes."""
     shuffle: bool = True
     """Shuffle the training prompts in every epoch; the order follows from the seed."""
     curriculum: CurriculumSpec | None = None

@@ -159,6 +159,8 @@ def test_what_is_due_when(tmp_path: Path) -> None:
         found = evaluator(tmp_path, Scorer(set()), sets, evaluation=evaluation)[0]
         return {step: kinds for step in range(11) if (kinds := {series.kind for series in found.due(step)})}
 
+    off = Evaluator(spec(), lambda *_: None, None, None, {})  # type: ignore[arg-type]
+    assert not off.due(0) and not off.due(10)
     both = {"greedy", "sampled"}
     assert due() == {0: both, 10: both}
     assert due(every=4) == {0: both, 4: {"greedy"}, 8: {"greedy"}, 10: both}

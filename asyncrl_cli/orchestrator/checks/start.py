@@ -192,9 +192,8 @@ class StartChecks:
         experiment = self._experiment = Experiment.load(self._spec, self._search_path, self._notice)
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
-        return (
-            f"{name}; {len(experiment.train_prompts):,} prompts to train on, {len(experiment.eval_prompts):,} held out"
-        )
+        held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"
+        return f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
 
     def _trial(self) -> str:
         """Call the rewards and environments of the run's task, and of each evaluation set's own task."""
@@ -253,7 +252,7 @@ class StartChecks:
             **{f"evaluation.sets.{name}.data": (name, rows, sets[name].data) for name, rows in experiment.sets.items()},
         }
         for location, (name, prompts, split) in splits.items():
-            if name in experiment.episodic:
+            if split is None or name in experiment.episodic:
                 continue  # in episodes the task decides what the model gets
 
             def look(location: str = location, prompts: Any = prompts, split: SplitSpec = split) -> str | Finding:
