@@ -339,7 +339,7 @@ class Journal(JournalFile):
 def _verdict(score: Scored | RewardFailure) -> tuple[float | None, str | None, str | None]:
     """The columns ``reward``, ``failure`` and ``metrics``."""
     if isinstance(score, RewardFailure):
-        return None, _storable(score.reason) or None, None
+        return None, _storable(str(score)) or None, None
     metrics = json.dumps(dict(score.metrics)) if score.metrics else None
     return float(score.reward) + 0.0, None, metrics  # SQLite has no -0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import signal
 import sys
 import sysconfig
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from traceback import walk_stack, walk_tb
 from types import FrameType, ModuleType
@@ -88,12 +90,36 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
 def _line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The innermost line in the user's own code, else the innermost of all. ``frames`` have their lines, and begin with
     the innermost."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
+    frames = list(frames)
+    lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
+    return _own_line(frames) or (lines or ["unknown:0"])[0]
+
+
+def _own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    for frame, line in frames:
+        if _is_own(file := frame.f_code.co_filename):
+            return f"{file}:{line}"
+    return ""
+
+
+def _is_own(file: str) -> bool:
+    """Whether a file is neither Python's, nor an installed package's, nor asyncrl's."""
     paths = sysconfig.get_paths()
     others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], __file__.rpartition("/core/")[0])
-    own = [line for line in lines if not line[0].startswith(others)]
-    file, line = (own or lines or [("unknown", 0)])[0]
-    return f"{file}:{line}"
+    return not file.startswith(others)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user's own code that an exception passed, as ``file:line``; empty if none."""
+    return _own_line(reversed(list(walk_tb(error.__traceback__))))
+
+
+def defined_at(function: object) -> str:
+    """The first line of a function of the user's own code, as ``file:line``; empty for any other object."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code and _is_own(code.co_filename) else ""
 
 
 def import_named(

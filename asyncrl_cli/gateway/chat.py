@@ -21,6 +21,7 @@ from asyncrl_cli.gateway.replies import ReplyFormat
 from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.gateway.tool_calls import Tools
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
+from asyncrl_cli.rollout.response_text import decoder
 
 _FIXED_REPLY = "the-reply-of-before"
 """Stands for a reply while the text after it is found. Without spaces at its ends, which templates trim."""
@@ -37,11 +38,12 @@ class ChatFormat:
         *,
         end_tokens: frozenset[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
+        shows_special: bool = False,
     ) -> None:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``: as
         ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's
         (``train.tokenizer.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
-        ``model.chat_template_kwargs``.
+        ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``.
 
         Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).
         """
@@ -51,7 +53,10 @@ class ChatFormat:
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
         parsers = tool_parser_name, reasoning_parser_name
         prompt_end = cache(self._prompt_end)
-        self._replies = ReplyFormat(tokenizer, *parsers, self.end_tokens, template_kwargs or {}, prompt_end)
+        self._replies = ReplyFormat(
+            tokenizer, *parsers, self.end_tokens, template_kwargs or {}, prompt_end, shows_special
+        )
+        self._response_text = decoder(tokenizer, self.end_tokens, shows_special)
         self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())
         """Token ids are below this."""
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
@@ -141,8 +146,10 @@ class ChatFormat:
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """The text of token ids as engines decode it; with special tokens only if ``special``."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+        """The text of token ids as engines decode it; ``special``: with all special tokens."""
+        if special:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+        return self._response_text(ids)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         try:

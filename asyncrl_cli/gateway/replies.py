@@ -1,7 +1,8 @@
 """A model's reply: its tokens as reasoning, content and calls of tools, complete or while they are generated.
 
-A message has no special tokens but those that mark its parts. Of the formats that asyncrl reads itself the marks
-are known; vLLM's parsers get a text with all special tokens, and in a stream nothing is sent after the first of them.
+Unless ``task.special_tokens`` is ``shown``, a message has no special tokens but those that mark its parts. Of the
+formats that asyncrl reads itself the marks are known; vLLM's parsers get a text with all special tokens, and in a
+stream nothing is sent after the first of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from asyncrl_cli.gateway.layouts import HERMES, LAYOUTS
 from asyncrl_cli.gateway.reasoning import FORMS, Form, divided, vllm_reasoning_parser
 from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.gateway.tool_calls import HERMES_MARKS, ToolCalls, Tools, tool_parser
+from asyncrl_cli.rollout.response_text import cut, special_tokens
 
 
 class ReplyFormat:
@@ -27,6 +29,7 @@ class ReplyFormat:
         end_tokens: frozenset[int],
         template_kwargs: Mapping[str, Any],
         prompt_end: Callable[[], str],
+        shows_special: bool,
     ) -> None:
         """The arguments are ``ChatFormat``'s; ``prompt_end`` gives what the template puts before a reply.
 
@@ -43,9 +46,10 @@ class ReplyFormat:
         self._reasoning = None
         if reasoning_parser_name is not None and self._named_form is None:
             self._reasoning = vllm_reasoning_parser(reasoning_parser_name, tokenizer, template_kwargs)
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        special = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
-        self._special: dict[int, str] = {index: tokenizer.convert_ids_to_tokens(index) for index in special}
+        self._special: dict[int, str] = {
+            index: tokenizer.convert_ids_to_tokens(index) for index in special_tokens(tokenizer)
+        }
+        self._droppable = self._special.keys() & end_tokens if shows_special else self._special.keys()
 
     def parse(
         self, token_ids: Sequence[int], tools: Tools | None, stop: Sequence[str]
@@ -87,9 +91,9 @@ class ReplyFormat:
         return self._reasoning is not None or (bool(tools) and not self._reads_tools)
 
     def _dropped(self, tools: Tools | None) -> set[int]:
-        """The special tokens that a text is read without: those that mark none of its parts."""
+        """Special tokens to remove from a text: they mark none of its parts, and the task hides them."""
         marks = [*(self._form.marks if self._form else ()), *(HERMES_MARKS if tools and self._reads_tools else ())]
-        return {token for token, text in self._special.items() if text not in marks}
+        return {token for token in self._droppable if self._special[token] not in marks}
 
     def _content(self, text: str, found: ToolCalls) -> str:
         """The content before calls, with all that a stream has sent of it: some parsers strip the spaces that it begins
@@ -110,8 +114,3 @@ class ReplyFormat:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
-
-
-def cut(text: str, marks: Iterable[str]) -> str:
-    """A text up to the first mark, such as a stop string."""
-    return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]

@@ -25,7 +25,6 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError, invalid_value, unsupported
 from asyncrl_cli.gateway.fields import FieldStream, Layout
 from asyncrl_cli.gateway.history import Conversation, History
-from asyncrl_cli.gateway.replies import cut
 from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.gateway.tool_calls import Tools
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
@@ -41,6 +40,7 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.prompt import ChatError, Message
 from asyncrl_cli.rollout.continuation import stopped_at
 from asyncrl_cli.rollout.open_requests import OnSegments
+from asyncrl_cli.rollout.response_text import cut
 
 Generate = Callable[[RolloutRequest, OnSegments | None], Awaitable[Rollout]]
 """``GenerationClient.generate``."""

@@ -37,9 +37,9 @@ class RunInfo:
 class EvaluationResult:
     """One evaluation. ``oldest`` and ``newest`` are the weight versions that its tokens came from.
 
-    ``accuracy`` is the share of responses whose reward is at least 1; ``mean_length`` is in tokens that were sampled.
-    With several ``samples`` per prompt, ``pass_at`` has pass@1 and so on up to pass@``samples``. ``metrics`` are means
-    of what the task measured.
+    ``accuracy`` is the share of rewarded responses with a reward of at least 1; ``prompts`` counts their prompts.
+    ``mean_length`` is in tokens that were sampled. With several ``samples`` per prompt, ``pass_at`` has pass@1 and so
+    on up to pass@``samples``. ``metrics`` are means of what the task measured.
     """
 
     kind: EvaluationKind

@@ -16,7 +16,7 @@ from functools import partial
 from asyncrl_cli.core.background import Background
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, setting
-from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
+from asyncrl_cli.monitors.base import Ending, EvaluationKind, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.system.logs import bound_log
@@ -159,6 +159,11 @@ class Reporter:
         self.accuracy[result.kind] = result.accuracy
         self._recorder.update(accuracy=dict(self.accuracy), accuracy_before=dict(self.accuracy_before))
         self._tell(lambda monitor: monitor.evaluated(result))
+
+    def unevaluated(self, kind: EvaluationKind) -> None:
+        """The newest evaluation of a kind has no accuracy: an earlier one must not be shown as the newest."""
+        self.accuracy.pop(kind, None)
+        self._recorder.update(accuracy=dict(self.accuracy))
 
     def _tell(self, call: Call) -> None:
         for member in self._members:

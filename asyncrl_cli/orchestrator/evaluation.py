@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import comb
 from typing import Any
 
@@ -63,9 +63,9 @@ class _Sample:
     score: Score
 
     @property
-    def reward(self) -> float:
-        """The reward; 0 for a response without one, so that it counts as wrong."""
-        return self.score.reward if isinstance(self.score, Scored) else 0.0
+    def reward(self) -> float | None:
+        """The reward; None for a response without one."""
+        return self.score.reward if isinstance(self.score, Scored) else None
 
     @property
     def versions(self) -> list[int]:
@@ -82,7 +82,7 @@ class Evaluator:
         spec: ExperimentSpec,
         write: Callable[[str, str], object],
         client: GenerationClient,
-        held_out: HeldOut,
+        held_out: HeldOut | None,
         sets: Mapping[str, HeldOut],
     ) -> None:
         self._spec = spec
@@ -94,8 +94,12 @@ class Evaluator:
         """The series that have an evaluation after this step."""
         return [series for series in self._series if self._is_end(step) or (series.every and step % series.every == 0)]
 
-    async def evaluate(self, series: Series, step: int) -> EvaluationResult:
-        """Make one evaluation, and write its samples to a file. Raises ``RunError`` when a rollout fails."""
+    async def evaluate(self, series: Series, step: int) -> tuple[EvaluationResult | None, str]:
+        """Make one evaluation, and write its samples to a file.
+
+        Returns the result over the responses that have a reward, None if none has, and a warning that counts the
+        others. Raises ``RunError`` when a rollout fails.
+        """
         prompts = series.held_out.prompts
         chosen = prompts if self._is_end(step) else prompts[: series.at_most]
         wanted = [entry for entry in chosen for _ in range(series.samples)]
@@ -115,9 +119,9 @@ class Evaluator:
                 )
             )
             samples = [_Sample(prompt, *ended) for (prompt, _), ended in zip(wanted, played, strict=True)]
-        result = _result(series, step, samples)
-        self._write(result, samples)
-        return result
+        facts, numbers = _numbers(series, step, samples)
+        self._write({**facts, "accuracy": None, "mean_reward": None, **numbers}, samples)
+        return EvaluationResult(**facts, **numbers) if numbers else None, _failures(series, step, samples)
 
     def _is_end(self, step: int) -> bool:
         return step in (0, self._spec.stop.steps)
@@ -161,8 +165,8 @@ class Evaluator:
         await complete
         return [ended[request.rollout_id] for request in requests]
 
-    def _write(self, result: EvaluationResult, samples: Sequence[_Sample]) -> None:
-        lines = [json.dumps(asdict(result))]
+    def _write(self, head: Mapping[str, Any], samples: Sequence[_Sample]) -> None:
+        lines = [json.dumps(head)]
         for index, sample in enumerate(samples):
             rollout, score = sample.rollout, sample.score
             row: dict[str, Any] = {
@@ -174,25 +178,26 @@ class Evaluator:
             }
             if (answer := sample.prompt.fields.get("answer")) is not None:
                 row["answer"] = answer
-            if result.samples > 1:
-                row["sample"] = index % result.samples
+            if head["samples"] > 1:
+                row["sample"] = index % head["samples"]
             if isinstance(score, RewardFailure):
-                row["failure"] = score.reason
+                row["failure"] = str(score)
             elif score.metrics:
                 row["metrics"] = dict(score.metrics)
             if versions := sample.versions:
                 row["oldest"], row["newest"] = min(versions), max(versions)
             lines.append(json.dumps(row))
-        name = result.kind.replace(":", "-")
-        self._write_text(f"evaluations/step-{result.step:06d}-{name}.jsonl", "\n".join(lines) + "\n")
+        name = head["kind"].replace(":", "-")
+        self._write_text(f"evaluations/step-{head['step']:06d}-{name}.jsonl", "\n".join(lines) + "\n")
 
 
-def _all_series(spec: ExperimentSpec, held_out: HeldOut, sets: Mapping[str, HeldOut]) -> Iterator[Series]:
+def _all_series(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str, HeldOut]) -> Iterator[Series]:
     evaluation = spec.evaluation
     every, temperature = evaluation.every, evaluation.temperature or spec.rollout.sampling.temperature
-    yield Series("greedy", held_out, every, evaluation.prompts, 0.0, 1)
-    sampled_every = every if evaluation.samples > 1 else 0
-    yield Series("sampled", held_out, sampled_every, evaluation.prompts, temperature, evaluation.samples)
+    if held_out is not None:
+        yield Series("greedy", held_out, every, evaluation.prompts, 0.0, 1)
+        sampled_every = every if evaluation.samples > 1 else 0
+        yield Series("sampled", held_out, sampled_every, evaluation.prompts, temperature, evaluation.samples)
     for name, chosen in evaluation.sets.items():
         every = evaluation.every if chosen.every is None else chosen.every
         if chosen.greedy:
@@ -201,30 +206,52 @@ def _all_series(spec: ExperimentSpec, held_out: HeldOut, sets: Mapping[str, Held
             yield Series(f"{name}:sampled", sets[name], every, None, temperature, chosen.samples)
 
 
-def _result(series: Series, step: int, samples: Sequence[_Sample]) -> EvaluationResult:
+def _numbers(series: Series, step: int, samples: Sequence[_Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of an ``EvaluationResult``: the ones that need no rewards, and the others if there are rewards."""
     versions = [version for sample in samples for version in sample.versions]
     if not versions:
         reason = next((sample.score.reason for sample in samples if isinstance(sample.score, RewardFailure)), "")
         raise RunError(f"every evaluation episode failed; the first: {reason}", location="evaluation")
-    rewards = np.array([sample.reward for sample in samples]).reshape(-1, series.samples)
-    correct = rewards >= CORRECT
+    rewards = [
+        [sample.reward for sample in samples[first : first + series.samples] if sample.reward is not None]
+        for first in range(0, len(samples), series.samples)
+    ]
     measured: dict[str, list[float]] = {}
     for sample in samples:
         if isinstance(sample.score, Scored):
             for name, value in sample.score.metrics.items():
                 measured.setdefault(name, []).append(value)
-    return EvaluationResult(
-        kind=series.kind,
-        step=step,
-        accuracy=float(correct.mean()),
-        mean_reward=float(rewards.mean()),
-        mean_length=len(versions) / len(samples),
-        prompts=len(rewards),
-        oldest=min(versions),
-        newest=max(versions),
-        samples=series.samples,
-        pass_at=mean_pass_at(series.samples, correct.sum(1).tolist()) if series.samples > 1 else (),
-        metrics={name: sum(values) / len(values) for name, values in sorted(measured.items())},
+    facts = {
+        "kind": series.kind,
+        "step": step,
+        "mean_length": len(versions) / len(samples),
+        "prompts": sum(map(bool, rewards)),
+        "oldest": min(versions),
+        "newest": max(versions),
+        "samples": series.samples,
+        "metrics": {name: sum(values) / len(values) for name, values in sorted(measured.items())},
+    }
+    if not facts["prompts"]:
+        return facts, {}
+    scored = np.concatenate(rewards)
+    correct = [sum(reward >= CORRECT for reward in some) for some in rewards if len(some) == series.samples]
+    return facts, {
+        "accuracy": float((scored >= CORRECT).mean()),
+        "mean_reward": float(scored.mean()),
+        "pass_at": mean_pass_at(series.samples, correct) if series.samples > 1 and correct else (),
+    }
+
+
+def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
+    """A warning about the responses without a reward; empty if there are none."""
+    failures = [sample.score for sample in samples if isinstance(sample.score, RewardFailure)]
+    if not failures:
+        return ""
+    rest = len(samples) - len(failures)
+    accuracy = f"the accuracy is that of the other {rest}" if rest else "there is no accuracy"
+    return (
+        f"held-out {series.kind} at step {step}: {len(failures)} of {len(samples)} rewards failed, {accuracy}; "
+        f"the first: {failures[0]}"
     )
 
 

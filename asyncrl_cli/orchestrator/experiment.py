@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.loader import Stage, stages_of
@@ -26,6 +27,7 @@ class Experiment:
         stages: the stages of the curriculum.
         sets: the prompts of further evaluation sets, by name.
         episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+        tasks: the run's task by the name "", and the tasks of further evaluation sets by theirs.
         monitors: those that ``tracking`` enables, such as TensorBoard; not started.
         replica_bytes: the size of one weight version in bytes; 0 if it is not known.
     """
@@ -37,6 +39,7 @@ class Experiment:
     stages: Sequence[Stage] = ()
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     episodic: frozenset[str] = frozenset()
+    tasks: Mapping[str, Any] = field(default_factory=dict)
     monitors: Sequence[Monitor] = ()
     replica_bytes: int = 0
 
@@ -58,7 +61,8 @@ class Experiment:
             monitors = load_monitors(spec.tracking, search_path)
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
             train_prompts = load_prompts("train", spec.data.train, task, search_path)
-            eval_prompts = load_prompts("eval", spec.data.eval, task, search_path)
+            held_out = spec.data.eval
+            eval_prompts = load_prompts("eval", held_out, task, search_path) if held_out is not None else ()
             sets = {}
             for name, chosen in spec.evaluation.sets.items():
                 split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
@@ -72,5 +76,6 @@ class Experiment:
                 stages_of(train_prompts, spec.data.curriculum),
                 sets,
                 frozenset(name for name, one in tasks.items() if is_episodic(one)),
+                tasks,
                 monitors,
             )

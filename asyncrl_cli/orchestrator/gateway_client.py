@@ -201,6 +201,7 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
         spec.rollout.reasoning_parser,
         end_tokens=end_tokens(model_folder, tokenizer),
         template_kwargs=spec.model.chat_template_kwargs,
+        shows_special=spec.task.special_tokens == "shown",
     )
 
 

@@ -40,6 +40,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.response_text import decoder
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
@@ -48,7 +49,7 @@ from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.probe import prompt_tokens
-from asyncrl_cli.train.model.tokenizer import load_tokenizer
+from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may take to save a checkpoint."""
@@ -249,7 +250,8 @@ async def _start(
     if "" not in experiment.episodic:
         ranks.probe_prompt_ids = prompt_tokens(first_prompts(experiment.train_prompts, encoder))
     watchdog = Watchdog(limit_s, reporter.stalled)
-    client = client_of(spec, engines, encoder.decode, watchdog.progress)
+    decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), spec.task.special_tokens == "shown")
+    client = client_of(spec, engines, decode, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
@@ -283,7 +285,13 @@ async def _start(
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,
-        evaluator=Evaluator(spec, recorder.write_text, client, held_out("", experiment.eval_prompts), sets),
+        evaluator=Evaluator(
+            spec,
+            recorder.write_text,
+            client,
+            held_out("", experiment.eval_prompts) if spec.data.eval is not None else None,
+            sets,
+        ),
         reporter=reporter,
         budget=budget,
         watchdog=watchdog,

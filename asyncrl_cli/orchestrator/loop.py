@@ -97,7 +97,10 @@ class Orchestrator:
         )
         self._tasks = asyncio.TaskGroup()
         self._scheduler = RolloutScheduler(
-            *(spec, parts.buffer, parts.client, parts.scoring, parts.prompts), self._spawn, parts.episodes
+            *(spec, parts.buffer, parts.client, parts.scoring, parts.prompts),
+            spawn=self._spawn,
+            episodes=parts.episodes,
+            warn=parts.reporter.warn,
         )
         self._pool = EnginePool(
             (spec.rollout.min_engines, spec.rollout.max_engines),
@@ -333,8 +336,14 @@ class Orchestrator:
         self._evaluating.discard(step)
 
     async def _evaluate_one(self, series: Series, step: int) -> None:
-        result = await self._evaluator.evaluate(series, step)
+        result, warning = await self._evaluator.evaluate(series, step)
         self._evaluated.add((step, series.kind))
+        if warning:
+            self._reporter.warn(warning)
+            await self._buffer.failed("evaluation", series.kind, warning)
+        if result is None:
+            self._reporter.unevaluated(series.kind)
+            return
         if result.kind == "greedy":
             self._accuracies[step] = result.accuracy
         self._reporter.evaluated(result)

@@ -113,9 +113,9 @@ class PromptEncoder:
         """Whether the chat template writes this prompt."""
         return self._texts_are_chats or not isinstance(prompt.content, str)
 
-    def decode(self, ids: Iterable[int], special: bool = False) -> str:
-        """A response's text, as engines decode it: without special tokens, unless they are asked for."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special))
+    def decode(self, ids: Iterable[int]) -> str:
+        """A prompt's text, with special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 class PromptSource:

@@ -32,6 +32,7 @@ from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup, Opening,
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import Ended
+from asyncrl_cli.rollout.response_text import cut
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 Spawn = Callable[[Coroutine[Any, Any, object]], object]
@@ -62,29 +63,29 @@ class RecentFailures:
     def __init__(self, max_share: float) -> None:
         """``max_share``: 0 allows no failure at all, 1 any number."""
         self._max_share = max_share
-        self._recent: deque[str] = deque(maxlen=WINDOW)
+        self._recent: deque[RewardFailure | None] = deque(maxlen=WINDOW)
 
     @property
-    def reasons(self) -> list[str]:
-        """The reasons of the failures among them, the oldest first."""
-        return list(filter(None, self._recent))
+    def recent(self) -> list[RewardFailure]:
+        """The failures among them, the oldest first."""
+        return [failure for failure in self._recent if failure is not None]
 
     def finished(self) -> None:
         """A group ended without a failed rollout."""
-        self._recent.append("")
+        self._recent.append(None)
 
-    def failed(self, reason: str) -> None:
+    def failed(self, failure: RewardFailure) -> None:
         """A group was lost."""
-        self._recent.append(reason or "unknown")
+        self._recent.append(failure)
 
     def too_many(self) -> str:
         """A text with the number of failures and the first reason, if there are too many; otherwise empty."""
-        reasons = self.reasons
-        if len(reasons) <= self._max_share * len(self._recent) or (self._max_share and len(reasons) < LEAST):
+        failures = self.recent
+        if len(failures) <= self._max_share * len(self._recent) or (self._max_share and len(failures) < LEAST):
             return ""
         return (
-            f"{len(reasons)} of the last {len(self._recent)} groups were lost to failed rollouts; "
-            f"the first of them: {reasons[0]}"
+            f"{len(failures)} of the last {len(self._recent)} groups were lost to failed rollouts; "
+            f"the first of them: {failures[0].reason or 'unknown'}"
         )
 
 
@@ -104,9 +105,10 @@ class RolloutScheduler:
         prompts: PromptSource,
         spawn: Spawn,
         episodes: Episodes | None = None,
+        warn: Callable[[str], None] = lambda _: None,
     ) -> None:
         """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays groups whose prompts have no
-        token ids, because the task calls the model itself."""
+        token ids, because the task calls the model itself. ``warn`` gets warnings for the user."""
         self._spec = spec
         self._buffer = buffer
         self._client = client
@@ -114,6 +116,8 @@ class RolloutScheduler:
         self._prompts = prompts
         self._spawn = spawn
         self._episodes = episodes
+        self._warn = warn
+        self._lost = 0  # number of groups lost to failed rollouts
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
         self._to_begin = 0  # number of episodes whose coroutine has not begun
         self._finished: list[Rollout] = []  # to be scored
@@ -219,8 +223,10 @@ class RolloutScheduler:
                     self._to_begin += 1
                     self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
         if group.unscored:
-            decode = self._prompts.encoder.decode
-            finished = [replace(rollout, text=decode(rollout.ids)) for rollout in group.unscored.values()]
+            finished = [
+                replace(rollout, text=cut(self._client.decode(rollout.ids), self._sampling.stop))
+                for rollout in group.unscored.values()
+            ]
             self._settle_soon(finished)
 
     def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:
@@ -314,8 +320,8 @@ class RolloutScheduler:
         """Record the outcomes of rollouts, and handle the groups that they have ended."""
         # Record first, before anything depends on it: the buffer decides which groups have ended (decision 0013).
         settled = await self._record(rollouts, outcomes=outcomes)
-        reasons = {
-            group_and_index(outcome.rollout_id)[0]: outcome.score.reason
+        failures = {
+            group_and_index(outcome.rollout_id)[0]: outcome.score
             for outcome in outcomes
             if isinstance(outcome.score, RewardFailure)
         }
@@ -327,10 +333,18 @@ class RolloutScheduler:
             self._visited(group_id, settled)
             self.rejected_in_a_row += 1
             if reason == "failed":
-                self.failures.failed(reasons[group_id])
+                self.failures.failed(failures[group_id])
+                self._lost += 1
+                if _shown(self._lost):
+                    count = f" ({self._lost} groups so far)" if self._lost > 1 else ""
+                    self._warn(f"group {group_id} is rejected: {failures[group_id]}{count}")
                 await self._cancel(group_id)
             else:
                 self.failures.finished()
+                if self.rejected_in_a_row >= LEAST and _shown(self.rejected_in_a_row):
+                    self._warn(
+                        f"the last {self.rejected_in_a_row} groups are rejected: all rewards of a group are equal"
+                    )
         self._check()
         self.fill()
 
@@ -348,11 +362,14 @@ class RolloutScheduler:
 
     def _check(self) -> None:
         if message := self.failures.too_many():
+            line = self.failures.recent[0].location
+            logs = (
+                "scorer.log and episode-worker-*.log" if line else "engine-*.log, scorer.log and episode-worker-*.log"
+            )
             raise RunError(
                 message,
-                location="rollout",
-                hint="fix the cause (see engine-*.log, scorer.log and episode-worker-*.log in the run's logs), or "
-                "raise rollout.max_failed_share",
+                location=line or "rollout",
+                hint=f"fix the cause (see {logs} in the run's logs), or raise rollout.max_failed_share",
             )
         if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
             raise RunError(
@@ -362,3 +379,8 @@ class RolloutScheduler:
                 hint="use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
+
+
+def _shown(count: int) -> bool:
+    """Whether to warn at this number of equal events: at 1, 2, 4, 8, ... Warnings must not flood a log."""
+    return count & (count - 1) == 0

@@ -24,8 +24,8 @@ from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.rollout.open_requests import EngineState
+from asyncrl_cli.rollout.response_text import decoder
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -128,7 +128,7 @@ async def _serve(
     stop.attach()
 
     async def work(temporary: Path) -> None:
-        from asyncrl_cli.train.model.tokenizer import load_tokenizer
+        from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
 
         status("reading the model")
         folder = await asyncio.to_thread(served.model, temporary / "model")
@@ -139,7 +139,8 @@ async def _serve(
             found = await asyncio.to_thread(check_template, template, tokenizer, episodic=True, reasoning=reasoning)
             if isinstance(found, Finding):
                 warn(f"{found.found}. {found.hint}")
-        client = client_of(spec, engines, PromptEncoder.of(spec, tokenizer).decode)
+        decode = decoder(tokenizer, end_tokens(folder, tokenizer), spec.task.special_tokens == "shown")
+        client = client_of(spec, engines, decode)
         keeper = EngineKeeper(client, _OwnWeights())
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(spec, str(folder), served.name, api_key)

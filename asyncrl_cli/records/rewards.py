@@ -16,6 +16,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong."""
+    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong;
+    ``location`` is the line of the user's code where it went wrong, as ``file:line``, if it is known."""
 
     reason: str
+    location: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.reason}" if self.location else self.reason

@@ -88,7 +88,7 @@ class GenerationClient:
         self._limit = slots + max(1, int(slots * AHEAD))
         self._retries = retries
         self._hang_s = hang_s
-        self._decode = decode
+        self.decode = decode
         self._on_progress = on_progress
         self.on_room: Callable[[], None] = lambda: None
         self.on_segments: OnSegments = lambda _: None
@@ -410,7 +410,7 @@ class GenerationClient:
             elif known.left:
                 self._requeue(entry, ending)
             else:
-                ended.append((entry, finished(known, [], "length", self._decode)))
+                ended.append((entry, finished(known, [], "length", self.decode)))
         self._end(ended)
 
     def _requeue(self, entry: OpenRequest, ending: RequestEnding) -> None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.records.experts import Experts, filled, join_experts
 from asyncrl_cli.records.generation import FinishReason, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.rollout.response_text import cut
 
 
 def rest_of(sampling: Sampling, generated: int, by_position: bool) -> Sampling:
@@ -100,7 +101,7 @@ def finished(
         *tokens.arrays,
         rollout_id=request.rollout_id,
         prompt_ids=request.prompt_ids,
-        text=decode(tokens.ids),
+        text=cut(decode(tokens.ids), request.sampling.stop),
         finish_reason=reason,
         prompt_experts=prompt_experts,
     )

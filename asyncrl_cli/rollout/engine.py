@@ -35,6 +35,7 @@ from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.output_format import format_arguments, hidden_tokens, raise_if_uncompiled, refusals
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
+from asyncrl_cli.rollout.response_text import decoder
 from asyncrl_cli.rollout.vllm_inflight import (
     newest_experts,
     request_id,
@@ -83,7 +84,10 @@ class Engine:
         self._vllm = start_vllm(spec, model_dir, "auto" if own_weights or self._lora else "dummy", self._log)
         self._children = multiprocessing.active_children()
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        ends = self._vllm.model_config.try_get_generation_config().get("eos_token_id")
+        listed = self._vllm.model_config.try_get_generation_config().get("eos_token_id")
+        ends = {self._tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])}
+        self._shows_special = spec.task.special_tokens == "shown"
+        self._decode = decoder(self._tokenizer, ends, self._shows_special)
         # The token that ends the reasoning may be one of them.
         reasons = bool(self._vllm.vllm_config.structured_outputs_config.reasoning_parser)
         self._hidden_tokens = () if reasons else hidden_tokens(self._tokenizer, ends)
@@ -361,6 +365,7 @@ class Engine:
             logprobs=0,
             flat_logprobs=True,
             detokenize=bool(rest.stop),
+            skip_special_tokens=not self._shows_special,  # it searches the stop strings in this text
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # made for this request alone
             **arguments,
@@ -392,9 +397,6 @@ class Engine:
     async def _wake(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-    def _decode(self, ids: Any) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def _prompt(self, ids: tuple[int, ...]) -> Any:
         from vllm.inputs import tokens_input

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.records.generation import RolloutRequest
 from asyncrl_cli.rollout import core_main
+from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.rollout.vllm_grammars import PREFIX_TOKENS
 
 if TYPE_CHECKING:
@@ -35,12 +36,10 @@ class RequestRefused(Exception):
         self.key = key
 
 
-def hidden_tokens(tokenizer: Any, end_tokens: Any) -> tuple[int, ...]:
+def hidden_tokens(tokenizer: Any, ends: Collection[int]) -> tuple[int, ...]:
     """The special tokens that do not end a reply. The reply's text does not show them, but xgrammar takes them for the
-    text of their names. ``end_tokens``: ``eos_token_id`` of the model's generation config."""
-    ends = {tokenizer.eos_token_id, *(end_tokens if isinstance(end_tokens, list | tuple) else [end_tokens])}
-    added = {token for token, one in tokenizer.added_tokens_decoder.items() if one.special}
-    return tuple(sorted({*tokenizer.all_special_ids, *added} - ends))
+    text of their names."""
+    return tuple(sorted(special_tokens(tokenizer).difference(ends)))
 
 
 def format_arguments(request: RolloutRequest, hidden: tuple[int, ...]) -> dict[str, Any]:

@@ -193,8 +193,11 @@ class DataSpec(Section):
 
     train: SplitSpec = Field(default_factory=lambda: SplitSpec(size=100_000))
     """Training prompts."""
-    eval: SplitSpec = Field(default_factory=lambda: SplitSpec(size=256))
-    """Held-out prompts, never trained on."""
+    eval: SplitSpec | None = Field(
+        default_factory=lambda data: None if "train" in data and data["train"].path else SplitSpec(size=256)
+    )
+    """Held-out prompts, never trained on. null: none, so nothing is evaluated but `evaluation.sets`. Default: null if
+    `data.train` has a path, else 256 prompts that the task makes."""
     shuffle: bool = True
     """Shuffle the training prompts in every epoch; the order follows from the seed."""
     curriculum: CurriculumSpec | None = None
@@ -262,6 +265,9 @@ class TaskSpec(Section):
     """Arguments of the task's class."""
     mix: list[TaskMember] = Field(default_factory=list)
     """Several tasks to train on together, each with its share of the prompts."""
+    special_tokens: Literal["hidden", "shown"] | None = None
+    """Special tokens in the text that rewards, environments and the APIs read. `shown` keeps them, except tokens that
+    end a reply: for models with marks such as `</think>` among their special tokens. Default: `hidden`."""
     reward_timeout_s: Seconds = 30.0
     """Seconds that the reward of one rollout may take; after that the rollout has failed."""
     reward_workers: Count = 1

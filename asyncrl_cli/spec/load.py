@@ -104,6 +104,10 @@ def _load(
     problems = layers.problems
     for assignment in overrides:
         root = override(root, assignment, problems)
+    # Null has the defaults, as in every section: the keys below it may be comments.
+    if (evaluation := root.child("evaluation")) is not None and evaluation.value in (False, "off"):
+        root = root.changed(["evaluation"], lambda _: None)
+        root = override(root, "data.eval=null", problems)
     # Before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))

@@ -9,11 +9,12 @@ have to derive from them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from asyncrl_cli.records.prompt import Message, Prompt
 
@@ -32,6 +33,31 @@ class RewardResult:
 
     reward: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def as_result(value: Any) -> RewardResult:
+    """Read a user's return value as a reward with metrics, without checking the numbers.
+
+    In a dict with a ``score``, the form of verl's functions, other numbers are metrics. Texts, such as the answer that
+    was found, are skipped.
+    """
+    if isinstance(value, Mapping) and "score" in value:
+        metrics = {key: item for key, item in value.items() if key != "score" and not isinstance(item, str | None)}
+        return RewardResult(value["score"], metrics)
+    return value if isinstance(value, RewardResult) else RewardResult(value)
+
+
+def finite(value: object) -> float | None:
+    """A real number of any library as a finite float: also arrays and tensors of one element; None for others."""
+    try:
+        # NumPy's booleans, arrays and PyTorch's tensors are numbers only to themselves; their item is Python's.
+        value = value.item() if hasattr(value, "item") else value
+        if not hasattr(type(value), "__float__"):  # float() would also read text
+            return None
+        number = float(value)  # type: ignore[arg-type]
+    except Exception:  # too large, an array of several elements, a symbol
+        return None
+    return number + 0.0 if math.isfinite(number) else None  # -0.0 would be shown and stored otherwise
 
 
 @runtime_checkable

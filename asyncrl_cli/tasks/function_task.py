@@ -7,14 +7,29 @@ fields.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
 from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
 from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
+
+ROW = frozenset({"prompt", "row", "example", "item", "record", "sample"})
+"""Names of a reward function's parameter for the row."""
+RESPONSE = frozenset(
+    {
+        *("response", "response_str", "response_text", "completion", "generation", "model_output", "output"),
+        *("predict_str", "prediction", "reply", "solution_str", "text"),
+    }
+)
+"""Names of a reward function's parameter for the response, here and in other trainers."""
+BY_NAME = (
+    "arguments are passed by name: `prompt` is the row as a dict, `response` the text, `finished` whether the model "
+    "ended it; any other name is a column of the row (docs/tasks.md)"
+)
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -24,30 +39,75 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class FunctionTask:
-    """A task of one function ``f(prompt, response) -> float | RewardResult``, which may be async.
+    """A task of one function, such as ``f(prompt, response) -> float``, which may be async.
 
-    A function with a parameter ``finished`` gets that, too: whether the model ended the response itself.
+    Invariant: every argument is passed by the name of its parameter, never by its place: functions copied from other
+    trainers have the same arguments in another order, and would score something else without an error.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
+    def __init__(self, function: Callable[..., Any], name: str, location: str = "task.use") -> None:
+        """Raises ``TaskError`` at ``location`` unless exactly one parameter is the response."""
         self.name = name
         self.function = function
-        self._takes_finished = _takes_finished(function)
+        try:
+            self._signature = inspect.signature(function)
+        except ValueError:
+            message = f"{name} is a builtin whose parameters are not known"
+            raise TaskError(message, location=location, hint="call it in a function reward(prompt, response)") from None
+        self._parameters = [
+            parameter
+            for parameter in self._signature.parameters.values()
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        names = [parameter.name for parameter in self._parameters]
+        self._row, self._response = _chosen(names, ROW, "prompt"), _chosen(names, RESPONSE, "response")
+        if not self._response:
+            lists = {"prompts", "completions"}.intersection(names)
+            raise TaskError(
+                f"{name}{self._signature} "
+                + ("takes lists, as TRL's functions do" if lists else "has no parameter that is clearly the response"),
+                location=location,
+                hint="call it in a function reward(prompt, response), with lists of one: "
+                "f(prompts=[prompt['prompt']], completions=[response], ...)[0]"
+                if lists
+                else f"{BY_NAME}; an agent is an async function f(prompt, model)",
+            )
 
     def reward(
         self, prompt: Prompt, response: str, finished: bool
     ) -> float | RewardResult | Awaitable[float | RewardResult]:
-        """What the function returns; ``scoring.checked`` checks that it is a reward."""
-        further = {"finished": finished} if self._takes_finished else {}
-        value: float = self.function(row_of(prompt), response, **further)
+        """Call the function; ``scoring.checked`` checks the result.
+
+        Raises ``LookupError`` if the row has no column for a parameter.
+        """
+        row = row_of(prompt)
+        nested = row.get("reward_model")  # verl's rows have the ground truth there
+        columns = {**(nested if isinstance(nested, Mapping) else {}), **row}
+        given = {self._row: row, self._response: response, "finished": finished}
+        arguments = {}
+        for parameter in self._parameters:
+            name = parameter.name
+            if name in given:
+                arguments[name] = given[name]
+            elif name in columns:
+                arguments[name] = columns[name]
+            elif parameter.default is parameter.empty:
+                raise LookupError(
+                    f"its parameter {name!r} is not a column of the row, which has {', '.join(map(repr, row))}"
+                )
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                taken = arguments.keys() | given.keys()
+                arguments[parameter.name] = {name: row[name] for name in row if name not in taken}
+        bound = inspect.BoundArguments(self._signature, arguments)
+        value: float = self.function(*bound.args, **bound.kwargs)
         return value
 
 
-def _takes_finished(function: Callable[..., Any]) -> bool:
-    try:
-        return "finished" in inspect.signature(function).parameters
-    except ValueError:  # a builtin without a signature
-        return False
+def _chosen(names: Collection[str], known: Collection[str], first: str) -> str:
+    """Return the only name that is ``known``, or ``first`` if it is among several. Empty if it is not clear."""
+    found = [name for name in names if (name.strip("_") or "prompt") in known]
+    return first if first in found else found[0] if len(found) == 1 else ""
 
 
 class AgentFunction:
@@ -57,14 +117,14 @@ class AgentFunction:
     def __init__(self, function: Callable[..., Awaitable[Any]], name: str) -> None:
         self.name = name
         self.sandbox_use = parameter_use(function)
-        self._function = function
+        self.function = function
 
     async def run(
         self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
     ) -> float | RewardResult | None:
         """Play one episode."""
         further = {} if sandbox is None else {"sandbox": sandbox}
-        value: float | RewardResult | None = await self._function(row_of(prompt), model, **further)
+        value: float | RewardResult | None = await self.function(row_of(prompt), model, **further)
         return value
 
 

@@ -4,7 +4,7 @@
 
 - ``module:Class`` with ``reward``, ``run`` or ``environment``: a task, constructed with ``task.options``;
 - ``module:Class`` with ``reset`` and ``step``: an environment, constructed with them for each episode;
-- ``module:function`` with parameters (prompt, response): a bare reward;
+- ``module:function`` with a parameter ``response``: a bare reward;
 - ``module:function``, async, with parameters (prompt, model): an agent.
 
 Whatever is wrong is a ``TaskError`` with the field and a hint, raised before anything heavy starts.
@@ -23,7 +23,7 @@ from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.episode_sandbox import check_sandbox
-from asyncrl_cli.tasks.function_task import AgentFunction, EnvironmentClass, FunctionTask
+from asyncrl_cli.tasks.function_task import RESPONSE, ROW, AgentFunction, EnvironmentClass, FunctionTask
 from asyncrl_cli.tasks.mix import MixTask
 
 GYM_TASK = "asyncrl_cli.tasks.ready.gym:Gym"
@@ -122,7 +122,7 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
     if is_environment:
         return EnvironmentClass(found, options, use)
     try:
-        return found(**options)
+        task = found(**options)
     except TaskError:
         raise
     except Exception as error:
@@ -131,6 +131,31 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
             location=OPTIONS,
             hint="change the option that it names",
         ) from error
+    if "reward" in methods:
+        _check_reward(task, use)
+    return task
+
+
+def _check_reward(task: Any, use: str) -> None:
+    """Raise ``TaskError`` if the arguments of ``reward`` are not (prompt, response, finished)."""
+    problem = ""
+    try:
+        signature = inspect.signature(task.reward)
+        signature.bind(None, "", True)
+    except TypeError as error:
+        problem = str(error)
+    except ValueError:  # a builtin without a signature
+        return
+    else:
+        first, second = [*signature.parameters, "", ""][:2]
+        if first in RESPONSE or second in ROW:
+            problem = f"its parameters are {signature}"
+    if problem:
+        raise TaskError(
+            f"{use}.reward cannot be called as reward(prompt, response, finished): {problem}",
+            location=USE,
+            hint="give it these three parameters, in this order",
+        )
 
 
 def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask | AgentFunction:
@@ -143,22 +168,19 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
         )
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a builtin without a signature; the first reward will show
+    except ValueError:  # a builtin without a signature
         return FunctionTask(function, use)
-    is_agent = list(signature.parameters)[1:2] == ["model"]
-    optional = "sandbox" if is_agent else "finished"
-    further = {optional: None} if optional in signature.parameters else {}
+    if list(signature.parameters)[1:2] != ["model"]:
+        return FunctionTask(function, use)
+    further = {"sandbox": None} if "sandbox" in signature.parameters else {}
     try:
         signature.bind({}, "", **further)
     except TypeError as error:
         raise TaskError(
-            f"{use} cannot be called as f(prompt, {'model' if is_agent else 'response'}): {error}",
+            f"{use} cannot be called as f(prompt, model): {error}",
             location=USE,
-            hint="give a reward function two arguments, the prompt's row as a dict and the response's text "
-            "(and finished, if it needs it); give an agent the row and the model",
+            hint="give an agent two parameters, the prompt's row as a dict and the model (and sandbox, if it needs it)",
         ) from None
-    if not is_agent:
-        return FunctionTask(function, use)
     if not inspect.iscoroutinefunction(function):
         raise TaskError(
             f"{use} takes (prompt, model), so it is an agent, and is not async",

@@ -11,16 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.records.prompt import Message
-from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step, finite
 
 if TYPE_CHECKING:
     import aiohttp
 
 LIMITS = frozenset({"context_length_exceeded", "max_calls_exceeded", "max_sampled_tokens_exceeded"})
 """Error codes of the policy's server that say: this conversation, or this episode, has reached a limit."""
+
+LOOP: ContextVar[asyncio.AbstractEventLoop] = ContextVar("loop")
+"""The event loop of the episode, for async code that an environment calls in its thread."""
 
 
 class LimitReached(Exception):
@@ -33,17 +37,18 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
     At a limit the episode ends without another step, with the reward so far. Raises what the environment raises, and
     ``RuntimeError`` for an answer of the server that is neither a reply nor a limit.
     """
-    tools: Sequence[Mapping[str, Any]] = getattr(environment, "tools", None) or ()
+    LOOP.set(asyncio.get_running_loop())
+    tools = _tools(environment)
     reward, metrics = 0.0, Counter[str]()
     try:
-        messages = list(await asyncio.to_thread(environment.reset))
+        messages = await asyncio.to_thread(_reset, environment)
         while True:
             try:
                 reply = await ask(http, model, messages, tools)
             except LimitReached:
                 break
-            step = await asyncio.to_thread(environment.step, reply)
-            reward += step.reward
+            step, number = await asyncio.to_thread(_step, environment, reply)
+            reward += number
             metrics.update(step.metrics)
             if step.done:
                 break
@@ -52,6 +57,42 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
         if (close := getattr(environment, "close", None)) is not None:
             await asyncio.to_thread(close)
     return RewardResult(reward, metrics)
+
+
+def try_environment(environment: Environment) -> RewardResult:
+    """The first messages and one step with an empty reply, as a model may give it. Raises what ``play`` would raise."""
+    try:
+        _tools(environment)
+        _reset(environment)
+        step, reward = _step(environment, {"role": "assistant", "content": ""})
+        return RewardResult(reward, step.metrics)
+    finally:
+        if (close := getattr(environment, "close", None)) is not None:
+            close()
+
+
+def _tools(environment: Environment) -> Sequence[Mapping[str, Any]]:
+    tools: Sequence[Mapping[str, Any]] = getattr(environment, "tools", None) or ()
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise TypeError("the environment's `tools` must be OpenAI tool definitions; ToolTask makes them of functions")
+    return tools
+
+
+def _reset(environment: Environment) -> list[Message]:
+    messages = environment.reset()
+    if not messages or not all(isinstance(message, Mapping) and "role" in message for message in messages):
+        raise TypeError(f"reset returned {messages!r:.200}, which is not a list of messages with a role")
+    return list(messages)
+
+
+def _step(environment: Environment, reply: Message) -> tuple[Step, float]:
+    """An environment's step, and its reward as a float."""
+    step = environment.step(reply)
+    if not isinstance(step, Step):
+        raise TypeError(f"step returned {step!r:.200}, which is not a Step")
+    if (number := finite(step.reward)) is None:
+        raise TypeError(f"step returned the reward {step.reward!r:.200}, which is not a finite number")
+    return step, number
 
 
 async def ask(

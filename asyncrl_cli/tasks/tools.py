@@ -9,7 +9,7 @@
 
 A tool is described by its signature and its docstring. What a call of it returns, or the exception that it raises, goes
 back to the policy as text: so the policy can correct its own mistakes. The first reply without a call is the answer,
-which is judged.
+which is judged. Tools and ``judge`` may be async.
 
 Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbox``): ``tools(prompt, sandbox)``,
 ``judge(prompt, text, sandbox)``.
@@ -17,15 +17,21 @@ Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbo
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, get_type_hints
 
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.user_code import defined_at
 from asyncrl_cli.records.prompt import Message, Prompt
-from asyncrl_cli.tasks.base import RewardResult, Step, Use
+from asyncrl_cli.tasks.base import RewardResult, Step, Use, as_result
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
+from asyncrl_cli.tasks.play import LOOP
 
 if TYPE_CHECKING:
     from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
@@ -66,7 +72,12 @@ class ToolEnvironment:
 
     def __init__(self, prompt: Prompt, functions: Sequence[Callable[..., Any]], judge: Judge) -> None:
         self._prompt = prompt
-        self._tools = {tool.name: tool for tool in map(Tool, functions)}
+        self._tools: dict[str, Tool] = {}
+        for function in functions:
+            tool = Tool(function)
+            if tool.name in self._tools:
+                raise _refused(function, f"two tools are named {tool.name!r}", "give each its own name")
+            self._tools[tool.name] = tool
         self._judge = judge
         self.tools = [tool.definition for tool in self._tools.values()]
 
@@ -85,8 +96,7 @@ class ToolEnvironment:
             ]
             errors = sum(not right for _, right in results)
             return Step(messages, metrics={"tool_calls": float(len(calls)), "tool_errors": float(errors)})
-        verdict = self._judge(self._prompt, reply.get("content") or "")
-        result = verdict if isinstance(verdict, RewardResult) else RewardResult(verdict)
+        result = as_result(awaited(self._judge(self._prompt, reply.get("content") or "")))
         return Step(reward=result.reward, done=True, metrics=result.metrics)
 
     def _called(self, call: Mapping[str, Any]) -> tuple[str, bool]:
@@ -101,42 +111,104 @@ class ToolEnvironment:
 
 
 class Tool:
-    """A function as a tool. ``definition`` is in OpenAI's form.
+    """A function as a tool: a function, a method, a partial, or an object with ``__call__``. ``definition`` is in
+    OpenAI's form.
 
-    The first paragraph of the docstring describes it; lines ``name: text`` in it describe its parameters.
+    The first paragraph of the docstring describes it. Parameters are described there, too: by lines ``name: text``, or
+    as Google, NumPy and Sphinx write them. One without an annotation takes any JSON value.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        from pydantic import create_model
+        """Raises ``TaskError`` if the function's arguments cannot be described."""
+        from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter
 
-        self.name: str = getattr(function, "__name__", type(function).__name__)
-        self._function = function
-        parameters = inspect.signature(function).parameters
-        hints = get_type_hints(function)
-        described = inspect.getdoc(function) or ""
-        fields: dict[str, Any] = {
-            name: (hints.get(name, str), ... if parameter.default is parameter.empty else parameter.default)
-            for name, parameter in parameters.items()
-        }
-        self._arguments = create_model(self.name, **fields)
-        schema = _without_titles(self._arguments.model_json_schema())
-        for line in described.splitlines():
-            name, colon, text = line.strip().partition(":")
-            if colon and name in parameters:
-                schema["properties"][name]["description"] = text.strip()
-        function_definition = {
-            "name": self.name,
-            "description": " ".join(described.split("\n\n")[0].split()),
-            "parameters": schema,
-        }
+        target: Any = function.func if isinstance(function, partial) else function
+        self.name: str = getattr(target, "__name__", type(target).__name__)
+        if not re.fullmatch(r"[\w-]{1,64}", self.name) or isinstance(target, type):
+            raise _refused(function, f"{self.name} cannot be a tool", "name a function: def name(argument: type) -> …")
+        target = target if inspect.isroutine(target) else target.__call__
+        try:
+            called = _with_types(function, target)
+            signature = inspect.signature(called)
+            by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            other = next((one for one in signature.parameters.values() if one.kind not in by_name), None)
+            if other is not None:
+                hint = "a model passes arguments by name: give it one parameter for each, such as a list"
+                raise _refused(function, f"the tool {self.name}{signature} has the parameter {other}", hint)
+            # It checks the arguments of a call against the annotations, and then makes it.
+            self._call = TypeAdapter[Any](called)
+            schema = _without_titles(self._call.json_schema())
+        except (TypeError, ValueError, NameError, PydanticSchemaGenerationError, PydanticUserError) as error:
+            problem = f"the tool {self.name} cannot be described: {' '.join(str(error).split()):.300}"
+            raise _refused(function, problem, "annotate its parameters with types that JSON has") from error
+        schema.pop("additionalProperties", None)
+        summary, parameters = _described(inspect.getdoc(target) or inspect.getdoc(function) or "", signature.parameters)
+        for name, text in parameters.items():
+            schema["properties"][name].setdefault("description", text)
+        function_definition = {"name": self.name, "description": summary, "parameters": schema}
         self.definition: dict[str, Any] = {"type": "function", "function": function_definition}
 
     def __call__(self, arguments: str) -> str:
-        """The result of a call, as text. Raises ``ValueError`` for arguments that do not fit (``pydantic`` says how),
-        and what the function raises."""
-        checked = self._arguments.model_validate_json(arguments or "{}")
-        result = self._function(**{name: getattr(checked, name) for name in type(checked).model_fields})
-        return result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        """The result of a call, as text: dataclasses and pydantic's models as JSON. Raises ``ValueError`` for arguments
+        that do not fit (``pydantic`` says how), and what the function raises."""
+        from pydantic_core import to_jsonable_python
+
+        result = awaited(self._call.validate_json(arguments or "{}"))
+        if isinstance(result, str):
+            return result
+        return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
+
+
+def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Any:
+    """The function as a model calls it: without the arguments that a partial binds by name. Annotations that are text
+    are resolved where ``target`` is defined; pydantic would look for them in this module."""
+    bound = function.keywords if isinstance(function, partial) else {}
+    signature = inspect.signature(function)
+    left = [one for name, one in signature.parameters.items() if name not in bound]
+    hints = get_type_hints(target, include_extras=True)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        return function(*arguments, **named)
+
+    call.__name__ = target.__name__
+    call.__signature__ = signature.replace(parameters=left)  # type: ignore[attr-defined]
+    call.__annotations__ = {one.name: hints[one.name] for one in left if one.name in hints}
+    return call
+
+
+def _refused(function: Callable[..., Any], problem: str, hint: str) -> TaskError:
+    return TaskError(problem, location=defined_at(function) or "task.use", hint=hint)
+
+
+def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
+    """A docstring's first paragraph, and what it says of these parameters."""
+    lines = text.splitlines()
+    # NumPy's style has the type after the colon, and the description in the lines below.
+    numpy = re.search(r"^Parameters\n-+$", text, re.MULTILINE) is not None
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines):
+        match = re.fullmatch(r"(\s*)(?::param (?:[^:]* )?)?\**(\w+)(?: *\(.*?\))? *:(.*)", line)
+        if match is None or match[2] not in names or match[2] in found:
+            continue
+        deeper = re.compile(rf"{match[1]}\s+\S")
+        more = takewhile(deeper.match, lines[number + 1 :])
+        found[match[2]] = " ".join(" ".join(["" if numpy else match[3], *more]).split())
+    first = takewhile(
+        lambda line: line.strip() and not re.match(r"\s*(:param|Args:|Arguments:|Parameters)", line), lines
+    )
+    return " ".join(" ".join(first).split()), {name: words for name, words in found.items() if words}
+
+
+def awaited(value: Any) -> Any:
+    """The value, or the result of an awaitable: in a thread of an episode it runs in the loop of all episodes."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def result() -> Any:
+        return await value
+
+    loop = LOOP.get(None)
+    return asyncio.run(result()) if loop is None else asyncio.run_coroutine_threadsafe(result(), loop).result()
 
 
 def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:

@@ -92,10 +92,10 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """Play an episode."""
+    """Play an episode. Without ``access`` to a model only try its environment, with one empty reply."""
 
     prompt: Prompt
-    access: ModelAccess
+    access: ModelAccess | None
 
 
 @dataclass(frozen=True, slots=True)

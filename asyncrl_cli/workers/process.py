@@ -85,9 +85,10 @@ class WorkerProcess:
     ``retired``: it gets no more requests. ``closed``: it is gone.
     """
 
-    def __init__(self, load: Load, on_close: Callable[[], None] = lambda: None) -> None:
-        """``on_close`` has to kill what is left of a process that is gone."""
+    def __init__(self, load: Load, on_close: Callable[[], None] = lambda: None, quiet: bool = False) -> None:
+        """``on_close`` has to kill what is left of a process that is gone. ``quiet``: drop the process's output."""
         self._load = load
+        self._quiet = quiet
         self._on_close = on_close
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -109,7 +110,9 @@ class WorkerProcess:
         mine, theirs = socket.socketpair()
         pulse, their_pulse = os.pipe()
         their_output: int | None = None  # rewards print to the log themselves, as much as they like
-        if self._load.work is Work.EPISODES:
+        if self._quiet:
+            their_output = subprocess.DEVNULL
+        elif self._load.work is Work.EPISODES:
             self._output, their_output = os.pipe()
         # The kernel ends the process together with the thread that starts it, so this thread must outlive it.
         self._process = subprocess.Popen(
@@ -133,7 +136,7 @@ class WorkerProcess:
         self._exited: asyncio.Future[None] = self._loop.create_future()
         self._exit = os.pidfd_open(self.pid)
         self._watch(self._exit, self._on_exit)
-        if their_output is not None:
+        if their_output is not None and not self._quiet:
             os.close(their_output)
             self._watch(self._output, self._on_output)
         self._watch(pulse, self._on_pulse)
@@ -171,8 +174,8 @@ class WorkerProcess:
             return took_too_long(self.name_for(response[0]), response[0], limit_s)
         return scored
 
-    async def play(self, prompt: Prompt, access: ModelAccess) -> Played:
-        """Play one episode; cancelling this stops it."""
+    async def play(self, prompt: Prompt, access: ModelAccess | None) -> Played:
+        """Play one episode, or try it without a model (``Play``); cancelling this stops it."""
         limit_s = self._load.spec.episode.timeout_s + 3 * GRACE_S
         name = self.loaded.names[""]
         try:

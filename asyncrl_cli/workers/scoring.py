@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-import numbers
 import resource
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.user_code import defined_at, raised_at
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from asyncrl_cli.tasks.base import RewardResult, Task
+from asyncrl_cli.tasks.base import Task, as_result, finite
 from asyncrl_cli.tasks.function_task import FunctionTask
 
 Response = tuple[Prompt, str, bool]
 """A prompt, the text of the model's response, and whether the model ended it itself."""
 
+FORMS = "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response"
+"""The valid return values of a reward, for messages."""
 SHOWN = 200
 """Characters of a value or of an exception's message that a reason shows."""
 
@@ -34,8 +35,8 @@ def score(task: Task, response: Response) -> Scored | RewardFailure:
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
     except BaseException as error:  # sys.exit() must not end the process
-        return failed(error, reward_name(task), response[0])
-    return checked(value, reward_name(task), response[0])
+        return failed(error, reward_name(task), response[0], reward_location(task))
+    return checked(value, reward_name(task), response[0], reward_location(task))
 
 
 async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
@@ -48,33 +49,28 @@ async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
         current = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
             raise
-        return failed(error, reward_name(task), response[0])
-    return checked(value, reward_name(task), response[0])
+        return failed(error, reward_name(task), response[0], reward_location(task))
+    return checked(value, reward_name(task), response[0], reward_location(task))
 
 
-def checked(value: object, name: str, prompt: Prompt) -> Scored | RewardFailure:
-    """What a task returned as a reward: a number, or a ``RewardResult``. ``name`` is what the user calls the reward."""
-    metrics: Mapping[Any, Any] = {}
-    reward = value
-    if isinstance(value, RewardResult):
-        reward = value.reward
-        if not isinstance(value.metrics, Mapping):
-            metrics_text = _shown(value.metrics, repr)
-            return RewardFailure(f"{name} returned metrics {metrics_text} for prompt {prompt.uid!r}, not a mapping")
-        metrics = value.metrics
-    number = _finite(reward)
+def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Scored | RewardFailure:
+    """Check a task's return value: a number, a ``RewardResult``, or a dict with a ``score``, the form of verl's
+    functions. ``name`` and ``location`` of the reward are for messages."""
+
+    def refused(problem: str) -> RewardFailure:
+        return RewardFailure(f"{name} returned {problem} for prompt {prompt.uid!r}; {FORMS}", location)
+
+    result = as_result(value)
+    if not isinstance(result.metrics, Mapping):
+        return refused(f"metrics {_shown(result.metrics, repr)}")
+    number = finite(result.reward)
     if number is None:
-        return RewardFailure(
-            f"{name} returned {_shown(reward, repr)} for prompt {prompt.uid!r}, which is not a finite number"
-        )
+        return refused(_shown(result.reward, repr))
     measured: dict[str, float] = {}
-    for key, item in metrics.items():
-        figure = _finite(item)
+    for key, item in result.metrics.items():
+        figure = finite(item)
         if not isinstance(key, str) or figure is None:
-            return RewardFailure(
-                f"{name} returned the metric {_shown(key, repr)}: {_shown(item, repr)} for prompt {prompt.uid!r}; "
-                "metrics are finite numbers by name"
-            )
+            return refused(f"the metric {_shown(key, repr)}: {_shown(item, repr)}")
         measured[key] = figure
     return Scored(number, measured)
 
@@ -91,14 +87,18 @@ def awaits(task: object) -> bool:
     )
 
 
-def failed(error: BaseException, name: str, prompt: Prompt) -> RewardFailure:
-    """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause."""
+def failed(error: BaseException, name: str, prompt: Prompt, location: str = "") -> RewardFailure:
+    """The failure of a reward that raised, its traceback on stderr. To be called in the ``except`` clause.
+    ``location`` is where the reward is defined, for an exception that passed no line of the user's code."""
     traceback.print_exc()
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     text = _shown(error, str)
+    if isinstance(error, UserError):
+        text, location = f"{error.message} ({error.hint})", error.location or location
     if isinstance(error, MemoryError) and limit != resource.RLIM_INFINITY:
         text = f"{text} (its process may take {limit // 2**20} MiB)".strip()
-    return RewardFailure(f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {text}")
+    reason = f"{name} failed on prompt {prompt.uid!r}: {type(error).__name__}: {text}"
+    return RewardFailure(reason, location if isinstance(error, UserError) else raised_at(error) or location)
 
 
 def reward_name(task: object) -> str:
@@ -108,14 +108,9 @@ def reward_name(task: object) -> str:
     return f"{type(task).__module__}:{type(task).__qualname__}.reward"
 
 
-def _finite(value: object) -> float | None:
-    if not isinstance(value, numbers.Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number + 0.0 if math.isfinite(number) else None  # -0.0 would be shown and stored otherwise
+def reward_location(task: object) -> str:
+    """Where the user's code defines the reward, as ``file:line``; empty for a ready task."""
+    return defined_at(task.function if isinstance(task, FunctionTask) else getattr(task, "reward", None))
 
 
 def _shown(value: object, show: Callable[[object], str]) -> str:

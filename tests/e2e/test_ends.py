@@ -109,7 +109,9 @@ def test_ctrl_c_ends_a_run_that_starts(own_runs: Runs, log: str) -> None:
     ids=["raises", "nan", "hangs"],
 )
 def test_a_bad_reward_ends_the_run_and_is_named(own_runs: Runs, reward: str, says: str) -> None:
-    (own_runs.folder / "bad_reward.py").write_text(f"def reward(prompt, response):\n    {reward}\n")
+    # The start calls the reward with the response "42".
+    code = f"def reward(prompt, response):\n    if response == '42':\n        return 0.0\n    {reward}\n"
+    (own_runs.folder / "bad_reward.py").write_text(code)
     (own_runs.folder / "prompts.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
     spec = own_runs.write_spec(
         model={"warm_start": None},
@@ -120,7 +122,7 @@ def test_a_bad_reward_ends_the_run_and_is_named(own_runs: Runs, reward: str, say
     ended = own_runs.run("train", spec)
     assert ended.code == 1
     assert says in ended.err
-    assert "bad_reward" in ended.err
+    assert "bad_reward.py:" in ended.err
     assert "Traceback" not in ended.out + ended.err
     assert json.loads((own_runs.newest() / "state.json").read_text())["phase"] == "failed"
 

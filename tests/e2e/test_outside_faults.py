@@ -59,8 +59,9 @@ def test_failing_rewards_cost_their_groups_and_an_mlflow_server_may_come_up_late
     from mlflow.tracking import MlflowClient
 
     prompts = [{"uid": f"good-{index}", "prompt": f"word {index}"} for index in range(4000)]
+    # Not in the first row: the start calls its reward.
     for place, (name, fault) in enumerate(FAULTS.items()):
-        prompts.insert(2 * place, {"uid": f"bad-{name}", "prompt": name, "fault": fault})
+        prompts.insert(2 * place + 1, {"uid": f"bad-{name}", "prompt": name, "fault": fault})
     (tmp_path / "bad_reward.py").write_text(textwrap.dedent(REWARD))
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     runs = Runs(tmp_path)

@@ -21,7 +21,11 @@ from asyncrl_cli.gateway.reasoning import (
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
 from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.gateway.vllm_parsers import ParserError
+from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.prompts import check_special_tokens
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
+from asyncrl_cli.rollout.continuation import finished
+from asyncrl_cli.rollout.response_text import decoder
 from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer, end_of
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"e": "1+1"}}</tool_call>'
@@ -246,3 +250,32 @@ def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int
         assert joined == {"reasoning": "why </thi not", "content": "so"}
         assert len(parts) > 8
         assert reply.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_equal_tokens_have_equal_text_for_rewards_and_for_the_gateway(shown: bool) -> None:
+    tokenizer = thinking_tokenizer(special=True)
+    chat = ChatFormat(tokenizer, shows_special=shown)
+    decode = decoder(tokenizer, chat.end_tokens, shown)
+    ids = [*chat.encode("<think>why</think>so#no"), end_of(chat)]
+    text = "<think>why</think>so" if shown else "whyso"
+    (asked,) = [RolloutRequest("r", (1,), Sampling(1.0, 99, stop=("#",)))]
+    segment = Segment("r", 0, 0, np.asarray(ids, np.int32), np.zeros(len(ids), np.float32))
+    assert finished(asked, [segment], "stop", decode).text == text
+    assert chat.parse([1], ids, stop=("#",))["content"] == text
+    parts: list[Part] = []
+    stream = chat.stream(None, ("#",), parts.append)
+    stream.feed(ids)
+    stream.finish({"role": "assistant", "content": text})
+    assert "".join(part.text for part in parts) == text
+    assert decode(ids) == chat.decode(ids)
+
+
+def test_special_tokens_that_look_like_marks_are_named_before_a_run() -> None:
+    found = check_special_tokens(thinking_tokenizer(special=True), None)
+    assert isinstance(found, Finding) and found.status == "warning"
+    assert found.found.startswith("</think>, </seed:think>")
+    assert "task.special_tokens: shown" in found.hint
+    assert check_special_tokens(thinking_tokenizer(special=True), "hidden") == "hidden in the text of responses"
+    assert check_special_tokens(thinking_tokenizer(special=True), "shown") == "shown in the text of responses"
+    assert check_special_tokens(thinking_tokenizer(special=False), None) == "hidden in the text of responses"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stand_ins import StandInEngine, actors, client_over, collecting, prompts, remote, rollout, run, spec
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.monitors.base import EvaluationResult
+from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, mean_pass_at, pass_at
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt
@@ -52,7 +52,9 @@ class Scorer:
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         places = [int(text.rpartition(":")[2]) for _, text, _ in responses]
         return [
-            RewardFailure("no reward") if place in self.failed else Scored(float(place in self.right), {"place": place})
+            RewardFailure("no reward", "/my_reward.py:3")
+            if place in self.failed
+            else Scored(float(place in self.right), {"place": place})
             for place in places
         ]
 
@@ -80,12 +82,18 @@ def evaluator(folder: Path, scorer: Any, sets: dict[str, HeldOut] | None = None,
 
 
 def evaluated(parts: Any, kind: str, step: int) -> EvaluationResult:
-    async def test() -> EvaluationResult:
+    result = outcome(parts, kind, step)[0]
+    assert result is not None
+    return result
+
+
+def outcome(parts: Any, kind: str, step: int) -> tuple[EvaluationResult | None, str]:
+    async def test() -> tuple[EvaluationResult | None, str]:
         (series,) = [series for series in parts[0].due(step) if series.kind == kind]
         async with collecting(parts[1]):
             evaluating = asyncio.ensure_future(parts[0].evaluate(series, step))
             await asyncio.wait([evaluating])
-        result: EvaluationResult = evaluating.result()
+        result: tuple[EvaluationResult | None, str] = evaluating.result()
         return result
 
     return run(test())
@@ -100,9 +108,9 @@ def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path)
     parts = evaluator(tmp_path, Scorer(right={0, 5, 6}, failed={1}), evaluation=evaluation)
     result = evaluated(parts, "sampled", 2)
     assert (result.prompts, result.samples, result.oldest, result.newest) == (3, 4, 3, 4)
-    assert result.accuracy == result.mean_reward == pytest.approx(3 / 12)
-    # One of 4, two of 4 and none are correct.
-    assert result.pass_at == pytest.approx(((1 / 4 + 2 / 4) / 3, (1 / 2 + 5 / 6) / 3, (3 / 4 + 1) / 3, 2 / 3))
+    assert result.accuracy == result.mean_reward == pytest.approx(3 / 11)
+    # Two of 4 and none are correct; the first prompt has a response without a reward, so no pass@k.
+    assert result.pass_at == pytest.approx((2 / 4 / 2, 5 / 6 / 2, 1 / 2, 1 / 2))
     assert result.metrics == {"place": pytest.approx((66 - 1) / 11)}
     assert result.mean_length == 3.0
     (engine,) = actors(parts[1])
@@ -113,10 +121,27 @@ def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path)
     head, *samples = rows(parts[2], "step-000002-sampled.jsonl")
     assert EvaluationResult(**{**head, "pass_at": tuple(head["pass_at"])}) == result
     assert [(row["uid"], row["sample"]) for row in samples] == [(f"p{n}", k) for n in range(3) for k in range(4)]
-    assert (samples[1]["reward"], samples[1]["failure"]) == (0.0, "no reward")
+    assert (samples[1]["reward"], samples[1]["failure"]) == (None, "/my_reward.py:3: no reward")
     assert (samples[5]["reward"], samples[5]["metrics"]) == (1.0, {"place": 5})
     assert (samples[0]["oldest"], samples[0]["newest"]) == (3, 4)
     assert [row["answer"] for row in samples[::4]] == [0, 1, 2], "the prompts have reference answers"
+
+
+def test_without_a_reward_there_is_no_accuracy_and_some_failures_are_counted(tmp_path: Path) -> None:
+    parts = evaluator(tmp_path, Scorer(right=set(), failed={0, 1, 2}))
+    result, warning = outcome(parts, "greedy", 0)
+    assert result is None
+    assert warning == (
+        "held-out greedy at step 0: 3 of 3 rewards failed, there is no accuracy; the first: /my_reward.py:3: no reward"
+    )
+    head, *samples = rows(parts[2], "step-000000-greedy.jsonl")
+    assert (head["accuracy"], head["mean_reward"], head["prompts"]) == (None, None, 0)
+    assert dict(evaluation_metrics(head)) == {"eval/greedy_tokens_mean": 3.0}
+    assert [row["failure"] for row in samples] == ["/my_reward.py:3: no reward"] * 3
+    result, warning = outcome(evaluator(tmp_path, Scorer(right={0}, failed={2})), "greedy", 0)
+    assert result is not None and (result.accuracy, result.mean_reward, result.prompts) == (0.5, 0.5, 2)
+    assert "1 of 3 rewards failed, the accuracy is that of the other 2; the first: " in warning
+    assert outcome(evaluator(tmp_path, Scorer(right={0})), "greedy", 0)[1] == ""
 
 
 def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> None:
@@ -134,6 +159,8 @@ def test_what_is_due_when(tmp_path: Path) -> None:
         found = evaluator(tmp_path, Scorer(set()), sets, evaluation=evaluation)[0]
         return {step: kinds for step in range(11) if (kinds := {series.kind for series in found.due(step)})}
 
+    off = Evaluator(spec(), lambda *_: None, None, None, {})  # type: ignore[arg-type]
+    assert not off.due(0) and not off.due(10)
     both = {"greedy", "sampled"}
     assert due() == {0: both, 10: both}
     assert due(every=4) == {0: both, 4: {"greedy"}, 8: {"greedy"}, 10: both}
@@ -157,7 +184,7 @@ def test_a_set_of_episodes_is_played(tmp_path: Path) -> None:
     parts = evaluator(tmp_path, Scorer(set()), {"tools": data}, evaluation={"sets": sets})
     result = evaluated(parts, "tools:greedy", 0)
     assert [(name, uid) for name, uid, _ in player.asked] == [(f"eval:0:tools:greedy:{n}", f"p{n}") for n in range(3)]
-    assert result.accuracy == pytest.approx(2 / 3)
+    assert (result.accuracy, result.prompts) == (1.0, 2)
     assert (result.oldest, result.newest) == (1, 5), "of the sampled tokens in all sequences"
     assert result.mean_length == pytest.approx(2 * 3 / 3), "given tokens do not count"
     *_, silent = rows(parts[2], "step-000000-tools-greedy.jsonl")

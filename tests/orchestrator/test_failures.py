@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, WINDOW, RecentFailures
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
 
@@ -12,7 +13,7 @@ from asyncrl_cli.spec.problems import SpecError
 def ended(failures: RecentFailures, groups: int, every: int) -> int | None:
     """After how many groups the run ends, if one in ``every`` fails."""
     for number in range(1, groups + 1):
-        failures.failed(f"group {number}") if number % every == 0 else failures.finished()
+        failures.failed(RewardFailure(f"group {number}")) if number % every == 0 else failures.finished()
         if failures.too_many():
             return number
     return None

@@ -125,7 +125,7 @@ def test_a_failed_episode_takes_its_group_with_it(tmp_path: Path) -> None:
         await end(harness, episodes, "0-1", RewardFailure("it never returned"))
         assert episodes.cancelled == ["0-2"]
         assert harness.states()[0] == "rejected"
-        assert harness.groups.failures.reasons == ["it never returned"]
+        assert harness.reasons == ["it never returned"]
         assert "4-0" in episodes.open, "its room is free again"
 
     play(tmp_path, test, rollout={"group_size": 3})

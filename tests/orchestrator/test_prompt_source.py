@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from stand_ins import prompts
 
@@ -84,13 +83,6 @@ def test_a_resumed_stream_continues_after_the_newest_admitted_prompt(admitted: i
     resumed = source(texts, max_tokens=3)
     resumed.resume(admitted, candidates[admitted - 1].loader if admitted else None)
     assert [resumed.candidate() for _ in range(10 - admitted)] == candidates[admitted:]
-
-
-def test_responses_are_decoded_as_engines_do() -> None:
-    encoder = PromptEncoder(TOKENIZER, 3)
-    ids = [*TOKENIZER("1+1")["input_ids"], TOKENIZER.eos_token_id]
-    assert encoder.decode(np.array(ids, np.int32)) == "1+1"
-    assert encoder.decode([]) == ""
 
 
 def test_only_long_prompts_end_the_search() -> None:

@@ -6,7 +6,7 @@ Every prompt is trained on exactly once, whatever dies; recorded tokens are not 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,6 @@ class Encoder:
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         return (int(prompt.uid[1:]),) * 2
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return f"decoded {' '.join(map(str, ids))}"
-
 
 class Scorer:
     """Scores by ``rule``, by default the last character of the response; it waits until ``held`` is set."""
@@ -92,6 +89,7 @@ class Harness:
 
         self.spawned: list[asyncio.Task[None]] = []
         self.episodes: Any = None
+        self.warned: list[str] = []
         self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
@@ -104,6 +102,7 @@ class Harness:
             self.stream,
             lambda work: self.spawned.append(tasks.create_task(work)),
             self.episodes,
+            self.warned.append,
         )
         self.groups.resume(await self.buffer.open("train", "", None))
         self.spawned.append(tasks.create_task(self.groups.keep_full()))
@@ -116,6 +115,11 @@ class Harness:
     @property
     def engines(self) -> list[StandInEngine]:
         return actors(self.client)
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why groups were lost lately."""
+        return [failure.reason for failure in self.groups.failures.recent]
 
     @property
     def requests(self) -> list[RolloutRequest]:
@@ -301,10 +305,10 @@ def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
         await harness.end("0-0", RolloutFailure("0-1", "out of memory"))
         assert harness.states()[0] == "rejected"
         assert harness.engines[0].cancelled == ["0-2"], "the rest of it is not generated"
-        assert harness.groups.failures.reasons == ["out of memory"]
+        assert harness.reasons == ["out of memory"]
         assert harness.ids[-3:] == ["4-0", "4-1", "4-2"], "its room is free again"
         await harness.end(RolloutFailure("1-0", "another"))
-        assert harness.groups.failures.reasons == ["out of memory", "another"]
+        assert harness.reasons == ["out of memory", "another"]
         assert harness.table("groups", "id, reason")[:3] == [(0, "failed"), (1, "failed"), (2, "")]
         assert ("0-1", "out of memory") in harness.table("rollouts", "group_id || '-' || rollout_index, failure")
 
@@ -316,7 +320,7 @@ def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
         harness.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
         await harness.end("0-0", "0-1", "1-0")
         assert harness.states() == {0: "rejected", 1: "running", 2: "running", 3: "running", 4: "running"}
-        assert harness.groups.failures.reasons == ["reward failed"]
+        assert harness.reasons == ["reward failed"]
 
     play(tmp_path, test)
 
@@ -359,7 +363,7 @@ def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> N
         harness.groups._on_end([(harness.requests[0], rollout("0-0"))])  # it was already sent when it was cancelled
         await harness.settled()
         assert harness.scorer.asked == [("p0", "text of 0-0")]
-        assert len(harness.groups.failures.reasons) == 1
+        assert len(harness.reasons) == 1
 
     play(tmp_path, test)
 
@@ -388,14 +392,37 @@ def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> Non
 
     error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
     assert error.location == "rollout"
+    assert "engine-*.log" in error.hint
     assert error.message == "8 of the last 8 groups were lost to failed rollouts; the first of them: cause 0"
     assert "rollout.max_failed_share" in error.hint
 
 
+def test_failing_rewards_are_shown_when_they_happen_and_end_the_run_at_the_users_line(tmp_path: Path) -> None:
+    shown: list[str] = []
+
+    async def test(harness: Harness) -> None:
+        harness.scorer.rule = lambda text: RewardFailure("f failed: KeyError: 'solution'", "/my_reward.py:3")
+        for group_id in range(LEAST):
+            shown[:] = harness.warned
+            await harness.end(f"{group_id}-0")
+        raise AssertionError("it continues")
+
+    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
+    assert error.location == "/my_reward.py:3"
+    assert shown == [
+        "group 0 is rejected: /my_reward.py:3: f failed: KeyError: 'solution'",
+        "group 1 is rejected: /my_reward.py:3: f failed: KeyError: 'solution' (2 groups so far)",
+        "group 3 is rejected: /my_reward.py:3: f failed: KeyError: 'solution' (4 groups so far)",
+    ]
+
+
 def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
+    warned: list[str] = []
+
     async def test(harness: Harness) -> None:
         harness.scorer.rule = lambda text: 1.0
-        for group_id in range(4):
+        for group_id in range(10):
+            warned[:] = harness.warned
             await harness.finish(group_id)
         raise AssertionError("it continues")
 
@@ -403,10 +430,11 @@ def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
         tmp_path,
         test,
         algorithm={"uniform_groups": "reject"},
-        pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 3},
+        pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 9},
     )
     assert error.location == "algorithm.uniform_groups"
-    assert error.message.startswith("the last 3 groups were all rejected")
+    assert error.message.startswith("the last 9 groups were all rejected")
+    assert warned == ["the last 8 groups are rejected: all rewards of a group are equal"]
 
 
 # -- requeue
@@ -465,14 +493,15 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         assert [(part.start, part.end, part.version) for part in asked["2-1"].prefix] == [(0, 3, 0), (3, 4, 1)]
         assert all(not asked[name].prefix for name in ("0-1", "3-0", "3-1"))
         assert asked["2-1"].sampling.seed == rollout_seed(0, 2, 1), "the same request as at first"
-        assert harness.scorer.asked == [("p2", "decoded 5 6")], "it had no reward yet"
+        assert harness.scorer.asked == [("p2", "<5")], "it had no reward yet, and its text is cut at the stop string"
         await harness.end("0-1", "2-1")
         assert await harness.train() == [0, 1]
         assert harness.states() == dict(enumerate(["taken", "taken", "finished", "running", "running", "running"]))
         assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(6)]
 
-    play(tmp_path, before)
-    play(tmp_path, after)
+    rollout = {"group_size": 2, "sampling": {"stop": ["><6"]}}
+    play(tmp_path, before, rollout=rollout)
+    play(tmp_path, after, rollout=rollout)
 
 
 # -- a buffer that dies

@@ -47,8 +47,8 @@ def test_reasons_are_in_one_line_with_their_cause_and_without_places_in_xgrammar
 def test_hidden_tokens_are_the_special_ones_that_end_nothing() -> None:
     tokenizer = character_tokenizer(64)
     pad, eos, unk = (tokenizer.convert_tokens_to_ids(name) for name in ("<pad>", "<eos>", "<unk>"))
-    assert hidden_tokens(tokenizer, None) == hidden_tokens(tokenizer, eos) == tuple(sorted((pad, unk)))
-    assert hidden_tokens(tokenizer, [eos, unk]) == (pad,)
+    assert hidden_tokens(tokenizer, {eos}) == tuple(sorted((pad, unk)))
+    assert hidden_tokens(tokenizer, {eos, unk}) == (pad,)
 
 
 def test_a_request_that_the_engine_could_not_compile_is_refused_before_its_first_token_alone() -> None:

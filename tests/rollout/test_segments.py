@@ -249,6 +249,7 @@ def test_a_stop_string_across_the_boundary_ends_the_rollout(bench: Bench, loops:
         again = await bench.engine.generate(RolloutRequest("12-1", (3, 4, 5), sampling, (prefix,)))
         assert again.ids.tolist() == stopped.ids.tolist() == full.ids[: end + 2].tolist()
         assert again.finish_reason == stopped.finish_reason == "stop"
+        assert again.text == stopped.text == decode(ids[: end - 2]), "before the stop string"
 
     loops.run(generate())
 

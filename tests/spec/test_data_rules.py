@@ -94,4 +94,6 @@ def test_one_source_may_be_trained_and_evaluated_on_by_split(write: Write) -> No
         return [problem.path for problem in load_spec(write(f"{HEAD}data: {{{', '.join(splits)}}}\n")).warnings]
 
     assert warned("train", "test") == []
+    alone = load_spec(write(f"{HEAD}data: {{train: {{path: 'hf:a/b', split: train}}}}\n"))
+    assert (alone.spec.data.eval, alone.warnings) == (None, ()), "without held-out prompts nothing is evaluated"
     assert warned("train", "train") == ["data.eval.path"]

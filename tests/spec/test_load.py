@@ -12,6 +12,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.spec.inputs import SplitSpec
 from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from asyncrl_cli.spec.other_trainers import HINTS, KEYS
@@ -272,6 +273,19 @@ def test_a_section_set_to_null_has_its_defaults(write: Write) -> None:
     top = write(f"extends: {base.name}\nevaluation:\ntrainer: {{optimizer: null}}\n")
     assert load_spec(top).spec == load_spec(write()).spec
     assert [problem.message for problem in mistakes(write(), "stop=null")] == ["missing"]
+
+
+@pytest.mark.parametrize("off", ["off", "false"])
+def test_evaluation_is_switched_off(write: Write, off: str) -> None:
+    base = write(f"{SMALLEST}evaluation: {{every: 5}}\n", "base.yaml")
+    loaded = load_spec(write(f"extends: {base.name}\nevaluation: {off}\n"))
+    assert loaded.spec == load_spec(write(), [f"evaluation={off}"]).spec == load_spec(write(), ["data.eval=null"]).spec
+    assert (loaded.spec.data.eval, loaded.spec.evaluation.sets, loaded.warnings) == (None, {}, ())
+    again = write(dump_spec(loaded.spec, loaded.references), "again.yaml")
+    assert load_spec(again).spec == loaded.spec
+    assert load_spec(again, ["data.eval.size=8"]).spec.data.eval == SplitSpec(size=8), "and on again"
+    (warned,) = load_spec(write(f"{SMALLEST}evaluation: {{every: 5}}\n"), ["data.eval=null"]).warnings
+    assert (warned.path, warned.message) == ("evaluation.every", "has no effect: there are no held-out prompts")
 
 
 def test_paths_are_relative_to_their_file(write: Write, tmp_path: Path, monkeypatch: Any) -> None:

@@ -77,6 +77,38 @@ def test_a_function_can_be_passed_whether_the_response_ended(load: Any) -> None:
     assert task.reward(Prompt("row", ""), "", True) == (True, True)
 
 
+VERL = {"data_source": "gsm8k", "reward_model": {"ground_truth": "4", "style": "rule"}, "extra_info": {"index": 1}}
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "result"),
+    [
+        ("def f(response, prompt): return response, prompt['uid']", {}, ("5", "row")),
+        ("def f(_, text, /): return text, _['uid']", {}, ("5", "row")),
+        ("def f(completion, answer): return completion, answer", {"answer": "4"}, ("5", "4")),
+        ("def f(completion, answer='none'): return completion, answer", {}, ("5", "none")),
+        (
+            "def f(completion, **columns): return completion, columns",
+            {"a": 1},
+            ("5", {"a": 1, "uid": "row", "prompt": ""}),
+        ),
+        (
+            "def f(data_source, solution_str, ground_truth, extra_info=None):\n"
+            "    return data_source, solution_str, ground_truth, extra_info",
+            VERL,
+            ("gsm8k", "5", "4", {"index": 1}),
+        ),
+    ],
+)
+def test_arguments_are_passed_by_name(load: Any, source: str, row: dict[str, Any], result: Any) -> None:
+    assert load(source, "f").reward(Prompt("row", "", row), "5", True) == result
+
+
+def test_a_column_that_the_row_lacks_is_named(load: Any) -> None:
+    with pytest.raises(LookupError, match="'label' is not a column of the row, which has 'answer', 'uid', 'prompt'"):
+        load("def f(completion, label): return 1.0", "f").reward(Prompt("row", "", {"answer": "4"}), "5", True)
+
+
 def test_an_async_function_of_prompt_and_model_is_an_agent(load: Any) -> None:
     agent = load("async def f(prompt, model): return prompt['answer'] + model.model", "f")
     assert is_episodic(agent)
@@ -138,7 +170,14 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("class C: pass", "C", {}, "no method reward"),
         ("x = 3", "x", {}, r"neither a class nor a function \(got int\)"),
         ("def f(prompt, response): return 1", "f", {"a": 1}, "takes no options"),
-        ("def f(prompt): return 1", "f", {}, r"f\(prompt, response\)"),
+        ("def f(prompt): return 1", "f", {}, "no parameter that is clearly the response"),
+        ("def f(a, b): return 1", "f", {}, "no parameter that is clearly the response"),
+        ("def f(args, sample): return 1", "f", {}, "no parameter that is clearly the response"),
+        ("def f(text, output): return 1", "f", {}, "no parameter that is clearly the response"),
+        ("async def f(model, prompt): return 1", "f", {}, "no parameter that is clearly the response"),
+        ("def f(prompts, completions, **kwargs): return [1]", "f", {}, "takes lists, as TRL's functions do"),
+        ("class C:\n def reward(self, response, prompt, finished): ...", "C", {}, "cannot be called as reward"),
+        ("class C:\n def reward(self, prompt, response): ...", "C", {}, "cannot be called as reward"),
         ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),
         ("async def f(prompt, model, finished): return 1", "f", {}, r"f\(prompt, model\): missing .* 'finished'"),
         ("class C:\n def run(self, prompt, model): return 1", "C", {}, "run that is not async"),

@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from pydantic import BaseModel
 
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Step
-from asyncrl_cli.tasks.play import LIMITS, play
-from asyncrl_cli.tasks.tools import ToolTask
+from asyncrl_cli.tasks.play import LIMITS, play, try_environment
+from asyncrl_cli.tasks.tools import Tool, ToolEnvironment, ToolTask
 
 REFUSED = {"error": {"message": "too long", "type": "invalid_request_error", "param": None}}
 
@@ -207,3 +211,176 @@ def test_calls_and_their_errors_are_answered_and_the_last_reply_is_judged() -> N
     assert "JSON" in texts[3]
     assert texts[4] == "Error: there is no tool 'guess'; there are divide, words"
     assert texts[5] == "a b"
+
+
+class Place(BaseModel):
+    city: str
+    day: int = 0
+
+
+@dataclass
+class Forecast:
+    place: Place
+    degrees: float
+
+
+class Station:
+    """A weather station."""
+
+    def __init__(self, degrees: float) -> None:
+        self.degrees = degrees
+
+    def measure(self, city: str) -> Forecast:
+        """Measure."""
+        return Forecast(Place(city=city), self.degrees)
+
+    async def __call__(self, city: str) -> Place:
+        await asyncio.sleep(0)
+        return Place(city=city)
+
+
+def anything(a, b=0):  # type: ignore[no-untyped-def]
+    return [a, b]
+
+
+def test_methods_partials_objects_and_async_tools_are_called_and_their_results_are_json() -> None:
+    station = Station(21.5)
+    assert Tool(station.measure)('{"city": "Paris"}') == '{"place": {"city": "Paris", "day": 0}, "degrees": 21.5}'
+    assert Tool(station)('{"city": "Paris"}') == '{"city": "Paris", "day": 0}'
+    assert [Tool(tool).name for tool in (station.measure, station)] == ["measure", "Station"]
+    bound = Tool(partial(divide, b=4.0))
+    assert (bound.name, bound('{"a": 1}')) == ("divide", "0.25")
+    assert list(bound.definition["function"]["parameters"]["properties"]) == ["a", "note"], "b is bound"
+    assert bound.definition["function"]["description"] == "One number by another."
+    assert Tool(anything)('{"a": {"x": [1, null]}, "b": "1"}') == '[{"x": [1, null]}, "1"]'
+    assert Tool(anything).definition["function"]["parameters"]["properties"] == {"a": {}, "b": {"default": 0}}
+
+
+def test_an_async_tool_runs_in_the_loop_of_the_episode() -> None:
+    loops = []
+
+    async def look(city: str) -> str:
+        loops.append(asyncio.get_running_loop())
+        return city
+
+    class Looks(ToolTask):
+        def tools(self, prompt: Prompt) -> list[Callable[..., Any]]:
+            return [look]
+
+        async def judge(self, prompt: Prompt, text: str) -> dict[str, float]:  # type: ignore[override]
+            loops.append(asyncio.get_running_loop())
+            return {"score": 1.0, "length": len(text)}
+
+    calls = [("look", '{"city": "Paris"}')] * 2
+    result, sent = playing(Looks().environment(Prompt("p", "?")), [reply_with(None, *calls), reply_with("Paris")])
+    assert [message["content"] for message in sent[1]["messages"][2:]] == ["Paris", "Paris"]
+    assert result == RewardResult(1.0, {"tool_calls": 2.0, "tool_errors": 0.0, "length": 5.0})
+    assert len(loops) == 3 and len(set(map(id, loops))) == 1
+
+
+GOOGLE = """Noon temperature,
+in degrees.
+
+Args:
+    city (str): in English,
+        without the country
+    day (int, optional): days from today
+    place (dict[str, int]): where: exactly
+
+Returns:
+    float: degrees
+"""
+NUMPY = """Noon temperature,
+in degrees.
+
+Parameters
+----------
+city : str
+    in English,
+    without the country
+day : int, optional
+    days from today
+place : dict
+    where: exactly
+
+Returns
+-------
+float
+"""
+SPHINX = """Noon temperature,
+in degrees.
+:param city: in English,
+    without the country
+:type city: str
+:param int day: days from today
+:param place: where: exactly
+:return: degrees
+"""
+
+
+@pytest.mark.parametrize("docstring", [GOOGLE, NUMPY, SPHINX], ids=["google", "numpy", "sphinx"])
+def test_docstrings_of_every_style_describe_the_parameters(docstring: str) -> None:
+    def temperature(city: str, place: dict[str, int], day: int = 0) -> float:
+        return 0.0
+
+    temperature.__doc__ = docstring
+    described = Tool(temperature).definition["function"]
+    assert described["description"] == "Noon temperature, in degrees."
+    assert {name: one["description"] for name, one in described["parameters"]["properties"].items()} == {
+        "city": "in English, without the country",
+        "place": "where: exactly",
+        "day": "days from today",
+    }
+
+
+def listed(*cities: str) -> str:
+    return ""
+
+
+def named(**cities: str) -> str:
+    return ""
+
+
+def only_by_place(city: str, /) -> str:
+    return ""
+
+
+def typed(engine: aiohttp.ClientSession) -> str:
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("tools", "says"),
+    [
+        ([listed], r"the tool listed\(\*cities: .* has the parameter \*cities"),
+        ([named], r"has the parameter \*\*cities"),
+        ([only_by_place], "has the parameter city"),
+        ([typed], "the tool typed cannot be described"),
+        ([lambda city: ""], "<lambda> cannot be a tool"),
+        ([Place], "Place cannot be a tool"),
+        ([divide, partial(divide, b=1.0)], "two tools are named 'divide'"),
+    ],
+)
+def test_tools_that_a_model_cannot_call_are_refused(tools: list[Any], says: str) -> None:
+    with pytest.raises(TaskError, match=says) as refused:
+        ToolEnvironment(Prompt("p", "?"), tools, lambda prompt, text: 1.0)
+    assert refused.value.hint
+    assert refused.value.location.startswith(__file__) or tools == [Place]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ({"reset": lambda: "begin"}, "reset returned 'begin', which is not a list of messages"),
+        ({"reset": list}, "reset returned"),
+        ({"step": lambda reply: None}, "step returned None, which is not a Step"),
+        ({"step": lambda reply: Step(reward=None)}, "the reward None, which is not a finite number"),  # type: ignore[arg-type]
+        ({"tools": [divide]}, "must be OpenAI tool definitions"),
+    ],
+)
+def test_a_wrong_environment_is_refused_with_the_reason(answer: dict[str, Any], says: str) -> None:
+    environment = Count(1)
+    vars(environment).update(answer)
+    with pytest.raises(TypeError, match=re.escape(says)):
+        try_environment(environment)
+    assert environment.closed == 1

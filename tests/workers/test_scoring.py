@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import decimal
 import fractions
 import sys
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -37,8 +39,15 @@ def reason(task: FunctionTask) -> str:
     return scored.reason
 
 
-@pytest.mark.parametrize("value", [1, 0.5, -2.0, True, False, np.float32(0.5), np.int64(1), fractions.Fraction(1, 2)])
-def test_numbers_become_floats(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 0.5, -2.0, True, False, fractions.Fraction(1, 2), decimal.Decimal("0.5")),
+        *(np.float32(0.5), np.int64(1), np.bool_(True), np.array(0.5), np.array([1])),
+        *(torch.tensor(0.5), torch.tensor([True]), torch.tensor(2, dtype=torch.int8)),
+    ],
+)
+def test_numbers_of_every_library_become_floats(value: Any) -> None:
     scored = score(returning(value), RESPONSE)
     assert scored == Scored(float(value))
     assert isinstance(scored, Scored) and type(scored.reward) is float
@@ -46,13 +55,34 @@ def test_numbers_become_floats(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, "1", float("nan"), float("inf"), -float("inf"), 1j, [1.0], 10**400],
+    [
+        *(None, "1", float("nan"), float("inf"), -float("inf"), 1j, [1.0], 10**400, (1.0, {}), {"reward": 1.0}),
+        *(decimal.Decimal("sNaN"), np.array([1.0, 2.0]), np.timedelta64(5, "s"), np.complex64(1), torch.zeros(2)),
+    ],
     ids=lambda value: repr(value)[:9],
 )
-def test_anything_else_is_a_failure_with_a_name(value: Any) -> None:
+def test_anything_else_is_a_failure_that_says_what_to_return(value: Any) -> None:
     text = reason(returning(value))
-    assert text.startswith(f"rewards:f returned {repr(value)[:100]}")
-    assert text.endswith("for prompt 'row/7', which is not a finite number")
+    assert text.startswith(f"rewards:f returned {' '.join(repr(value).split())[:100]}")
+    assert "for prompt 'row/7'; return a finite number, RewardResult(reward, metrics) or {'score': number}" in text
+
+
+def test_verls_dict_is_a_reward_with_metrics() -> None:
+    result = {"score": np.float64(1.0), "acc": np.bool_(True), "pred": "42", "missing": None}
+    assert score(returning(result), RESPONSE) == Scored(1.0, {"acc": 1.0})
+    assert "the metric 'acc': nan" in reason(returning({"score": 1.0, "acc": float("nan")}))
+    assert "returned None" in reason(returning({"score": None}))
+
+
+def test_a_failure_names_the_line_of_the_users_code() -> None:
+    def reward(row: Any, response: str) -> float:
+        return float(row["solution"])
+
+    raised, returned = score(FunctionTask(reward, "rewards:f"), RESPONSE), score(returning(None), RESPONSE)
+    line = reward.__code__.co_firstlineno
+    assert isinstance(raised, RewardFailure) and raised.location == f"{__file__}:{line + 1}"
+    assert str(raised).startswith(f"{__file__}:{line + 1}: rewards:f failed on prompt 'row/7': KeyError: 'solution'")
+    assert isinstance(returned, RewardFailure) and returned.location.startswith(f"{__file__}:")
 
 
 def test_a_reward_that_raises_is_named_with_its_cause_and_leaves_a_traceback(

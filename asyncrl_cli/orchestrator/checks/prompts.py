@@ -15,6 +15,7 @@ from asyncrl_cli.data.chat_template import ChatTemplate, Feature, syntax_tree
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 SPREAD = 1000
@@ -26,6 +27,8 @@ SHOWN_CHARACTERS = 1000
 """Number of characters of the first prompt that are shown."""
 REPLY = "The answer is four."
 """An example reply, to find out how the chat template ends a reply."""
+NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
+"""Special tokens that rewards do not look for: a model's end token, and marks that the gateway reads."""
 GIVEN = frozenset(
     {
         *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
@@ -100,7 +103,7 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
         return Finding("first prompt", "warning", f"it is skipped: {error.message}", error.hint)
     if ids is None:
         return f"prompt {prompt.uid} is too long"
-    text = encoder.decode(ids, special=True)
+    text = encoder.decode(ids)
     more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
     by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
     found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
@@ -207,6 +210,22 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
     end = tokenizer.convert_ids_to_tokens(written[0])
     hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
     return Finding("chat template", "warning", f"{found}, and the chat template ends a reply with {end!r}", hint)
+
+
+def check_special_tokens(tokenizer: Any, setting: str | None) -> str | Finding:
+    """Warn if rewards read responses without marks such as `</think>`, because these are special tokens.
+
+    ``setting``: ``task.special_tokens``; None warns, as the user may not know of it.
+    """
+    names = map(str, tokenizer.convert_ids_to_tokens(sorted(special_tokens(tokenizer))))
+    marks = [name for name in names if re.fullmatch(r"</[\w:.-]+>", name) and name not in NO_MARKS]
+    shown = "shown" if setting == "shown" else "hidden"
+    found = f"{shown} in the text of responses"
+    if setting is not None or not marks:
+        return found
+    found = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {found}: rewards cannot read them"
+    hint = "set task.special_tokens: shown if a reward reads them, else hidden"
+    return Finding("special tokens", "warning", found, hint)
 
 
 def _spread(count: int) -> Iterator[int]:

@@ -32,6 +32,7 @@ from asyncrl_cli.orchestrator.checks import model as model_checks
 from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
 from asyncrl_cli.orchestrator.checks.finding import Finding, joined
 from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster, refuse
+from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -163,11 +164,13 @@ class StartChecks:
         yield Check("model files", partial(model_checks.check_saved_model, spec.model))
         yield Check("tokenizer", self._load_tokenizer, ("model files",))
         yield Check("chat template", partial(self._chat_template, episodic), ("tokenizer",))
+        yield Check("special tokens", self._special_tokens, ("tokenizer",))
         yield from self._prompt_checks()
         yield Check("model", self._model, ("tokenizer",))
         yield Check("engine cache", self._cache, ("model",))
         yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))
         yield Check("algorithm", self._algorithm)
+        yield Check("rewards", self._trial, ("task and data",))
         if self._thorough:
             yield Check("engine", self._engine, ("model",))
 
@@ -184,9 +187,23 @@ class StartChecks:
         experiment = self._experiment = Experiment.load(self._spec, self._search_path, self._notice)
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
-        return (
-            f"{name}; {len(experiment.train_prompts):,} prompts to train on, {len(experiment.eval_prompts):,} held out"
-        )
+        held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"
+        return f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
+
+    def _trial(self) -> str:
+        """Call the rewards and environments of the run's task, and of each evaluation set's own task."""
+        experiment, spec = self._experiment, self._spec
+        assert experiment is not None
+        tasks = {"": (spec.task, experiment.train_prompts, "task")}
+        for name, chosen in spec.evaluation.sets.items():
+            if chosen.task is not None:
+                tasks[name] = (chosen.task, experiment.sets[name], f"evaluation.sets.{name}.task")
+        found = []
+        for name, (task, prompts, location) in tasks.items():
+            loaded = experiment.tasks[name]
+            tried = try_task(loaded, task, self._search_path, prompts, location, thorough=self._thorough)
+            found.append(f"{location}: {tried}")
+        return "; ".join(found)
 
     def _load_tokenizer(self) -> str:
         with large_imports():
@@ -222,6 +239,9 @@ class StartChecks:
         ends = end_tokens(self._model_dir, tokenizer)
         return joined("chat template", prompt_checks.check_reply_end(template, tokenizer, ends), shown)
 
+    def _special_tokens(self) -> str | Finding:
+        return prompt_checks.check_special_tokens(self._tokenizer, self._spec.task.special_tokens)
+
     def _prompt_checks(self) -> Iterator[Check]:
         if (experiment := self._experiment) is None:
             return
@@ -233,7 +253,7 @@ class StartChecks:
             **{f"evaluation.sets.{name}.data": (name, rows, sets[name].data) for name, rows in experiment.sets.items()},
         }
         for location, (name, prompts, split) in splits.items():
-            if name in experiment.episodic:
+            if split is None or name in experiment.episodic:
                 continue  # in episodes the task decides what the model gets
 
             def look(location: str = location, prompts: Any = prompts, split: SplitSpec = split) -> str | Finding:

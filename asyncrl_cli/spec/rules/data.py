@@ -58,7 +58,7 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
             message = f"`{name}` is reserved: the metric reward/{name} covers all tasks together"
             yield Problem(f"task.mix.{index}.name", message, "use another name")
     for split_name, split in (("train", spec.data.train), ("eval", spec.data.eval)):
-        if task.mix and split.path is not None:
+        if task.mix and split is not None and split.path is not None:
             hint = f"give the file to a member, as task.mix.0.{split_name}.path, and only a size here"
             yield Problem(f"data.{split_name}.path", "cannot be combined with task.mix", hint)
 
@@ -99,8 +99,9 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
         elif kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
             yield Problem(f"{key}.path", f"{path} is not a folder that `datasets` saved", SOURCES)
     train, held_out = spec.data.train, spec.data.eval
-    same = (train.path, train.config, train.split) == (held_out.path, held_out.config, held_out.split)
-    if train.path is not None and same:
+    if held_out is None or train.path is None:
+        return
+    if (train.path, train.config, train.split) == (held_out.path, held_out.config, held_out.split):
         yield warning("data.eval.path", "the held-out prompts are also trained on", "use another file")
 
 
@@ -157,10 +158,33 @@ def evaluation_samples(spec: ExperimentSpec) -> Iterator[Problem]:
             yield Problem(f"evaluation.sets.{name}.samples", "all greedy responses are equal", hint)
 
 
+@rule
+def held_out(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A run without held-out prompts has no settings for their evaluation."""
+    if spec.data.eval is not None:
+        return
+    if spec.evaluation.every and not spec.evaluation.sets:
+        hint = "set data.eval, or remove this"
+        yield warning("evaluation.every", "has no effect: there are no held-out prompts", hint)
+    if spec.checkpoints.keep_best:
+        yield warning("checkpoints.keep_best", "has no effect without held-out prompts", "set data.eval, or remove it")
+
+
+@rule
+def special_tokens(spec: ExperimentSpec) -> Iterator[Problem]:
+    """An evaluation set's task has no other `special_tokens` than the run's: engines decode all responses alike."""
+    for name, chosen in spec.evaluation.sets.items():
+        own = chosen.task.special_tokens if chosen.task is not None else None
+        if own is not None and own != (spec.task.special_tokens or "hidden"):
+            message = "the engines decode all responses as task.special_tokens says"
+            yield Problem(f"evaluation.sets.{name}.task.special_tokens", message, "remove it, or set both alike")
+
+
 def all_splits(spec: ExperimentSpec) -> Iterator[tuple[str, SplitSpec]]:
     """Every split of a spec, by its key."""
     yield "data.train", spec.data.train
-    yield "data.eval", spec.data.eval
+    if spec.data.eval is not None:
+        yield "data.eval", spec.data.eval
     for index, member in enumerate(spec.task.mix):
         for name, split in (("train", member.train), ("eval", member.eval)):
             if split is not None:

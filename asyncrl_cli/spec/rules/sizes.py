@@ -221,7 +221,7 @@ def versions(spec: ExperimentSpec) -> Iterator[Problem]:
 def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
     """`checkpoints.keep_best` needs checkpoints at steps with an evaluation."""
     checkpoints, evaluated = spec.checkpoints, spec.evaluation.every
-    if not checkpoints.keep_best:
+    if not checkpoints.keep_best or spec.data.eval is None:
         return
     for path, every in (("checkpoints.every", checkpoints.every), ("evaluation.every", evaluated)):
         if not every:
@@ -246,7 +246,7 @@ def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def evaluation_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
     """`evaluation.prompts` is at most `data.eval.size`."""
-    wanted, there = spec.evaluation.prompts, spec.data.eval.size
+    wanted, there = spec.evaluation.prompts, spec.data.eval.size if spec.data.eval is not None else None
     if wanted is not None and there is not None and wanted > there:
         hint = f"raise data.eval.size to {wanted}, or lower this"
         yield warning("evaluation.prompts", f"{wanted} is more than the {there} held-out prompts", hint)

@@ -21,11 +21,10 @@ import os
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import import_named
@@ -34,7 +33,7 @@ from asyncrl_cli.spec.base import YEAR_S
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, RewardResult, Use
-from asyncrl_cli.tasks.function_task import row_of
+from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
@@ -135,12 +134,13 @@ class Command:
         errors = (await sandbox.read_file(ERRORS))[-KEPT:] if result.status != 0 else b""
         return result.status or 0, result.output, errors.decode(errors="replace")
 
-    def reward(self, prompt: Prompt, response: str, finished: bool) -> float | RewardResult:
+    def reward(
+        self, prompt: Prompt, response: str, finished: bool
+    ) -> float | RewardResult | Awaitable[float | RewardResult]:
         """What the function of the option ``reward`` says."""
         if self._reward is None:
             raise CommandFailed("the task `command` has no option `reward`")
-        value: float | RewardResult = self._reward(row_of(prompt), response)
-        return value
+        return self._reward.reward(prompt, response, finished)
 
 
 def _module_path(variables: Mapping[str, str]) -> dict[str, str]:
@@ -245,10 +245,9 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
         )
 
 
-def _function(name: str) -> Callable[[dict[str, Any], str], Any]:
+def _function(name: str) -> FunctionTask:
     location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
     found = import_named(name, None, location, hint, TaskError)
     if not callable(found):
         raise TaskError(f"{name} is not a function", location=location, hint=hint)
-    checked: Callable[[dict[str, Any], str], Any] = found
-    return checked
+    return FunctionTask(found, name, location)

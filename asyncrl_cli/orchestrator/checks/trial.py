@@ -1,0 +1,112 @@
+"""A trial of the task before a run starts: rewards and environments are called on the first rows, in a process and
+within the limits that they will have in the run. Agents are not tried, because they need a model.
+
+Every start calls the user's own plain rewards once, which takes less than a second. Only a ``thorough`` trial calls
+ready tasks, async rewards, which may ask other machines, and environments, which may start sandboxes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import DataError, TaskError
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, task_of
+from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
+from asyncrl_cli.workers.actor import BLOCKED_S
+from asyncrl_cli.workers.messages import Load, Work
+from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
+from asyncrl_cli.workers.scoring import Response, awaits, reward_location
+
+ROWS = 2
+"""Number of rows that each task is tried on."""
+SEARCHED = 100
+"""Number of first rows that are searched for rows of each task of a mix."""
+SHORT = "42"
+"""A short response, as a reward may get it."""
+HINT = "fix it: in a run such a failure costs a group of rollouts"
+
+
+def try_task(
+    task: Any, spec: TaskSpec, search_path: Path, prompts: Sequence[Prompt], location: str, thorough: bool
+) -> str:
+    """Call the rewards and environments of a task; returns what was called.
+
+    Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, else at ``location``.
+    """
+    scored: list[Response] = []
+    played: list[Prompt] = []
+    for prompt in _first_rows(task, prompts, ROWS if thorough else 1):
+        member = task_of(task, prompt)[0]
+        member = member.task if isinstance(member, OneCall) else member
+        if not isinstance(member, AgentTask | EnvironmentTask):
+            if thorough or (reward_location(member) and not awaits(member)):
+                scored += [(prompt, text, bool(text)) for text in (_responses(prompt) if thorough else [SHORT])]
+        elif thorough and not isinstance(member, AgentTask):
+            played.append(prompt)
+    if not scored and not played:
+        return "not tried"
+    try:
+        asyncio.run(_try(spec, search_path, scored, played, location))
+    except ProcessLost as lost:
+        raise TaskError(f"the trial of the task failed: {lost}", location=location, hint=HINT) from None
+    called = {"rewards": len(scored), "environments": len(played)}
+    return f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in called.items() if count)}"
+
+
+def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
+    """The first rows of each task, ``count`` of each."""
+    rows = Counter[int]()
+    left = count * (len(task.members) if isinstance(task, TaskMix) else 1)
+    for row in range(min(SEARCHED, len(prompts))):
+        with suppress(DataError):  # the run skips such a row
+            prompt = prompts[row]
+            member = id(task_of(task, prompt)[0])
+            if rows[member] < count:
+                rows[member] += 1
+                left -= 1
+                yield prompt
+        if not left:
+            return
+
+
+def _responses(prompt: Prompt) -> list[str]:
+    """The texts that a row's reward is called with; ``answer`` is where most rows have the right one."""
+    answer = prompt.fields.get("answer")
+    return ["", SHORT] + ([str(answer)] if isinstance(answer, str | int | float) else [])
+
+
+async def _try(
+    spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
+) -> None:
+    if scored:
+        async with _process(Load(spec, search_path, Work.PLAIN, BLOCKED_S)) as process:
+            for response in scored:
+                result = await process.score(response, reward_limit_s(spec, response[0]))
+                _refuse(result, location, f"called with the response {response[1]!r}")
+    if played:
+        async with _process(Load(spec, search_path, Work.EPISODES, BLOCKED_S)) as process:
+            for prompt in played:
+                _refuse((await process.play(prompt, None)).score, location, "called with an empty reply")
+
+
+@asynccontextmanager
+async def _process(load: Load) -> AsyncIterator[WorkerProcess]:
+    process = WorkerProcess(load, quiet=True)
+    try:
+        await process.start()
+        yield process
+    finally:
+        process.close("the trial has ended")
+
+
+def _refuse(result: Scored | RewardFailure | None, location: str, how: str) -> None:
+    if isinstance(result, RewardFailure):
+        raise TaskError(f"{result.reason} ({how})", location=result.location or location, hint=HINT)

@@ -1,0 +1,34 @@
+"""The text of a response (decision 0086).
+
+Invariant: equal tokens have equal text for rewards, environments, agents, evaluations and the APIs. The text ends
+before the first stop string and has no special tokens; with ``task.special_tokens: shown`` only end tokens are removed.
+The tokens, which are trained on, stay complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+Decode = Callable[[Iterable[int]], str]
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """The ids of a tokenizer's special tokens."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset({*tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)})
+
+
+def decoder(tokenizer: Any, end_tokens: Collection[int], shown: bool) -> Decode:
+    """Make a function that decodes a response. ``shown``: with special tokens, except ``end_tokens``."""
+    if not shown:
+        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True))
+    dropped = special_tokens(tokenizer) & frozenset(end_tokens)
+    return lambda ids: str(
+        tokenizer.decode([token for token in ids if token not in dropped], skip_special_tokens=False)
+    )
+
+
+def cut(text: str, marks: Iterable[str]) -> str:
+    """A text up to the first mark, such as a stop string."""
+    return text[: min((at for mark in marks if (at := text.find(mark)) >= 0), default=len(text))]

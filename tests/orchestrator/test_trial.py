@@ -1,0 +1,97 @@
+"""Rewards and environments are tried on the first rows before anything starts."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.orchestrator.checks.trial import try_task
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.tasks.load import load_task
+
+SOURCE = """
+from asyncrl_cli.tasks.base import Step
+from asyncrl_cli.tasks.tools import ToolTask
+def fine(prompt, response):
+    print("a reward prints")
+    return float(response == prompt["answer"])
+def nothing(prompt, response):
+    return None
+def other_column(prompt, response):
+    return float(response == prompt["solution"])
+def empty(prompt, response):
+    return float(response.split()[-1] == "4")
+def hangs(prompt, response):
+    while True: pass
+def ends(prompt, response):
+    import os; os._exit(3)
+async def agent(prompt, model): ...
+class Guess:
+    def __init__(self, prompt): self.number = prompt["answer"]
+    def reset(self): return [{"role": "user", "content": "?"}]
+    def step(self, reply): return Step(reward=1, done=True)
+class Broken(Guess):
+    def reset(self): return prompt
+def weather(*cities): return ""
+class Tools(ToolTask):
+    def tools(self, prompt): return [weather]
+    def judge(self, prompt, text): return 1.0
+class Judge(ToolTask):
+    def tools(self, prompt): return []
+    def judge(self, prompt, text): return None
+"""
+ROWS = [Prompt("a", "2+2=", {"answer": "4"}), Prompt("b", "1+1=", {"answer": "2"})]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "tried_task", raising=False)
+    (tmp_path / "tried_task.py").write_text(SOURCE)
+    return tmp_path
+
+
+def tried(folder: Path, name: str, thorough: bool = True) -> str:
+    spec = TaskSpec(use=f"tried_task:{name}", reward_timeout_s=1.0)
+    return try_task(load_task(spec, folder), spec, folder, ROWS, "task", thorough)
+
+
+def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert tried(folder, "fine") == "called on the first rows: rewards (6)"
+    assert tried(folder, "fine", thorough=False) == "called on the first rows: rewards (1)"
+    assert tried(folder, "Guess") == "called on the first rows: environments (2)"
+    assert tried(folder, "Guess", thorough=False) == tried(folder, "agent") == "not tried"
+    assert capfd.readouterr().out == "", "what rewards print would be between the checks"
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "says"),
+    [
+        ("nothing", "def nothing", "returned None for prompt 'a'; return a finite number"),
+        ("other_column", '["solution"]', "KeyError: 'solution' (called with the response '')"),
+        ("empty", "response.split()", "IndexError"),
+        ("hangs", "", "took more than 1 s on prompt 'a'"),
+        ("ends", "", "its process ended (exit status 3)"),
+        ("Broken", "return prompt", "NameError"),
+        ("Tools", "def weather", "tool weather(*cities)"),
+        ("Judge", "def judge(self, prompt, text): return None", "the reward None, which is not a finite number"),
+    ],
+)
+def test_what_fails_is_refused_at_its_line(folder: Path, name: str, line: str, says: str) -> None:
+    with pytest.raises(TaskError) as refused:
+        tried(folder, name)
+    file, _, number = refused.value.location.rpartition(":")
+    if line:
+        assert file == str(folder / "tried_task.py")
+        assert line in SOURCE.splitlines()[int(number) - 1]
+    assert says in refused.value.message
+    assert refused.value.hint
+
+
+def test_every_start_calls_the_users_rewards(folder: Path) -> None:
+    with pytest.raises(TaskError, match="returned None"):
+        tried(folder, "nothing", thorough=False)
