@@ -99,7 +99,7 @@ def trl(
 
 
 def _label(file: str, count: int, kind: str) -> str:
-    """What was converted: a command line would be longer than the rest of the output."""
+    """The origin in a few words: a command line would be longer than the rest of the output."""
     counted = f"{count} {kind}{'' if count == 1 else 's'}"
     return f"{file} and {counted}" if file and count else file or counted
 

@@ -23,8 +23,8 @@ class Row:
     ``value``: the spec's value from the source; None: the key is not written. Default: the value of the first name.
     ``off``: without ``key``: further values that leave the feature unused.
     ``needed``: without ``key``: whether something of the configuration is lost, so that the user has to look at it.
-    ``when``: without ``key``: the row holds only for configurations for which this is true.
-    ``supported``: without ``key``: False if the spec would train something else, so that it must not pass as valid.
+    ``when``: without ``key``: a condition of the whole configuration, without which the row does not hold.
+    ``supported``: without ``key``: False if the spec would train something else. It then does not count as valid.
     """
 
     names: str

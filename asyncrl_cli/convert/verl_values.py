@@ -209,12 +209,12 @@ def dtype(key: str) -> Callable[[Source], str]:
 
 
 def is_complete(source: Source) -> bool:
-    """Whether this is the output of `--cfg job`, which also has the keys that nobody wrote."""
+    """Whether this is the output of `--cfg job`, which also has the keys that no user wrote."""
     return any(name.endswith("_target_") for name in source.given)
 
 
 def critic_differs(source: Source) -> bool:
-    """Whether there is a critic with settings that somebody wrote. A complete configuration has all of them."""
+    """Whether there is a critic with settings that a user wrote. A complete configuration has all of them."""
     return source.get("algorithm.adv_estimator") == "gae" and not is_complete(source)
 
 
