@@ -39,6 +39,7 @@ from asyncrl_cli.cli import (
 from asyncrl_cli.cli.arguments import add
 from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import UserError, diagnostic
+from asyncrl_cli.core.imports import missing_package
 
 app = typer.Typer(
     name="asyncrl",
@@ -132,6 +133,10 @@ def main() -> None:
         app(prog_name="asyncrl")
     except UserError as error:
         _end(error.diagnostic(), error.exit_code)
+    except ModuleNotFoundError as error:
+        if (missing := missing_package(error)) is None:
+            raise
+        _end(missing.diagnostic(), missing.exit_code)
     except OSError as error:
         if error.filename is not None or error.errno not in OUTPUT_ERRORS:
             raise

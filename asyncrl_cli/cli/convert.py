@@ -36,7 +36,8 @@ def verl(
         list[str],
         typer.Argument(
             metavar="CONFIG",
-            help="YAML files of verl, and overrides as on its command line (`key=value`), which apply to all files.",
+            help="YAML files of verl, and overrides as on its command line (`key=value`), which apply to all files. "
+            "The command itself (`python3 -m verl.trainer.main_ppo`) is skipped.",
         ),
     ],
     output: Output = None,
@@ -45,19 +46,21 @@ def verl(
     """Write a spec for each configuration of verl, with a comment for every key (docs/from-verl.md).
 
     Overrides without a file are applied to verl's defaults. Exit code: 0 when every spec is valid on a machine that has
-    its model and data; 1 when a spec has to be changed first; 2 when a configuration cannot be read.
+    its model and data; 1 when a spec has to be changed first, or the run is not supported (images, distillation); 2
+    when a configuration cannot be read.
     """
     from asyncrl_cli.convert.files import convert_one, targets
-    from asyncrl_cli.convert.source import Source, override, read_file
-    from asyncrl_cli.convert.verl import DEFAULTS, ROWS
+    from asyncrl_cli.convert.source import Source, override, read_file, words
+    from asyncrl_cli.convert.verl import DEFAULTS, INSTEAD, ROWS, overrides_of
 
-    files = [name for name in configs if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
-    overrides = [name for name in configs if name not in files]
+    line = overrides_of(words(configs))
+    files = [name for name in line if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
+    overrides = [name for name in line if name not in files]
     origins = files or ["overrides"]
     results = []
     for origin, target in zip(origins, targets(origins, output), strict=True):
-        values = override(read_file(origin) if files else {}, overrides)
-        label = " ".join([origin, *overrides]) if files else " ".join(overrides)
+        values = override(read_file(origin, INSTEAD) if files else {}, overrides)
+        label = _label(origin if files else "", len(overrides), "override")
         results.append(convert_one("verl", label, Source(values, DEFAULTS), ROWS, target))
     _finish(results, force)
 
@@ -68,7 +71,8 @@ def trl(
         typer.Argument(
             metavar="ARGUMENTS",
             help="YAML or JSON files of arguments; `grpo` (the default), `rloo`, `ppo` or `async_grpo`; and arguments "
-            "as `trl grpo` takes them (`--learning_rate 1e-6`), which apply to all files.",
+            "as `trl grpo` takes them (`--learning_rate 1e-6`), which apply to all files. A whole command line such as "
+            "`accelerate launch train.py --learning_rate 1e-6` works, too.",
         ),
     ],
     output: Output = None,
@@ -82,16 +86,22 @@ def trl(
     from asyncrl_cli.convert.files import convert_one, targets
     from asyncrl_cli.convert.source import Source, read_file
     from asyncrl_cli.convert.trl import DEFAULTS, ROWS
-    from asyncrl_cli.convert.trl_arguments import parse
+    from asyncrl_cli.convert.trl_arguments import INSTEAD, parse
 
     found = parse(arguments)
     origins = found.files or [found.method]
     results = []
     for origin, target in zip(origins, targets(origins, output), strict=True):
-        values = (read_file(origin) if found.files else {}) | found.values
-        label = origin if found.files else f"trl {' '.join(arguments).removeprefix('trl ')}"
+        values = (read_file(origin, INSTEAD) if found.files else {}) | found.values
+        label = _label(origin if found.files else "", len(found.values), "argument")
         results.append(convert_one("TRL", label, Source(values, DEFAULTS[found.method]), ROWS, target))
     _finish(results, force)
+
+
+def _label(file: str, count: int, kind: str) -> str:
+    """The origin in a few words: a command line would be longer than the rest of the output."""
+    counted = f"{count} {kind}{'' if count == 1 else 's'}"
+    return f"{file} and {counted}" if file and count else file or counted
 
 
 def _finish(results: list[Result], force: bool) -> None:
@@ -110,7 +120,10 @@ def _finish(results: list[Result], force: bool) -> None:
             echo(f"  not on this machine: {problem.path}: {problem.message}", err=printed_to_error)
         for problem in result.problems:
             echo(str(problem), err=True)
-    if written := [shlex.quote(str(result.target)) for result in results if result.target]:
+        for reason in result.conversion.unsupported:
+            echo(f"error: not supported: {reason}", err=True)
+    usable = (result for result in results if result.target and not result.conversion.unsupported)
+    if written := [shlex.quote(str(result.target)) for result in usable]:
         echo(f"next:\n  asyncrl validate-spec {' '.join(written)}\n  asyncrl train {written[0]} --dry-run")
     if not all(result.valid for result in results):
         raise typer.Exit(1)
@@ -122,6 +135,7 @@ add(
     verl,
     "Convert verl's configurations.",
     "asyncrl convert verl config.yaml trainer.nnodes=2 -o spec.yaml",
+    foreign=True,
 )
 add(
     app,

@@ -86,7 +86,7 @@ def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
-    """Print each finding as soon as it is known, or all of them as one JSON document.
+    """Print each finding as soon as it is known and the failures again at the end, or print one JSON document.
 
     Returns whether no finding is a failure; in JSON the key ``verdict`` has this.
     """
@@ -97,10 +97,15 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
         found.append(finding)
         if not as_json:  # immediately: the last checks take long
             show_finding(finding)
-    passed = all(finding.status != "failure" for finding in found)
+    failures = [finding for finding in found if finding.status == "failure"]
     if as_json:
-        echo_json({verdict: passed, "findings": [asdict(finding) for finding in found]})
-    return passed
+        echo_json({verdict: not failures, "findings": [asdict(finding) for finding in found]})
+    elif failures:
+        warnings = sum(finding.status == "warning" for finding in found)
+        echo(f"\n{len(found)} checks: {len(failures)} failed, {warnings} with a warning")
+        for finding in failures if failures != found[-1:] else ():
+            show_finding(finding)
+    return not failures
 
 
 def show_finding(finding: Finding) -> None:

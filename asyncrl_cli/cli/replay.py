@@ -43,7 +43,7 @@ def replay(
     spec = load_recorded(run.path, overrides or ()).spec
     changed = check_changes(before, spec)
 
-    from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, recorded_steps
+    from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, changes_since, recorded_steps
     from asyncrl_cli.orchestrator.replay import replay as train_again
 
     recorded = recorded_steps(run)
@@ -78,6 +78,11 @@ def replay(
         echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:
         echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
+        reasons = changes_since(run, spec, checkpoint.step if checkpoint else 0)
+        for reason in reasons:
+            echo(f"{reason}, and a replay uses the settings of the last start for all steps", err=True)
+        if reasons:
+            echo("hint: compare later steps with --from, which starts from a checkpoint before them", err=True)
         raise typer.Exit(1)
     elif outdated:
         text = "of an earlier release, which cannot be compared with those of this one"

@@ -39,7 +39,7 @@ def resume(
     """
     from asyncrl_cli.cli.running import drive, refusing, search_path, start_checks
     from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.spec.changes import check_changes
+    from asyncrl_cli.spec.changes import check_changes, kept_horizon
     from asyncrl_cli.spec.load import dump_spec, load_recorded
 
     with refusing():
@@ -48,8 +48,11 @@ def resume(
         changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
         before = load_recorded(run.path).spec
         loaded = load_recorded(run.path, changes)
+        changed = check_changes(before, loaded.spec, loaded.references)
+        horizon = kept_horizon(before, loaded.spec)
+        if horizon is not None:
+            loaded = load_recorded(run.path, [*changes, f"trainer.schedule.steps={horizon}"])
         spec = loaded.spec
-        changed = check_changes(before, spec, loaded.references)
 
         from asyncrl_cli.orchestrator.resume import check_data, prepare
 
@@ -60,5 +63,8 @@ def resume(
     start = plan.carry_out(run, accept_changed_data)  # until here, nothing has changed on disk
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
+    if horizon is not None:
+        text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
+        echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
     run.begin(dump_spec(spec, loaded.references), spec.stop.steps)
     drive(experiment, run, start, quiet)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncrl_cli.convert.source import Source
 
+TEXT_ONLY = "asyncrl trains on text alone: images, video and audio of the data are dropped"
+_VISION_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|omni|multimodal", re.IGNORECASE)
 PLACEHOLDER_STEPS = 100
-"""`stop.steps` where the source counts epochs: how many prompts there are is not in a configuration."""
+"""Smallest `stop.steps` where the source counts epochs: a configuration does not say how many prompts there are."""
 
 
 class Devices(NamedTuple):
@@ -47,6 +49,13 @@ def divided(source: Source, found: Devices, total: int) -> None:
 def run_name(text: object) -> str | None:
     """A name that a run may have; None if nothing is left of it."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(text)).strip("-._")[:64] or None if text else None
+
+
+def model_path(path: Any, source: Source) -> Any:
+    """`model.path`. A model for images is unsupported: its data is likely to have images, and no key says so."""
+    if _VISION_MODEL.search(PurePosixPath(str(path)).name):
+        source.unsupported.append(f"{path} is a model for images or sound: {TEXT_ONLY}")
+    return path
 
 
 def data_path(path: object, source: Source) -> str | None:

@@ -32,8 +32,8 @@ class Result:
 
     @property
     def valid(self) -> bool:
-        """Whether the spec is valid where its files are."""
-        return not any(problem.severity == "error" for problem in self.problems)
+        """Whether the spec is valid where its files are, and trains what the configuration says."""
+        return not self.conversion.unsupported and not any(problem.severity == "error" for problem in self.problems)
 
     @property
     def summary(self) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from asyncrl_cli.convert.source import Source
+from asyncrl_cli.convert.source import Source, shown
 
 OFF: tuple[Any, ...] = (None, False, 0, -1, "", "no", "none", "None", "disabled", [], {}, "???")
 """Values that leave a feature unused in every trainer that is read here."""
@@ -23,6 +23,8 @@ class Row:
     ``value``: the spec's value from the source; None: the key is not written. Default: the value of the first name.
     ``off``: without ``key``: further values that leave the feature unused.
     ``needed``: without ``key``: whether something of the configuration is lost, so that the user has to look at it.
+    ``when``: without ``key``: a condition of the whole configuration, without which the row does not hold.
+    ``supported``: without ``key``: False if the spec would train something else. It then does not count as valid.
     """
 
     names: str
@@ -31,11 +33,18 @@ class Row:
     value: Callable[[Source], Any] | None = None
     off: tuple[Any, ...] = ()
     needed: bool = True
+    when: Callable[[Source], bool] | None = None
+    supported: bool = True
 
 
-def lost(names: str, note: str, *off: Any) -> Row:
-    """Keys whose meaning a spec cannot have; ``off``: values that leave them unused."""
-    return Row(names, note=note, off=off)
+def lost(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Row:
+    """Keys that a spec cannot express; ``off``: values that leave them unused."""
+    return Row(names, note=note, off=off, when=when)
+
+
+def unsupported(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Row:
+    """Keys of a run that asyncrl cannot train, such as one with images."""
+    return Row(names, note=note, off=off, when=when, supported=False)
 
 
 def needless(names: str, note: str) -> Row:
@@ -60,7 +69,8 @@ class Setting:
 
 @dataclass(slots=True)
 class Conversion:
-    """A configuration, converted: ``lost`` and ``needless`` are keys by their note."""
+    """A configuration, converted: ``lost`` and ``needless`` are keys by their note, ``unsupported`` are the reasons why
+    the spec trains something else."""
 
     source: Source
     settings: list[Setting] = field(default_factory=list)
@@ -68,6 +78,7 @@ class Conversion:
     needless: dict[str, list[str]] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
 
     @property
     def remarks(self) -> list[tuple[str, str]]:
@@ -93,14 +104,21 @@ def convert(source: Source, rows: Sequence[Row]) -> Conversion:
     for name, value in source.given.items():
         if name in converted:
             continue
-        other = next((row for row in others if any(fnmatchcase(name, pattern) for pattern in row.names.split())), None)
+        other = next((row for row in others if _matches(row, name) and (not row.when or row.when(source))), None)
         if name in mapped or (other and other.needed and _is_off(value, other.off)):
             result.unused.append(name)
         elif other is None:
             result.unknown.append(name)
         else:
             (result.lost if other.needed else result.needless).setdefault(other.note, []).append(name)
+            if not other.supported:
+                source.unsupported.append(f"{name} = {shown(value)}: {other.note}")
+    result.unsupported = source.unsupported
     return result
+
+
+def _matches(row: Row, name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in row.names.split())
 
 
 def _is_off(value: Any, off: tuple[Any, ...]) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -36,13 +38,15 @@ class Source:
     """What a configuration says, with the defaults of its trainer.
 
     ``given`` has the keys that were written. ``remarks`` collects what a row's ``value`` function finds worth saying
-    while it computes: sentences for the comment above the key that it decides.
+    while it computes: sentences for the comment above the key that it decides. ``unsupported`` collects reasons why
+    asyncrl cannot train this.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.given = {name: _resolved(name, value, given, MAX_REFERENCES) for name, value in given.items()}
         self.defaults = defaults
         self.remarks: list[str] = []
+        self.unsupported: list[str] = []
 
     def get(self, *names: str) -> Any:
         """The value of the first of these keys that is set to anything but null; else the first default; else None."""
@@ -86,13 +90,49 @@ class Source:
         self.remarks.append(text)
 
 
-def read_file(path: str) -> dict[str, Any]:
-    """The keys of a YAML or JSON file, flattened. Raises ``ConfigError``."""
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb")
+
+
+def words(arguments: Sequence[str]) -> list[str]:
+    """The words of a command line, which may also be one quoted argument. Raises ``ConfigError``."""
+    if len(arguments) != 1 or os.path.exists(arguments[0]):
+        return list(arguments)
+    try:
+        line = shlex.split(arguments[0].replace("\\\n", " "))
+        # An override may have spaces, too: `data.train_files=[a, b]`.
+        return line if launched(line, "trl") or "=" not in "".join(line[:1]) else list(arguments)
+    except ValueError as error:
+        raise ConfigError(f"the command line cannot be read: {error}", location=short(arguments[0])) from None
+
+
+def launched(line: Sequence[str], *programs: str) -> int:
+    """The number of words up to the program that reads the arguments: one of ``programs``, a script, or the module of
+    `python -m`. 0: there is none."""
+    ends = (
+        end
+        for end, (before, word) in enumerate(zip(("", *line), line, strict=False), start=1)
+        if word in programs or (word.endswith(".py") and "=" not in word) or before == "-m"
+    )
+    return next(ends, 0)
+
+
+def short(text: str) -> str:
+    """At most 60 characters of a text, for messages."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def read_file(path: str, instead: str = "") -> dict[str, Any]:
+    """The keys of a YAML or JSON file, flattened. ``instead`` says how a script is converted.
+
+    Raises ``ConfigError``."""
+    if Path(path).suffix in SCRIPTS:
+        raise ConfigError("scripts are not read", location=short(path), hint=instead)
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(f"the configuration cannot be read: {reason}", location=path) from error
+        message = f"the configuration cannot be read: {reason}"
+        raise ConfigError(message, location=short(path), hint="name a file that exists") from error
     if len(data) > MAX_BYTES:
         raise ConfigError(f"the configuration has more than {MAX_BYTES:,} bytes", location=path)
     try:
@@ -104,10 +144,10 @@ def read_file(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"the configuration is not YAML: {getattr(error, 'problem', None) or error}",
             location=location,
-            hint="a shell script is converted by way of its configuration: see docs/from-verl.md",
+            hint=instead,
         ) from error
     if not isinstance(document, dict):
-        raise ConfigError("the configuration is not a mapping of keys", location=path)
+        raise ConfigError("the configuration is not a mapping of keys", location=path, hint=instead)
     return flat
 
 
@@ -130,7 +170,7 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
         removed = name.startswith("~")
         name = name.removeprefix("~")
         if not name or not (equals or removed):
-            raise ConfigError(f"`{assignment}` is neither a file nor key=value", hint="name a file that exists")
+            raise ConfigError(f"`{short(assignment)}` is neither a file nor key=value", hint="name a file that exists")
         for known in [known for known in result if known == name or known.startswith(f"{name}.")]:
             del result[known]
         if not removed:
@@ -140,8 +180,7 @@ def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, An
 
 def shown(value: Any) -> str:
     """A value in a comment: one line, at most 60 characters."""
-    text = json.dumps(value, ensure_ascii=True, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return short(json.dumps(value, ensure_ascii=True, default=str))
 
 
 def _resolved(name: str, value: Any, given: Mapping[str, Any], depth: int) -> Any:

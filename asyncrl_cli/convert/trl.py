@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl_cli.convert import trl_values as values
-from asyncrl_cli.convert.common import logs_to
-from asyncrl_cli.convert.rows import Row, lost, needless
+from asyncrl_cli.convert.common import TEXT_ONLY, logs_to, model_path
+from asyncrl_cli.convert.rows import Row, lost, needless, unsupported
 from asyncrl_cli.convert.trl_values import CORRECTION, METHOD
 
 _COMMON = {
@@ -83,7 +83,7 @@ CONVERTED = [
     Row("run_name output_dir", "name", value=values.name),
     Row("seed", "seed"),
     Row("model_name_or_path sft_model_path", "model.path",
-        value=lambda s: s.get("model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"),
+        value=lambda s: model_path(s.get("model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B", s)),
     Row("max_prompt_length max_completion_length vllm_max_model_length response_length", "model.max_length",
         "prompt and response together", values.max_length),
     Row("chat_template_kwargs.*", "model.chat_template_kwargs", value=lambda s: s.section("chat_template_kwargs.")),
@@ -115,7 +115,8 @@ CONVERTED = [
     Row("num_generations", "rollout.group_size", "PPO has one response per prompt", values.group_size),
     Row("max_inflight_tasks", "rollout.max_running_rollouts", "per engine: 256, or all of a step",
         values.max_running_rollouts),
-    Row("max_prompt_length vllm_max_model_length", "rollout.max_prompt_tokens", value=values.max_prompt_tokens),
+    Row("max_prompt_length vllm_max_model_length", "rollout.max_prompt_tokens",
+        "longer prompts are skipped and counted, never truncated", values.max_prompt_tokens),
     Row("max_completion_length response_length", "rollout.max_response_tokens", value=values.response_tokens),
     Row("temperature", "rollout.sampling.temperature", "log-probs are computed at it, in trainer and engine"),
     Row("dtype torch_dtype bf16 fp16 mixed_precision", "rollout.dtype", "that of the trainer",
@@ -225,8 +226,11 @@ WITHOUT_COUNTERPART = [
     lost("load_in_8bit load_in_4bit", "no quantized training"),
     lost("use_rslora use_dora lora_target_parameters lora_modules_to_save",
          "adapters are plain LoRA, of the layers in model.lora.target_modules"),
-    needless("lora_dropout lora_task_type bnb_* use_bnb_nested_quant",
-             "LoRA has no dropout: the trainer's log-probs would not be those of the policy that generates"),
+    lost("lora_dropout",
+         "LoRA has no dropout: the trainer's log-probs would not be those of the policy that generates",
+         when=lambda s: s.flag("use_peft")),
+    needless("lora_dropout lora_task_type bnb_* use_bnb_nested_quant", "no adapters, or no quantized training"),
+    unsupported("image_* *_image* *_pixels freeze_vision* video_* *multimodal* limit_mm_per_prompt*", TEXT_ONLY),
     lost("chat_template chat_template_kwargs chat_template_path",
          "save a chat template as a file, and name it in model.chat_template"),
     lost("router_aux_loss_coef", "no auxiliary loss for experts", 0.001),

@@ -1,4 +1,4 @@
-"""TRL's arguments as they are written: YAML or JSON files, and the command line of `trl grpo`."""
+"""TRL's arguments as they are written: YAML or JSON files, and the command line of `trl grpo` or of a script."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asyncrl_cli.convert.source import parse_value, read_file
+from asyncrl_cli.convert.source import launched, parse_value, read_file, short, words
 from asyncrl_cli.convert.trl import DEFAULTS
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.flatten import flatten
 
-_WORDS = ("trl", *DEFAULTS)
+_LAUNCHER_OPTIONS = {
+    "config_file": "accelerate_config",
+    "zero_stage": "deepspeed_config.zero_stage",
+    "nproc_per_node": "num_processes",
+    "num_gpus": "num_processes",
+}
+"""Options of Accelerate, torchrun and DeepSpeed before the name of the script, and our names for them."""
+INSTEAD = (
+    "give the command line, `asyncrl convert trl grpo --learning_rate 1e-6 ...`, or have the script print its "
+    "arguments as JSON (docs/from-trl.md)"
+)
 
 
 class Arguments(NamedTuple):
@@ -22,28 +32,32 @@ class Arguments(NamedTuple):
     values: dict[str, Any]
 
 
-def parse(words: Sequence[str]) -> Arguments:
-    """The words of a command line: `trl grpo`, files, `--config FILE`, `--name value…`, `--name=value`, `--flag`.
+def parse(arguments: Sequence[str]) -> Arguments:
+    """A command line: `trl grpo`, files, `--config FILE`, `--name value…`, `--name=value`, `--flag`. Before them may be
+    a script and its launcher, such as `accelerate launch --num_processes 8 train.py`.
 
     Raises ``ConfigError`` for a word that is none of them.
     """
-    method, files = "grpo", []
-    options: dict[str, list[str]] = {}
-    current: list[str] | None = None
-    for word in words:
-        if word.startswith("--"):
-            name, equals, text = word[2:].partition("=")
-            current = options.setdefault(name.replace("-", "_"), [])
-            current[:] = [text] if equals else []
-        elif current is not None:
-            current.append(word)
-        elif word in _WORDS:
-            method = word if word in DEFAULTS else method
+    line = words(arguments)
+    end = 0 if _begins_with_arguments(line) else launched(line, "trl")
+    launcher, line = line[:end], line[end:]
+    if launcher and launcher[-1].endswith(".py") and not line:
+        raise ConfigError("scripts are not read", location=short(launcher[-1]), hint=INSTEAD)
+    _, options = _options([word for word in launcher[:-1] if word != "-m"])
+    options = {_LAUNCHER_OPTIONS.get(name, name): texts for name, texts in options.items()}
+    plain, own = _options(line)
+    options |= own
+    script = launcher[-1].removesuffix(".py").replace("/", ".").rpartition(".")[2] if launcher else ""
+    method = script if script in DEFAULTS else "grpo"
+    files = []
+    for word in plain:
+        if word in DEFAULTS:
+            method = word
         elif os.path.exists(word):
             files.append(word)
         else:
             hint = f"name a file, one of {', '.join(DEFAULTS)}, or --argument value"
-            raise ConfigError(f"`{word}` is neither a file nor an argument of TRL", hint=hint)
+            raise ConfigError(f"`{short(word)}` is neither a file nor an argument of TRL", hint=hint)
     files += options.pop("config", [])
     values: dict[str, Any] = {}
     if accelerate := options.get("accelerate_config"):
@@ -53,6 +67,26 @@ def parse(words: Sequence[str]) -> Arguments:
         value: Any = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
         values |= flatten(value, name)
     return Arguments(method, files, values)
+
+
+def _begins_with_arguments(line: Sequence[str]) -> bool:
+    first = line[0] if line else "--"
+    return first.startswith("--") or first in DEFAULTS or (os.path.exists(first) and not first.endswith(".py"))
+
+
+def _options(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The words before the first option, and each option's values."""
+    plain: list[str] = []
+    options: dict[str, list[str]] = {}
+    current = plain
+    for word in line:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            current = options.setdefault(name.replace("-", "_"), [])
+            current[:] = [text] if equals else []
+        else:
+            current.append(word)
+    return plain, options
 
 
 def _accelerate(name: str) -> dict[str, Any]:

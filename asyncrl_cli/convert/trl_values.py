@@ -92,11 +92,19 @@ def steps(source: Source) -> int:
     if source.number("total_episodes") > 0:
         return max(source.count("total_episodes") // per_generation(source), 1)
     epochs = source.number("num_train_epochs")
+    # Long enough for the intervals, or the spec would be warned about our own number.
+    counted = [
+        "warmup_steps",
+        *(f"{kind}_steps" for kind in ("save", "eval") if source.get(f"{kind}_strategy") == "steps"),
+    ]
+    versions = (source.count("max_staleness") + 1) * max(source.count("weight_sync_steps"), 1) + 1
+    longest = multiple(max(map(source.number, counted)), updates) // updates
+    placeholder = max(PLACEHOLDER_STEPS, longest, versions if method(source) == "async_grpo" else 0)
     source.remark(
-        f"{PLACEHOLDER_STEPS} is a placeholder: TRL counts {epochs:g} epochs, which is "
+        f"{placeholder} is a placeholder: TRL counts {epochs:g} epochs, which is "
         f"epochs · prompts / {max(per_generation(source) // group_size(source), 1)} steps"
     )
-    return PLACEHOLDER_STEPS
+    return placeholder
 
 
 def interval(strategy: str, name: str) -> Callable[[Source], int]:

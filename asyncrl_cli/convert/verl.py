@@ -6,10 +6,14 @@ row of the second part holds for a key that has no counterpart.
 
 from __future__ import annotations
 
+import re
+
 from asyncrl_cli.convert import verl_values as values
-from asyncrl_cli.convert.common import data_path, logs_to, run_name
-from asyncrl_cli.convert.rows import Row, lost, needless
+from asyncrl_cli.convert.common import TEXT_ONLY, data_path, logs_to, model_path, run_name
+from asyncrl_cli.convert.rows import Row, lost, needless, unsupported
+from asyncrl_cli.convert.source import launched, short
 from asyncrl_cli.convert.verl_values import CORRECTION, OVERLONG, V1, A, F, M, R
+from asyncrl_cli.core.errors import ConfigError
 
 DEFAULTS = {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
@@ -76,12 +80,42 @@ DEFAULTS = {
 }
 """verl's own defaults of the keys that decide something: a file with `defaults: [ppo_trainer]` has them, too."""
 
+INSTEAD = (
+    "have Hydra print a script's configuration, `bash run.sh --cfg job > config.yaml`, and convert that file, or paste "
+    "the script's command after `asyncrl convert verl` (docs/from-verl.md)"
+)
+
+
+def overrides_of(line: list[str]) -> list[str]:
+    """The overrides and files of a command line, without the program before them and Hydra's own options.
+
+    Raises ``ConfigError``."""
+    end = launched(line)
+    if line and line[-1].endswith(".py") and end == len(line):
+        raise ConfigError("scripts are not read", location=short(line[-1]), hint=INSTEAD)
+    kept = []
+    rest = iter(line[end:])
+    for word in rest:
+        if not word.startswith("-"):
+            kept.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        value = value if equals else next(rest, "")
+        if name not in ("--config-path", "--config-name", "--config-dir"):
+            raise ConfigError(f"`{short(word)}` is not an override of verl", hint="overrides are key=value")
+        if name == "--config-name" and not re.fullmatch(_OWN_CONFIG, value.strip("'\"")):
+            raise ConfigError(f"`{short(value)}` is not one of verl's own configurations", hint=INSTEAD)
+    return kept
+
+
+_OWN_CONFIG = r"(?:(?:one_step_off_|fully_async_)?ppo_(?:megatron_)?)trainer(?:\.yaml)?"
+
 _GAE = "of `advantage: gae` only"
 # fmt: off
 CONVERTED = [
     Row("trainer.experiment_name", "name", value=lambda s: run_name(s.get("trainer.experiment_name"))),
     Row("data.seed", "seed"),
-    Row(f"{M}path", "model.path"),
+    Row(f"{M}path", "model.path", value=lambda s: model_path(s.get(f"{M}path"), s)),
     Row("data.max_prompt_length data.max_response_length", "model.max_length", "prompt and response together",
         lambda s: s.count("data.max_prompt_length") + s.count("data.max_response_length")),
     Row("data.apply_chat_template_kwargs.*", "model.chat_template_kwargs",
@@ -113,10 +147,11 @@ CONVERTED = [
     Row(f"{R}max_num_seqs", "rollout.max_running_rollouts", "per engine, and not more than the batch has for it",
         values.max_running_rollouts),
     Row("data.max_prompt_length data.filter_overlong_prompts data.truncation", "rollout.max_prompt_tokens",
-        "longer prompts are skipped and counted, never truncated"),
+        "longer prompts are skipped and counted, never truncated", values.max_prompt_tokens),
     Row("data.max_response_length", "rollout.max_response_tokens"),
-    Row(f"{R}temperature", "rollout.sampling.temperature", "log-probs are computed at it, in trainer and engine"),
-    Row(f"{R}dtype", "rollout.dtype", "the trainer computes in the same", lambda s: "bfloat16"),
+    Row(f"{R}temperature {R}do_sample", "rollout.sampling.temperature",
+        "log-probs are computed at it, in trainer and engine", values.temperature),
+    Row(f"{R}dtype", "rollout.dtype", "the trainer computes in the same", values.dtype(f"{R}dtype")),
     Row(f"{R}multi_turn.format", "rollout.tool_parser", "the name of one of vLLM's tool parsers", values.tool_parser),
     Row(f"{R}gpu_memory_utilization {R}standalone_gpu_memory_utilization",
         "rollout.engine_args.gpu_memory_utilization", "an engine has its GPUs to itself", values.gpu_memory),
@@ -178,7 +213,7 @@ CONVERTED = [
     Row(f"{A}strategy {F}strategy {F}reshard_after_forward model_engine", "trainer.zero_stage",
         "DeepSpeed ZeRO-3 in place of FSDP or Megatron", lambda s: 3),
     Row(f"{F}dtype {F}model_dtype", "trainer.dtype", "Adam's state and the main weights are float32",
-        lambda s: "bfloat16"),
+        values.dtype(f"{F}dtype")),
     Row(f"{A}optim.lr", "trainer.optimizer.learning_rate"),
     Row(f"{A}optim.betas", "trainer.optimizer.betas"),
     Row(f"{A}optim.weight_decay", "trainer.optimizer.weight_decay"),
@@ -243,9 +278,17 @@ WITHOUT_COUNTERPART = [
          "the trainer is DeepSpeed ZeRO-3: no Megatron; experts are divided by trainer.expert_parallel", 1, True),
     lost("*.veomni.expert_parallel_size *.engine.tp *.engine.pp *.engine.vpp *.engine.ep *.engine.cp *.engine.etp",
          "the trainer is DeepSpeed ZeRO-3: experts are divided by trainer.expert_parallel", 1),
+    lost("*moe_aux_loss_coeff *router_aux_loss_coef", "no auxiliary loss for experts"),
     needless("*.megatron.* *.veomni.* *.torchtitan.* *.actor.engine.* *.ref.engine.* critic.engine.* *model_engine *@*",
              "settings of another trainer than DeepSpeed ZeRO-3: set trainer.zero_stage and trainer.offload"),
+    lost(f"{A}optim.optimizer critic.optim.optimizer", "the optimizer is AdamW", "AdamW", "adam"),
+    lost(f"{A}optim.override_optimizer_config", "options of AdamW are in trainer.optimizer"),
+    lost("critic.optim.weight_decay critic.optim.betas critic.optim.lr_warmup_steps critic.optim.lr_warmup_steps_ratio "
+         "critic.optim.lr_scheduler_type critic.optim.clip_grad critic.optim.min_lr_ratio critic.grad_clip "
+         "critic.ppo_epochs critic.ppo_mini_batch_size critic.loss_agg_mode",
+         "the critic has its own learning rate, and the policy's other settings", when=values.critic_differs),
     needless(f"{A}optim.* critic.optim.*", "AdamW with the schedule above; the critic has the policy's schedule"),
+    lost("actor_rollout_ref.ref.model.path actor_rollout_ref.ref.model", "the reference is the initial policy"),
     needless("actor_rollout_ref.ref.*",
              "the reference is the initial policy, on the trainer's ranks; see algorithm.reference_update_every"),
     needless("*ulysses_sequence_parallel_size", "sequences of critic and reference are divided as those of the policy"),
@@ -262,9 +305,13 @@ WITHOUT_COUNTERPART = [
          "reward.reward_manager.module.path reward_model.reward_loop_module_path",
          "call a reward model from a reward function or use the task `judge` (docs/tasks.md)"),
     lost("*sandbox_fusion.url", "the task `unit_tests` runs code in a sandbox of its own (docs/tasks.md)"),
+    lost("reward.reward_manager.name reward_model.reward_manager reward_manager.name",
+         "rewards are one function of one response: write in it what this reward manager does", "naive", "dapo"),
+    lost("*custom_reward_function.reward_kwargs.* reward.reward_kwargs.* reward_model.reward_kwargs.*",
+         "give your reward function these arguments in its adapter", when=values.reward_arguments_are_used),
     needless("reward.* reward_model.* reward_manager.* sandbox_fusion.* custom_reward_function.* data.reward_fn_key",
              "rewards are the function of task.use, whose processes task.reward_* limits; all columns reach it"),
-    lost("distillation.enabled", "no distillation"),
+    unsupported("distillation.enabled", "no distillation"),
     needless("distillation.*", "no distillation"),
     lost("*mtp.enable *mtp.enable_train *mtp.enable_rollout", "multi-token prediction: not in a spec"),
     needless("*router_replay.* *mtp.* *.mtp *moe_load_balance*", "router replay and multi-token prediction"),
@@ -275,9 +322,13 @@ WITHOUT_COUNTERPART = [
          f"{R}data_parallel_size {R}max_model_len {R}logprobs_mode {R}cudagraph_capture_sizes {R}scheduling_policy",
          _VLLM, 1, "processed_logprobs", "fcfs"),
     lost(f"{R}engine_kwargs.*", _VLLM),
+    lost(f"{R}agent.default_agent_loop {R}agent.agent_loop_config_path {R}agent.custom_async_server.*",
+         "an agent of your own is `module:function` in task.use (docs/agents.md)", "single_turn_agent", "tool_agent"),
+    lost(f"{R}prompt_length {R}response_length", "set rollout.max_prompt_tokens and rollout.max_response_tokens",
+         when=values.lengths_differ),
     needless(f"{R}disaggregation.* {R}name {R}mode {R}load_format {R}free_cache_engine {R}layered_summon {R}seed "
              f"{R}enable_chunked_prefill {R}enable_prefix_caching {R}multi_stage_wake_up {R}disable_log_stats "
-             f"{R}do_sample {R}full_determinism {R}skip_* {R}prompt_length {R}response_length {R}checkpoint_engine.* "
+             f"{R}full_determinism {R}skip_* {R}prompt_length {R}response_length {R}checkpoint_engine.* "
              f"{R}agent.* {R}prometheus.* {R}calculate_log_probs {A}use_rollout_log_probs {A}rollout_n",
              "the engines are vLLM's, and asyncrl sets this itself"),
     needless(f"{R}trace.* trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir skip.*",
@@ -285,11 +336,16 @@ WITHOUT_COUNTERPART = [
     lost(f"{R}multi_turn.tool_config_path {R}multi_turn.function_tool_path {R}multi_turn.interaction_config_path "
          "data.tool_config_path data.function_tool_path",
          "tools are those of your environment or agent (docs/agents.md)"),
+    lost(f"{R}multi_turn.max_user_turns {R}multi_turn.max_tool_response_length {R}multi_turn.max_parallel_calls "
+         f"{R}multi_turn.tool_response_truncate_side", "limits of turns and tools are your environment's or agent's",
+         when=lambda s: s.flag(f"{R}multi_turn.enable")),
     needless(f"{R}multi_turn.*", "turns and tools are your environment's (docs/agents.md)"),
     needless(f"{A}policy_loss.* {A}tau_* {A}clip_ratio*", "of other losses"),
-    lost(f"{A}freeze_vision_tower data.return_multi_modal_inputs",
-         "models with images or video: text only", True),
-    needless("data.image_* data.video_* data.audio_* data.mm_processor_kwargs *multi_modal*", "text only"),
+    unsupported("data.image_key data.video_key data.audio_key data.mm_processor_kwargs.* *limit_mm_per_prompt* "
+                f"{A}freeze_vision_tower", TEXT_ONLY, when=lambda s: not values.is_complete(s)),
+    lost("data.image_key data.video_key data.audio_key data.mm_processor_kwargs.* *limit_mm_per_prompt* "
+         f"{A}freeze_vision_tower", TEXT_ONLY),
+    needless("data.image_* data.mm_processor_kwargs *multi_modal* *limit_images", TEXT_ONLY),
     lost("data.custom_cls.* data.sampler.* data.datagen.*",
          "a source of your own is `module:function` in data.train.path (docs/data.md)"),
     lost(f"data.apply_chat_template_kwargs {M}custom_chat_template",
@@ -297,11 +353,16 @@ WITHOUT_COUNTERPART = [
     lost("*trust_remote_code *external_lib *hf_config_path *tokenizer_path data.tokenizer *lora_adapter_path "
          "*exclude_modules", "models and tokenizers are loaded by transformers, from model.path"),
     lost(f"{M}override_config.*", "change it in the config.json of a copy of the model"),
+    lost(f"{M}lora.type {M}lora.dropout", "adapters are plain LoRA, without dropout", "lora"),
     needless(f"{M}lora.* {M}override_config {M}lora_* {M}target_modules {M}tokenizer {M}type",
              "other settings of the model"),
-    needless("data.*", "prompts get the chat template; longer ones are skipped"),
+    needless("data.val_batch_size data.return_* data.*num_workers data.validation_shuffle data.*_workers data.use_shm "
+             "data.filter_prompts data.enable_thinking_mode data.*tokenized*",
+             "prompts get the chat template; longer ones are skipped"),
     lost("algorithm.use_pf_ppo algorithm.gdpo_*", "no PF-PPO and no GDPO"),
     lost(f"{CORRECTION}rollout_is_batch_normalize", "weights are not normalized over the batch"),
+    lost("algorithm.filter_groups.metric", "groups are compared by their rewards", "seq_reward", "seq_final_reward",
+         "score", when=lambda s: s.flag("algorithm.filter_groups.enable")),
     needless("algorithm.kl_ctrl.* algorithm.pf_ppo.* algorithm.filter_groups.*",
              "of what is off, or fixed: the KL coefficient is constant, and replacing groups has no limit of batches"),
     lost("trainer.resume_from_path trainer.val_only trainer.default_hdfs_dir trainer.esi_redundant_time",

@@ -98,11 +98,15 @@ def steps(source: Source) -> int:
         return multiple(source.number("trainer.total_training_steps"), every)
     if mode(source) == "fully_async" and source.number("rollout.total_rollout_steps") > 0:
         return multiple(max(source.count("rollout.total_rollout_steps") // groups_per_step(source), 1), every)
+    # Long enough for the intervals, or the spec would be warned about our own number.
+    longest = max(interval(name)(source) for name in ("trainer.test_freq", "trainer.save_freq"))
+    versions = ((max_staleness(source) or 0) + 1) * every + 1
+    placeholder = multiple(max(PLACEHOLDER_STEPS, longest, versions, source.number(f"{A}optim.lr_warmup_steps")), every)
     source.remark(
-        f"{PLACEHOLDER_STEPS} is a placeholder: verl counts {source.count('trainer.total_epochs')} epochs, "
+        f"{placeholder} is a placeholder: verl counts {source.count('trainer.total_epochs')} epochs, "
         f"which is epochs · prompts / {groups_per_step(source)} steps"
     )
-    return multiple(PLACEHOLDER_STEPS, every)
+    return placeholder
 
 
 def interval(name: str) -> Callable[[Source], int]:
@@ -176,6 +180,55 @@ def tokens_per_microbatch(source: Source) -> int:
 def lora_rank(source: Source) -> int:
     """The rank of adapters, of FSDP or Megatron; 0: none."""
     return max(source.count(f"{M}lora_rank"), source.count(f"{M}lora.rank"))
+
+
+def max_prompt_tokens(source: Source) -> int:
+    """`rollout.max_prompt_tokens`."""
+    if source.get("data.truncation") in ("left", "right", "middle") and not source.flag("data.filter_overlong_prompts"):
+        source.remark("verl truncates longer prompts, and trains on them")
+    return source.count("data.max_prompt_length")
+
+
+def temperature(source: Source) -> float:
+    """`rollout.sampling.temperature`."""
+    if source.get(f"{R}do_sample") is not None and not source.flag(f"{R}do_sample"):
+        source.remark("do_sample is false in verl; here rollouts are always sampled")
+    value: float = source.get(f"{R}temperature")
+    return value
+
+
+def dtype(key: str) -> Callable[[Source], str]:
+    """`trainer.dtype` or `rollout.dtype`."""
+
+    def value(source: Source) -> str:
+        if str(source.get(key)) in ("float16", "fp16", "half"):
+            source.remark("float16 is not supported: bfloat16 is used")
+        return "bfloat16"
+
+    return value
+
+
+def is_complete(source: Source) -> bool:
+    """Whether this is the output of `--cfg job`, which also has the keys that no user wrote."""
+    return any(name.endswith("_target_") for name in source.given)
+
+
+def critic_differs(source: Source) -> bool:
+    """Whether there is a critic with settings that a user wrote. A complete configuration has all of them."""
+    return source.get("algorithm.adv_estimator") == "gae" and not is_complete(source)
+
+
+def reward_arguments_are_used(source: Source) -> bool:
+    """Whether arguments of the reward function matter. The overlong penalty's are converted."""
+    return source.get("reward.custom_reward_function.path", "custom_reward_function.path") is not None
+
+
+def lengths_differ(source: Source) -> bool:
+    """Whether rollouts have other limits than the data."""
+    return any(
+        source.count(f"{R}{name}_length") not in (0, source.count(f"data.max_{name}_length"))
+        for name in ("prompt", "response")
+    )
 
 
 def offload(source: Source) -> str:
@@ -408,12 +461,13 @@ def task(source: Source) -> str:
     name = source.get("reward.custom_reward_function.name", "custom_reward_function.name") or "compute_score"
     stem = re.sub(r"\W", "_", str(path).rpartition("/")[2].removesuffix(".py")) if path else ""
     default = f"from verl.utils.reward_score import default_compute_score as {name}"
+    column = source.get("data.reward_fn_key") or "data_source"
     module = f"from {stem} import {name}" if path else default
     source.remark(
         "write rewards.py beside this file; verl's functions have other arguments:\n"
         f"    {module}\n\n"
         "    def reward(prompt, response):\n"
-        f'        score = {name}(prompt["data_source"], response, prompt["reward_model"]["ground_truth"], '
+        f'        score = {name}(prompt["{column}"], response, prompt["reward_model"]["ground_truth"], '
         'prompt.get("extra_info"))\n'
         '        return score["score"] if isinstance(score, dict) else score'
     )

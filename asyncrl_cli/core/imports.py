@@ -1,11 +1,16 @@
-"""Imports of torch, transformers, DeepSpeed and vLLM, which take most of the time of a run's start."""
+"""Imports of torch, transformers, DeepSpeed and vLLM, which take most of the time of a run's start, and packages that
+are not installed."""
 
 from __future__ import annotations
 
 import gc
+import re
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from asyncrl_cli.core.errors import ConfigError
 
 UNUSED = ("mlflow", "scipy", "sklearn")
 """Packages that DeepSpeed's autotuner, vLLM's resampling of audio and transformers' assisted generation import if they
@@ -30,3 +35,23 @@ def large_imports() -> Iterator[None]:
             del sys.modules[name]
         if collecting:
             gc.enable()
+
+
+def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
+    """The error for the user if one of asyncrl's own dependencies is not installed; None for any other module."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    module = (error.name or "").partition(".")[0]
+    wanted = {"yaml": "pyyaml"}.get(module, module.lower().replace("_", "-"))
+    try:
+        declared = requires("asyncrl") or []
+    except PackageNotFoundError:  # run from a source tree without an installation
+        declared = []
+    for requirement in declared:
+        parts = re.fullmatch(r"([\w.-]+)([^;]*)(?:;.*extra == ['\"](.+)['\"])?.*", requirement)
+        name, version, extra = parts.groups() if parts else ("", "", None)
+        if name.lower().replace("_", "-") == wanted:
+            package = f"asyncrl[{extra}]" if extra else f"{name}{version.strip()}"
+            hint = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(package)}"
+            return ConfigError(f"the package {name} is not installed", hint=hint)
+    return None

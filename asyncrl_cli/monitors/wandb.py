@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
+from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +80,20 @@ class WeightsAndBiases(Monitor):
 
 def check_key() -> None:
     """Raises ``ConfigError`` when there is no API key: W&B would ask for one at the terminal."""
-    keys = Path(os.environ.get("NETRC", Path.home() / ".netrc"))  # where `wandb login` keeps it
-    if not (os.environ.get("WANDB_API_KEY") or keys.exists()):
+    if not (os.environ.get("WANDB_API_KEY") or _is_logged_in()):
         raise ConfigError(
             "Weights & Biases has no API key",
             location="tracking.wandb",
             hint="set WANDB_API_KEY, call `wandb login`, or set tracking.wandb.mode to offline",
         )
+
+
+def _is_logged_in() -> bool:
+    """Whether `wandb login` has kept a key: its entries have the login `user`, for any server."""
+    try:
+        hosts = netrc(os.environ.get("NETRC", Path.home() / ".netrc")).hosts
+    except FileNotFoundError:
+        return False
+    except (OSError, NetrcParseError):  # W&B itself may be able to read it
+        return True
+    return any(login == "user" for login, _, _ in hosts.values())

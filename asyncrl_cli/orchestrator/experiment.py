@@ -10,7 +10,6 @@ from typing import Any
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.loader import Stage, stages_of
 from asyncrl_cli.monitors.base import Monitor
-from asyncrl_cli.monitors.load import load_monitors
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Split, is_episodic
@@ -57,8 +56,6 @@ class Experiment:
                 else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
                 for name, chosen in spec.evaluation.sets.items()
             }
-        with user_code("importing the monitors", notice, CODE_S):
-            monitors = load_monitors(spec.tracking, search_path)
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
             train_prompts = load_prompts("train", spec.data.train, task, search_path)
             held_out = spec.data.eval
@@ -77,5 +74,4 @@ class Experiment:
                 sets,
                 frozenset(name for name, one in tasks.items() if is_episodic(one)),
                 tasks,
-                monitors,
             )

@@ -7,11 +7,13 @@ equal bit for bit. With another objective, a replay shows its effect on the same
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.events import Start
 from asyncrl_cli.journal.history import step_metrics
 from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
@@ -23,6 +25,7 @@ from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 from asyncrl_cli.weights.manifest import comparable
@@ -46,6 +49,22 @@ def recorded_steps(run: RunDirectory) -> int:
     """Number of trained steps in the journal. Raises ``JournalError``."""
     with reading(run.path / FILE) as connection:
         return steps_trained(connection)
+
+
+def changes_since(run: RunDirectory, spec: ExperimentSpec, first: int) -> list[str]:
+    """Why a replay from step ``first`` on may give other weights than recorded: the resumes that changed settings of
+    the training, each with its step. Earlier releases stretched the schedule to a new `stop.steps`."""
+    schedule = spec.trainer.schedule
+    stretched = schedule.kind != "constant" and schedule.steps is None
+    reasons = []
+    with reading(run.path / FILE) as connection:
+        for start in Start.read(connection):
+            changed = training_changes(start.note)
+            if stretched:
+                changed += re.findall(r"(?:^|, )(stop\.steps=\d+)", start.note)
+            if start.process == "resume" and changed and start.steps_taken > first:
+                reasons.append(f"the resume after step {start.steps_taken} changed {', '.join(changed)}")
+    return reasons
 
 
 @dataclass(frozen=True, slots=True)

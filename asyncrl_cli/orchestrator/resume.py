@@ -26,6 +26,7 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.runs.checkpoints import archive_later, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import check_layout
 
@@ -40,14 +41,16 @@ class Plan:
     Args:
         trained: number of steps recorded as trained; metrics of later steps are dropped, as they are reported again.
         again: whether the steps after the checkpoint are trained and reported again although later checkpoints may
-            exist and the journal has these steps as trained.
+            exist and the journal has these steps as trained: their weights may become other ones.
         without_journal: whether the run starts a new journal.
+        changed: which steps are trained again to other weights, because settings of the training have changed.
     """
 
     start: Start
     trained: int
     again: bool
     without_journal: bool
+    changed: str = ""
 
     def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
         """Archive what does not belong to the resumed run; returns how it starts.
@@ -61,6 +64,8 @@ class Plan:
             # Before a new journal begins: if state.json had a later step, the new journal would look damaged.
             run.update(step=first)
             notes.insert(0, "without the old journal")
+        if self.changed:
+            notes.append(self.changed)
         archive = archive_later(run.path / "checkpoints", first if self.again else None)
         if archive is not None:
             notes.append(f"checkpoints after step {first} are in {archive.relative_to(run.path)}")
@@ -119,8 +124,12 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     first = checkpoint.step if checkpoint else 0
     if begun:
         _read_through(run, spec, first, taken)
-    again = step is not None
-    return Plan(Start("resume", note, checkpoint), min(trained, first) if again else trained, again, False)
+    # The batches stay; with other settings they are trained to other weights, and their reports would be stale.
+    differ = first < trained and bool(training_changes(note))
+    steps = f"step {first + 1} is" if trained == first + 1 else f"steps {first + 1} to {trained} are"
+    changed = f"{steps} trained again with the new settings, and their weights will differ" if differ else ""
+    again = differ or step is not None
+    return Plan(Start("resume", note, checkpoint), min(trained, first) if again else trained, again, False, changed)
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:

@@ -61,6 +61,21 @@ def check_changes(
     return [hide(f"{key}={written.get(key, new.get(key))}") for key in changed]
 
 
+def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
+    """`trainer.schedule.steps` of a resumed run with another `stop.steps`; None if the spec needs no change.
+
+    The schedule belongs to the run: stretched, it would give other rates to the steps that are trained again."""
+    old, new = before.trainer.schedule, after.trainer.schedule
+    if before.stop.steps == after.stop.steps or old.kind == "constant" or old != new or new.steps is not None:
+        return None
+    return before.stop.steps
+
+
+def training_changes(changed: str) -> list[str]:
+    """The changes, of those joined by commas, that give other weights to a batch that is trained again."""
+    return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[\w.]+=[^,]*)", changed)
+
+
 def is_fixed(key: str) -> bool:
     """Whether a key may not change when a run is resumed."""
     return _problem(key) is not None

@@ -170,6 +170,9 @@ class ScheduleSpec(Section):
     """Optimizer updates of linear warm-up from zero."""
     final_fraction: Fraction = 0.0
     """Final learning rate of `linear` and `cosine`, as a fraction of the peak."""
+    steps: Count | None = None
+    """Training steps that `linear` and `cosine` span: by default `stop.steps`. Later steps keep the last rate. A resume
+    with another `stop.steps` sets it to the old value, because steps that are trained again must have the same rate."""
 
 
 class TrainerSpec(Section):

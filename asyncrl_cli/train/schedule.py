@@ -9,18 +9,18 @@ Kind = Literal["constant", "linear", "cosine"]
 
 
 def factor(update: int, total_updates: int, warmup: int, kind: Kind, final_fraction: float) -> float:
-    """Learning rate of one optimizer update, divided by the peak: in (0, 1] for every update < total_updates.
+    """Learning rate of one optimizer update, divided by the peak, in (0, 1].
 
     Warm-up: (update + 1) / warmup while update < warmup. Then, with p = (update − warmup) / (total_updates −
     warmup) and f = final_fraction: 1 (``constant``), 1 − (1 − f)·p (``linear``), or
     f + (1 − f)·(1 + cos πp) / 2 (``cosine``: Loshchilov and Hutter, arXiv 1608.03983, eq. 5, one cycle).
 
-    Invariant: no update of a run has a learning rate of zero. Warm-up starts at 1 / warmup, not at 0, and the
-    final fraction is where the curve arrives after the last update.
+    Invariant: no update has a learning rate of zero. Warm-up starts at 1 / warmup, not at 0. The curve reaches the
+    final fraction after its last update, and a run that continues keeps that update's rate (decision 0088).
 
     Args:
-        update: updates done before this one, from 0. From ``total_updates`` on the factor stays at its end.
-        total_updates: updates of the whole run, at least 1.
+        update: updates done before this one, from 0.
+        total_updates: updates that the schedule spans, at least 1.
         warmup: updates of linear warm-up; 0 is none.
         kind: shape after warm-up.
         final_fraction: where ``linear`` and ``cosine`` end, in [0, 1].
@@ -29,6 +29,7 @@ def factor(update: int, total_updates: int, warmup: int, kind: Kind, final_fract
         return (update + 1) / warmup
     if kind == "constant":
         return 1.0
-    progress = min(1.0, (update - warmup) / max(1, total_updates - warmup))
+    last = max(total_updates - 1, warmup)
+    progress = (min(update, last) - warmup) / max(1, total_updates - warmup)
     remaining = 1.0 - progress if kind == "linear" else (1.0 + math.cos(math.pi * progress)) / 2
     return final_fraction + (1.0 - final_fraction) * remaining

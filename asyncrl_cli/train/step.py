@@ -74,9 +74,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     is_first = True
     for minibatch in minibatches * trainer.epochs:
         shape = trainer.schedule
-        factor = schedule.factor(
-            updates, spec.stop.steps * per_step, shape.warmup_updates, shape.kind, shape.final_fraction
-        )
+        span = (shape.steps or spec.stop.steps) * per_step
+        factor = schedule.factor(updates, span, shape.warmup_updates, shape.kind, shape.final_fraction)
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1

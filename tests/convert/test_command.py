@@ -53,6 +53,29 @@ def test_a_spec_that_needs_changes_ends_with_1(home: Path, asyncrl: Command) -> 
     assert code == 1 and "rollout.sampling.temperature" in err and Path("spec.yaml").exists()
 
 
+def test_an_unsupported_run_ends_with_1(home: Path, asyncrl: Command) -> None:
+    code, out, err = asyncrl(
+        "convert", "verl", "algorithm.adv_estimator=grpo", "data.image_key=pictures", "-o", "s.yaml"
+    )
+    assert code == 1 and 'error: not supported: data.image_key = "pictures"' in err and "asyncrl train" not in out
+    assert "CHECK: no counterpart" in Path("s.yaml").read_text()
+
+
+def test_a_long_command_line_is_not_shown_as_a_file(home: Path, asyncrl: Command) -> None:
+    code, out, _ = asyncrl("convert", "verl", f"trainer.experiment_name={'x' * 2000}", "-o", "s.yaml")
+    assert code == 0 and out.startswith("1 override -> s.yaml") and max(map(len, out.splitlines())) < 200
+    for trainer in ("verl", "trl"):
+        code, _, err = asyncrl("convert", trainer, "x" * 2000)
+        assert code == 2 and max(map(len, err.splitlines())) < 200
+
+
+@pytest.mark.parametrize(("trainer", "script"), [("verl", "run.sh"), ("trl", "run.sh"), ("trl", "train.py")])
+def test_a_script_gets_a_hint_with_the_right_page(home: Path, asyncrl: Command, trainer: str, script: str) -> None:
+    Path(script).write_text("#!/bin/sh\n")
+    code, _, err = asyncrl("convert", trainer, script)
+    assert code == 2 and "scripts are not read" in err and f"docs/from-{trainer}.md" in err
+
+
 def test_mistakes_end_with_2(home: Path, asyncrl: Command) -> None:
     Path("a").mkdir()
     for name in ("x.yaml", "a/x.yaml"):

@@ -80,6 +80,39 @@ def test_arguments_are_read_as_trl_reads_them() -> None:
         parse(["grpo", "stray"])
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (
+            "accelerate launch --config_file zero3.yaml --num_processes 8 train.py --beta 0",
+            ("grpo", [], {"accelerate_config": "zero3.yaml", "num_processes": 8, "beta": 0}),
+        ),
+        (
+            "X=1 torchrun --nproc_per_node=4 -m trl.scripts.rloo --beta 0",
+            ("rloo", [], {"num_processes": 4, "beta": 0}),
+        ),
+        ("uv run examples/ppo.py --reward my.py", ("ppo", [], {"reward": "my.py"})),
+        ("uv run trl grpo --beta 0", ("grpo", [], {"beta": 0})),
+        ("grpo --beta 0 --reward my.py", ("grpo", [], {"beta": 0, "reward": "my.py"})),
+    ],
+)
+def test_launchers_and_scripts_are_skipped(line: str, expected: tuple[object, ...]) -> None:
+    assert parse(line.split()) == parse([line]) == expected
+
+
+def test_models_for_images_and_dropout_are_not_passed_over() -> None:
+    assert converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct").unsupported
+    assert converted("grpo", *BASE, "--max_pixels", "9").unsupported
+    assert converted("grpo", *BASE).unsupported == []
+    assert ["lora_dropout"] in converted("grpo", *BASE, "--use_peft", "--lora_dropout", "0.1").lost.values()
+
+
+@pytest.mark.parametrize("words", [[], ["--save_steps", "700"], ["--warmup_steps", "300"]])
+def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, words: list[str]) -> None:
+    text = spec_text(converted("grpo", *BASE, *words), "TRL", "test", Path())
+    assert "is a placeholder" in text and load_spec("spec.yaml", data=text.encode()).warnings == ()
+
+
 COUNTS = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", "16"]
 PPO = ["ppo", *BASE, "--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "16"]
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.convert.rows import Conversion, convert
-from asyncrl_cli.convert.source import Source, override, read_file
-from asyncrl_cli.convert.verl import CONVERTED, DEFAULTS, ROWS
+from asyncrl_cli.convert.source import Source, override, read_file, words
+from asyncrl_cli.convert.verl import CONVERTED, DEFAULTS, ROWS, overrides_of
 from asyncrl_cli.convert.write import spec_text
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.keys import keys
 from asyncrl_cli.spec.load import LoadedSpec, load_spec, resolved
 
@@ -60,7 +61,7 @@ def test_verls_own_files_give_valid_specs_that_name_every_key(file: Path, home: 
 
 def test_unknown_keys_are_listed_and_marked(home: Path) -> None:
     conversion = converted(["trainer.no_such_key=3", "+data.mine.deep={a: 1}"])
-    assert conversion.unknown == ["trainer.no_such_key"]
+    assert conversion.unknown == ["trainer.no_such_key", "data.mine.deep.a"]
     text = spec_text(conversion, "verl", "test", Path())
     assert "CHECK: unknown keys" in text and "trainer.no_such_key = 3" in text and "data.mine.deep.a" in text
 
@@ -217,6 +218,9 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         (f"{R}multi_turn.enable=True", "several turns"),
         (f"{A}router_replay.mode=R2", "there is R3 alone"),
         ("data.val_files=[]", "no held-out prompts"),
+        (f"{R}do_sample=False", "always sampled"),
+        ("data.truncation=left", "verl truncates longer prompts"),
+        (f"{A}fsdp_config.dtype=float16", "float16 is not supported"),
     ],
 )
 def test_what_cannot_be_kept_is_a_remark(override: str, remark: str) -> None:
@@ -238,6 +242,78 @@ def test_what_is_lost_is_marked_and_what_is_off_is_not(override: str) -> None:
     off = {"top_p": "1.0", "enabled": "False"}[re.split(r"[._]", name)[-1] if "top_p" not in name else "top_p"]
     conversion = converted([*GRPO, f"{name}={off}"])
     assert conversion.lost == {} and conversion.unused == [name]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.image_key=images",
+        "data.video_key=videos",
+        "+data.mm_processor_kwargs={max_pixels: 9}",
+        f"{R}limit_mm_per_prompt.image=4",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+        "distillation.enabled=True",
+    ],
+)
+def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
+    assert converted([*GRPO, override]).unsupported
+    assert converted(GRPO).unsupported == []
+
+
+def test_image_columns_of_a_complete_configuration_are_to_check() -> None:
+    """Each complete configuration has them, also if its data has no images."""
+    conversion = converted([], next(file for file in FILES if file.stem == "ppo_trainer"))
+    lost = [name for names in conversion.lost.values() for name in names]
+    assert conversion.unsupported == [] and {"data.image_key", "data.video_key", "data.audio_key"} <= set(lost)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{R}agent.agent_loop_config_path=loops.yaml"],
+        [f"{R}response_length=64"],
+        [f"{A}optim.optimizer=SGD"],
+        ["actor_rollout_ref.ref.model.path=other/model"],
+        ["actor_rollout_ref.model.lora.dropout=0.1"],
+        ["+reward.custom_reward_function.reward_kwargs.scale=2", "reward.custom_reward_function.path=r.py"],
+        ["reward.reward_manager.name=batch"],
+        ["critic.ppo_epochs=4", "algorithm.adv_estimator=gae"],
+        ["algorithm.filter_groups.metric=acc", "algorithm.filter_groups.enable=True"],
+        [f"{R}multi_turn.max_user_turns=3", f"{R}multi_turn.enable=True"],
+        [f"{A}megatron.override_transformer_config.moe_aux_loss_coeff=0.01"],
+    ],
+)
+def test_keys_that_change_the_training_are_not_needless(overrides: list[str]) -> None:
+    name = overrides[0].partition("=")[0].lstrip("+")
+    assert [name] in converted([*GRPO, *overrides]).lost.values()
+
+
+@pytest.mark.parametrize(
+    "overrides", [["trainer.save_freq=500"], ["trainer.test_freq=300"], [f"{A}optim.lr_warmup_steps=400"]]
+)
+def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, overrides: list[str]) -> None:
+    text = spec_text(converted([*GRPO, *overrides]), "verl", "test", Path())
+    assert "is a placeholder" in text and load_spec("spec.yaml", data=text.encode()).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ("python3 -m verl.trainer.main_ppo --config-path=config a=1 b=2", ["a=1", "b=2"]),
+        ("X=1 ray job submit -- python3 -m recipe.dapo.main_dapo --config-name ppo_trainer a=1", ["a=1"]),
+        ("python verl/trainer/main_ppo.py a=x.py", ["a=x.py"]),
+        ("config.yaml a=1", ["config.yaml", "a=1"]),
+    ],
+)
+def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) -> None:
+    assert overrides_of(line.split()) == kept
+    assert overrides_of(words([line])) == kept
+
+
+@pytest.mark.parametrize("line", ["--config-name=mine a=1", "--multirun a=1", "train.py"])
+def test_options_and_scripts_that_are_not_read_are_refused(line: str) -> None:
+    with pytest.raises(ConfigError):
+        overrides_of(line.split())
 
 
 def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:

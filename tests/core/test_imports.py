@@ -6,10 +6,12 @@ import gc
 import importlib.util
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.core.imports import UNUSED, large_imports
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.core.imports import UNUSED, large_imports, missing_package
 
 
 @pytest.fixture(autouse=True)
@@ -45,3 +47,32 @@ def test_the_collector_is_off_and_then_as_before(collecting: bool) -> None:
         assert not set(UNUSED) & set(sys.modules)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("numpy", "numpy>="), ("yaml", "pyyaml>="), ("prometheus_client.core", "prometheus-client"), ("peft", "[lora]")],
+)
+def test_a_missing_dependency_is_named_with_the_command_that_installs_it(module: str, package: str) -> None:
+    found = missing_package(ModuleNotFoundError("", name=module))
+    assert found is not None and "is not installed" in found.message
+    assert package in found.hint and "-m pip install" in found.hint
+
+
+@pytest.mark.parametrize("name", ["my_module", "asyncrl_cli.no_such", None])
+def test_other_missing_modules_keep_their_traceback(name: str | None) -> None:
+    assert missing_package(ModuleNotFoundError("", name=name)) is None
+
+
+def test_a_command_without_one_of_its_packages_ends_with_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASYNCRL_DEBUG", "0")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "yaml", None)  # the import system's mark of a module that cannot be found
+    monkeypatch.delitem(sys.modules, "asyncrl_cli.convert.source", raising=False)
+    monkeypatch.delitem(sys.modules, "asyncrl_cli.convert.files", raising=False)
+    monkeypatch.setattr(sys, "argv", ["asyncrl", "convert", "verl", "a=b"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2 and "the package pyyaml is not installed" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.cli.app import main
+from asyncrl_cli.cli.doctor import show_findings
 from asyncrl_cli.doctor import checks
 from asyncrl_cli.doctor.checks import Finding, examine, try_deeply, try_import
 from asyncrl_cli.doctor.deep_checks import PROGRAMS, small_spec
@@ -225,7 +226,7 @@ def test_the_command_for_a_cluster(
     (finding,) = document["findings"]
     assert (finding["check"], finding["status"]) == ("cluster", "failure")
     code, out, _ = run("--cluster", str(spec), "--address", "127.0.0.1:1")
-    assert code == 1 and [line.split()[1] for line in out.splitlines() if not line.startswith(" ")] == [
+    assert code == 1 and [line.split()[1] for line in out.splitlines() if line.startswith(("ok", "warn", "FAIL"))] == [
         "model",
         "tokenizer",
         "model",
@@ -250,3 +251,14 @@ def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
     assert [finding["status"] for finding in last] == ["ok"] * 3
     for name in ("vLLM", "DeepSpeed"):  # this machine has no GPU that they could use
         assert checks.try_import(name, checks.IMPORTS[name], gpu=True).status == "failure"
+
+
+def test_failures_are_repeated_at_the_end_with_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    failure = Finding("memory", "failure", "too little", "free some")
+    others = [Finding("devices", "warning", "slow"), failure, Finding("ports", "ok", "free")]
+    assert not show_findings(others, "healthy", as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-3] == "3 checks: 1 failed, 1 with a warning"
+    assert lines[-2].startswith("FAIL  memory") and lines[-1].strip() == "-> free some"
+    assert show_findings(others[:1], "healthy", as_json=False)
+    assert len(capsys.readouterr().out.splitlines()) == 1

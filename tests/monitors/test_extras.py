@@ -196,5 +196,11 @@ def test_without_a_key_weights_and_biases_is_refused(tmp_path: Path, monkeypatch
     tracking = TrackingSpec.model_validate({"wandb": {}})
     with pytest.raises(ConfigError, match="has no API key"):
         load_monitors(tracking, tmp_path)
+    (tmp_path / "netrc").write_text("machine github.com login me password p\n")
+    with pytest.raises(ConfigError, match="has no API key"):
+        load_monitors(tracking, tmp_path)
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password key\n")
+    assert load_monitors(tracking, tmp_path)
+    (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert [monitor.name for monitor in load_monitors(tracking, tmp_path)] == ["W&B"]

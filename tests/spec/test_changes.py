@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from asyncrl_cli.spec.changes import check_changes
+from asyncrl_cli.spec.changes import check_changes, kept_horizon, training_changes
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -203,3 +203,29 @@ def test_only_the_scoring_of_the_members_of_a_mix_may_change() -> None:
     ):
         with pytest.raises(SpecError, match="recorded rewards are those of this task"):
             check_changes(validated(MIX), validated(MIX | {"task": {"mix": other}}))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "horizon"),
+    [
+        ({"kind": "cosine"}, {"kind": "cosine"}, 10),
+        ({"kind": "linear"}, {"kind": "linear"}, 10),
+        ({"kind": "constant"}, {"kind": "constant"}, None),
+        ({"kind": "cosine", "steps": 6}, {"kind": "cosine", "steps": 6}, None),
+        ({"kind": "cosine"}, {"kind": "cosine", "steps": 20}, None),
+        ({"kind": "constant"}, {"kind": "cosine"}, None),
+    ],
+)
+def test_more_steps_keep_the_length_of_the_schedule(
+    before: dict[str, Any], after: dict[str, Any], horizon: int | None
+) -> None:
+    old = validated(BEFORE | {"trainer": {"schedule": before}})
+    new = validated(BEFORE | {"trainer": {"schedule": after}, "stop": {"steps": 20}})
+    assert kept_horizon(old, new) == horizon
+    assert kept_horizon(old, old) is None
+
+
+def test_changes_of_the_training_are_found_in_a_note() -> None:
+    note = "stop.steps=20, trainer.optimizer.learning_rate=0.1, rollout.engines=2, algorithm.clip_low=0.1, steps 3"
+    assert training_changes(note) == ["trainer.optimizer.learning_rate=0.1", "algorithm.clip_low=0.1"]
+    assert training_changes("") == []

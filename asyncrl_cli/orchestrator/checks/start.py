@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +21,13 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import row_location
 from asyncrl_cli.gateway.reasoning import check_reasoning_parser
 from asyncrl_cli.gateway.tool_calls import check_tool_parser
+from asyncrl_cli.monitors.base import Monitor
+from asyncrl_cli.monitors.load import load_monitors
 from asyncrl_cli.orchestrator.checks import engine as engine_checks
 from asyncrl_cli.orchestrator.checks import machine as machine_checks
 from asyncrl_cli.orchestrator.checks import memory as memory_checks
@@ -89,6 +92,7 @@ class StartChecks:
         self._open = ExitStack()
         self._folder = Path()
         self._model_dir = ""
+        self._monitors: Sequence[Monitor] = ()
         self._experiment: Experiment | None = None
         self._tokenizer: Any = None
         self._config: Any = None
@@ -155,7 +159,7 @@ class StartChecks:
         yield Check("memory", partial(machine_checks.check_memory, spec))
         yield Check("runs folder", partial(machine_checks.check_run_folder, spec))
         yield Check("packages", machine_checks.check_packages)
-        yield Check("tracking", partial(machine_checks.check_tracking, spec, self._thorough))
+        yield Check("tracking", self._tracking)
         yield Check("notify", partial(machine_checks.check_notify, spec))
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)
@@ -183,8 +187,14 @@ class StartChecks:
         reasoning = f", reasoning parser {rollout.reasoning_parser}" if rollout.reasoning_parser else ""
         return f"{len(rollout.engine_args)} engine arguments, tool parser {rollout.tool_parser or 'hermes'}{reasoning}"
 
+    def _tracking(self) -> str | Finding:
+        with user_code("importing the monitors", self._notice, CODE_S):
+            self._monitors = load_monitors(self._spec.tracking, self._search_path)
+        return machine_checks.check_tracking(self._spec, self._thorough)
+
     def _task(self) -> str:
         experiment = self._experiment = Experiment.load(self._spec, self._search_path, self._notice)
+        experiment.monitors = self._monitors
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
         held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"

@@ -236,10 +236,13 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
-    """The warm-up of the learning rate ends before the run does."""
-    updates = spec.stop.steps * spec.trainer.epochs * spec.trainer.minibatches
-    if spec.trainer.schedule.warmup_updates > updates:
-        message = f"longer than the run, which has {updates} updates"
+    """The learning rate's warm-up ends before its schedule does, and a schedule's length has an effect."""
+    schedule = spec.trainer.schedule
+    if schedule.steps is not None and schedule.kind == "constant":
+        yield warning("trainer.schedule.steps", "has no effect on a constant rate", "remove it, or set kind")
+    updates = (schedule.steps or spec.stop.steps) * spec.trainer.epochs * spec.trainer.minibatches
+    if schedule.warmup_updates > updates:
+        message = f"longer than the schedule, which has {updates} updates"
         yield warning("trainer.schedule.warmup_updates", message, f"use fewer than {updates}")
 
 

@@ -15,7 +15,7 @@ from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, Kind
 OLDEST_GVISOR = 20240729
 """The oldest version (a date) that works: in that of Debian 12, of 2022, `ls` fails, and it needs rights to start."""
 HINTS: dict[Kind, str] = {
-    "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2); see `asyncrl doctor`",
+    "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)",
     "gvisor": "install bubblewrap, and gVisor's runsc of 2024-07-29 or later (Debian 13: apt install runsc; Debian 12: "
     "apt install -t bookworm-backports runsc; else https://gvisor.dev/docs/user_guide/install), on every node",
 }
