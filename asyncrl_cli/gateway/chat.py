@@ -127,6 +127,11 @@ class ChatFormat:
         ]
         return message
 
+    @property
+    def template_kwargs(self) -> Mapping[str, Any]:
+        """``model.chat_template_kwargs``."""
+        return self._template_kwargs
+
     def stream(self, tools: Tools | None, stop: Sequence[str], on_part: Callable[[Part], None]) -> FieldStream:
         """Turns the tokens of a reply into parts of the message that ``parse`` makes of them."""
         return self._replies.stream(tools, stop, on_part)
