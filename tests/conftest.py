@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,26 @@ def _processes_with(entry: bytes) -> list[str]:
             shown = b" ".join([*command.split(b"\0"), *tests]).decode(errors="replace")
             found.append(f"{process.name} {shown}")
     return found
+
+
+@contextmanager
+def not_writable(folder: Path) -> Iterator[None]:
+    """Makes a folder read-only. Root may write anywhere, so the process becomes another user meanwhile."""
+    mode, me = folder.stat().st_mode, os.geteuid()
+    folder.chmod(0o555)
+    try:
+        if me == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(me)
+        folder.chmod(mode)
+
+
+@pytest.fixture
+def archive() -> Iterator[Path]:
+    """A folder that every user may enter."""
+    folder = Path(tempfile.mkdtemp(prefix="archive-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)

@@ -35,6 +35,7 @@ def replay(
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, verified_checkpoint
     from asyncrl_cli.spec.changes import check_changes
     from asyncrl_cli.spec.load import load_recorded
+    from asyncrl_cli.system.logs import writable_folder
 
     if last is not None and last < first:
         raise typer.BadParameter(f"is before --from {first}", param_hint="--to")
@@ -73,7 +74,8 @@ def replay(
 
     if not as_json:
         echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
-    train_again(ReplayPlan(run, spec, search_path(run), checkpoint, first - 1, end), progress, show)
+    logs = writable_folder(run.path / "logs" / "replay")
+    train_again(ReplayPlan(run, spec, search_path(run), logs, checkpoint, first - 1, end), progress, show)
     if changed:
         echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:

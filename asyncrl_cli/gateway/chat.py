@@ -48,13 +48,15 @@ class ChatFormat:
         Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
+        self.template_kwargs: Mapping[str, Any] = template_kwargs or {}
+        """``model.chat_template_kwargs``."""
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
         parsers = tool_parser_name, reasoning_parser_name
         prompt_end = cache(self._prompt_end)
         self._replies = ReplyFormat(
-            tokenizer, *parsers, self.end_tokens, template_kwargs or {}, prompt_end, shows_special
+            tokenizer, *parsers, self.end_tokens, self.template_kwargs, prompt_end, shows_special
         )
         self._response_text = decoder(tokenizer, self.end_tokens, shows_special)
         self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())

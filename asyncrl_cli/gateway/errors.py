@@ -87,10 +87,12 @@ TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
 
 def malformed(error: ValidationError) -> ApiError:
     """The answer to a malformed body: its first error."""
-    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
-    param = _location(first["loc"])
-    # Where a value may be of several types, each says why it is none of them.
-    reasons = dict.fromkeys([first["msg"], *(other["msg"] for other in others if _location(other["loc"]) == param)])
+    errors = error.errors(include_url=False, include_context=False, include_input=False)
+    param = _location(errors[0]["loc"])
+    # Where a value may be of several types, each says why it is none of them: the type that fits best fails deepest.
+    alike = [one for one in errors if _location(one["loc"]) == param]
+    deepest = max(len(one["loc"]) for one in alike)
+    reasons = dict.fromkeys(one["msg"] for one in alike if len(one["loc"]) == deepest)
     message = "; or: ".join(list(reasons)[:4])
     return invalid_value(f"{param}: {message}" if param else message, param or None)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 from asyncrl_cli.gateway.json_values import key
@@ -62,7 +62,7 @@ class Conversation:
     @classmethod
     def of(cls, messages: Sequence[Message], tools: Tools | None) -> Conversation:
         """Raises ``ChatError``."""
-        canonical = [normalized(message) for message in messages]
+        canonical = _with_one_system_message([normalized(message) for message in messages])
         if not canonical:
             raise ChatError("there are no messages")
         texts = [key(list(tools or ())), *(key(_spoken(message)) for message in canonical)]
@@ -92,6 +92,27 @@ class Conversation:
             if count > covered:
                 thoughts = Thought(count, digest, thoughts)
         return History(len(self.keys), self.keys[-1], thoughts)
+
+
+def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
+    """Join the system messages of the beginning: many templates refuse further ones, or leave them out.
+
+    A later one becomes text of the user's turn, because moving it to the beginning would change all tokens after it. In
+    such a turn the results of tools come first (decision 0085).
+    """
+    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    found = [*messages[:first]] if first < 2 else [_joined("system", messages[:first])]
+    for is_reply, group in groupby(messages[first:], lambda message: message["role"] == "assistant"):
+        turn = list(group)
+        if not is_reply and any(message["role"] == "system" for message in turn):
+            results = [message for message in turn if message["role"] == "tool"]
+            turn = [*results, _joined("user", [message for message in turn if message["role"] != "tool"])]
+        found += turn
+    return found
+
+
+def _joined(role: str, messages: Sequence[Message]) -> Message:
+    return {"role": role, "content": "\n\n".join(filter(None, (message["content"] for message in messages)))}
 
 
 def _spoken(message: Message) -> dict[str, Any]:

@@ -70,7 +70,6 @@ def chat_messages(request: CountRequest) -> list[Message]:
     messages = list(request.messages)
     first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
     found = list(_system([request.system, *(message.content for message in messages[:first])]))
-    # Templates refuse instructions in the middle, and moving them to the beginning would change every token after it.
     for speaks, group in groupby(messages[first:], lambda message: message.role == "assistant"):
         turn = list(group)
         found += [_assistant(turn)] if speaks else _user(turn)

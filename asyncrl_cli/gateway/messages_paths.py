@@ -14,9 +14,17 @@ from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.messages_answer import MessagesAnswer, ModelEntries, ModelEntry, TokenCount
 from asyncrl_cli.gateway.messages_blocks import chat_messages
 from asyncrl_cli.gateway.messages_errors import MessagesRoute
-from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest, refuse_unsupported
-from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, check_model, respond, session_for
-from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Session
+from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest
+from asyncrl_cli.gateway.service import (
+    Prepared,
+    Service,
+    SessionOf,
+    check_model,
+    render_chat,
+    respond,
+    session_for,
+)
+from asyncrl_cli.gateway.session import CallOptions, Render, Session
 from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
 
 VERSION = b"anthropic-version"
@@ -40,9 +48,9 @@ def add_messages(router: APIRouter, service: Service, session_of: SessionOf) -> 
     async def count_tokens(request: Request, session: OwnSession) -> TokenCount:
         """The tokens of a request's prompt: `input_tokens` of the answer to it."""
         async with service.bodies.read(request, CountRequest) as (body, render):
-            used = _session_for(service, session, body)
+            used = session_for(service, session, body)
             try:
-                rendered = await _render(used, body, render)
+                rendered = await used.render_chat(chat_messages(body), body.offered_tools(), render)
             finally:
                 if session is None:
                     used.close()
@@ -79,7 +87,7 @@ def _add_models(router: APIRouter, service: Service, OwnSession: object) -> None
     @models_router.get("/models/{model:path}", include_in_schema=False)
     async def model(model: str, session: OwnSession) -> ModelEntry:  # type: ignore[valid-type]
         """The model, by its name."""
-        check_model(service, model)
+        check_model(service, session, model)
         return entry
 
     router.include_router(models_router)
@@ -88,27 +96,16 @@ def _add_models(router: APIRouter, service: Service, OwnSession: object) -> None
 async def _prepare(
     service: Service, named: Session | None, body: MessagesRequest, render: Render, request_id: str
 ) -> Prepared:
-    session = _session_for(service, named, body)
-    rendered = await _render(session, body, render)
+    session = session_for(service, named, body)
+    rendered = await render_chat(session, chat_messages(body), body.offered_tools(), render)
     stops = tuple(body.stop_sequences or ())
     asked_format = flat_format(body.output_config.format if body.output_config else None, "output_config.format")
     refuse_beside_tools(asked_format, rendered.tools is not None)
     options = CallOptions(
-        max_tokens=min(body.max_tokens, session.max_length),
+        max_tokens=body.max_tokens,
         temperature=body.temperature,
         stop=stops,
         output_format=asked_format,
     )
     answer = MessagesAnswer(service.model, request_id, len(rendered.prompt_ids), stops, service.chat.decode)
     return Prepared(session, named is None, [rendered], options, answer, bool(body.stream))
-
-
-def _session_for(service: Service, named: Session | None, body: CountRequest) -> Session:
-    """As ``session_for``, but in a session any name of a model is served: programs such as Claude Code use several
-    (decision 0069)."""
-    return named or session_for(service, None, body.model)
-
-
-async def _render(session: Session, body: CountRequest, render: Render) -> Rendered:
-    refuse_unsupported(body, session.fixed_sampling)
-    return await session.render_chat(chat_messages(body), body.offered_tools(), render)

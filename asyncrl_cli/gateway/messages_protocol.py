@@ -1,30 +1,29 @@
-"""What clients may send: the requests of Anthropic's Messages API, as far as a policy can serve them.
-
-As in protocol.py, other keys are accepted, and those whose effect is not supported are refused by
-``refuse_unsupported``. Marks for prompt caches (``cache_control``) are such other keys.
-"""
+"""Requests of Anthropic's Messages API, as far as a policy can serve them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.gateway import protocol
 from asyncrl_cli.gateway.errors import unsupported
 from asyncrl_cli.gateway.protocol import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    NO_EFFECT,
     Count,
     Flag,
+    Request,
+    Settings,
     Stop,
     Temperature,
     Text,
     ToolName,
     Wire,
+    only,
 )
 
 MANY: Any = Field(fail_fast=True)
@@ -60,23 +59,7 @@ class ToolUseBlock(Wire):
     input: dict[str, Any]
 
 
-def _only(*kinds: str) -> BeforeValidator:
-    """Refuses blocks of other types with a reason. Pydantic's own message would be about the first type alone."""
-
-    def check(block: Any) -> Any:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if isinstance(kind, str) and kind not in kinds:
-            raise PydanticCustomError(
-                "block",
-                "blocks of type {kind} are not supported here, only {kinds}: the policy reads and writes text",
-                {"kind": kind[:64], "kinds": ", ".join(kinds)},
-            )
-        return block
-
-    return BeforeValidator(check)
-
-
-TextContent = Text | Annotated[list[Annotated[TextBlock, _only("text")]], MANY]
+TextContent = Annotated[Text | Annotated[list[TextBlock], MANY], only("text")]
 
 
 class ToolResultBlock(Wire):
@@ -88,13 +71,9 @@ class ToolResultBlock(Wire):
     is_error: Flag | None = Field(None, description="The content is an error: the policy reads `Error: ` before it.")
 
 
-UserBlock = Annotated[
-    Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")],
-    _only("text", "tool_result"),
-]
+UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[
-    Annotated[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")],
-    _only("text", "thinking", "redacted_thinking", "tool_use"),
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]
 
 
@@ -102,14 +81,16 @@ class UserMessage(Wire):
     """A turn of the user: results of tools, and text."""
 
     role: Literal["user"]
-    content: Text | Annotated[list[UserBlock], MANY]
+    content: Annotated[Text | Annotated[list[UserBlock], MANY], only("text", "tool_result")]
 
 
 class AssistantMessage(Wire):
     """A turn of the model."""
 
     role: Literal["assistant"]
-    content: Text | Annotated[list[AssistantBlock], MANY]
+    content: Annotated[
+        Text | Annotated[list[AssistantBlock], MANY], only("text", "thinking", "redacted_thinking", "tool_use")
+    ]
 
     @model_validator(mode="after")
     def _not_too_many(self) -> AssistantMessage:
@@ -165,12 +146,31 @@ class Thinking(Wire):
     type: Text
 
 
-class CountRequest(Wire):
-    """A request of `/v1/messages/count_tokens`."""
+class ContextEdit(Wire):
+    """How a server shortens a long history."""
 
-    model: Text | None = Field(
-        None, description="The served model, as `/v1/models` names it; optional. In sessions any name is served."
-    )
+    type: Text
+
+    @model_validator(mode="after")
+    def _about_reasoning(self) -> ContextEdit:
+        if not self.type.startswith("clear_thinking_"):
+            raise PydanticCustomError(
+                "edit", "edits of type {kind} are not supported: a history is never shortened", {"kind": self.type[:64]}
+            )
+        return self
+
+
+class ContextManagement(Settings):
+    """Edits of a long history. The chat template decides which reasoning stays, and nothing else is ever removed."""
+
+    edits: Annotated[list[ContextEdit], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+class CountRequest(Request):
+    """A request of `/v1/messages/count_tokens`. Keys about the generation have no effect on its tokens."""
+
+    no_effect = NO_EFFECT | {"max_tokens", "output_config", "stop_sequences", "stream", "temperature"}
+
     messages: Annotated[list[AnyMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: TextContent | None = None
     tools: Annotated[list[MessageTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -178,6 +178,10 @@ class CountRequest(Wire):
         None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
     )
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Omitted in sessions of a training run or an evaluation, refused elsewhere."
+    )
 
     @model_validator(mode="after")
     def _fits(self) -> CountRequest:
@@ -192,8 +196,20 @@ class CountRequest(Wire):
             return None
         return [_function(tool) for tool in self.tools or () if tool.custom] or None
 
+    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
+        """As in ``Request``. Sessions with fixed sampling drop Anthropic's tools: their programs are unmodified."""
+        super().refuse_unsupported(fixed_sampling, template_kwargs)
+        if fixed_sampling:
+            return
+        if self.mcp_servers:
+            raise unsupported("mcp_servers", "mcp_servers is not supported: this server calls no tools")
+        for index, tool in enumerate(self.tools or ()):
+            if not tool.custom:
+                key, kind = f"tools.{index}", (tool.type or "")[:64]
+                raise unsupported(key, f"{key} is not supported: this server has no tool of type {kind}")
 
-class OutputConfig(Wire):
+
+class OutputConfig(Settings):
     """The form of the model's text."""
 
     format: dict[str, Any] | None = Field(None, description="`json_schema` with a `schema`.")
@@ -213,38 +229,9 @@ class MessagesRequest(CountRequest):
     metadata: dict[str, Any] | None = Field(None, description="Accepted without an effect.")
     output_config: OutputConfig | None = None
 
-    @model_validator(mode="after")
-    def _asks_for_a_reply(self) -> MessagesRequest:
-        if self.messages[-1].role == "assistant":
-            raise PydanticCustomError(
-                "messages",
-                "the conversation must end with a user's message: replies cannot be prefilled",
-            )
-        return self
-
 
 def _function(tool: MessageTool) -> dict[str, Any]:
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}
-
-
-def refuse_unsupported(request: CountRequest, fixed_sampling: bool) -> None:
-    """Raise ``ApiError`` for the first thing that cannot be served.
-
-    ``fixed_sampling``: in such sessions Anthropic's own tools and servers of tools are dropped instead, so that
-    programs run unmodified.
-    """
-    protocol.refuse_unsupported(request, fixed_sampling)
-    extra = request.model_extra or {}
-    if fixed_sampling:
-        return
-    if extra.get("mcp_servers"):
-        raise unsupported("mcp_servers", "mcp_servers is not supported: this server calls no tools")
-    if extra.get("container"):
-        raise unsupported("container", "container is not supported: this server runs no code")
-    for index, tool in enumerate(request.tools or ()):
-        if not tool.custom:
-            key, kind = f"tools.{index}", (tool.type or "")[:64]
-            raise unsupported(key, f"{key} is not supported: this server has no tool of type {kind}")

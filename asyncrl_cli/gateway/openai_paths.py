@@ -10,8 +10,16 @@ from fastapi.responses import Response
 
 from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.answers import ChatAnswer, Model, ModelList, TextAnswer, TokenTexts, Wanted, token_texts
-from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, GenerationRequest, refuse_unsupported
-from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, check_model, respond, session_for
+from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from asyncrl_cli.gateway.service import (
+    Prepared,
+    Service,
+    SessionOf,
+    check_model,
+    render_chat,
+    respond,
+    session_for,
+)
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
 from asyncrl_cli.gateway.structured import output_format
 
@@ -34,7 +42,7 @@ def add_openai(router: APIRouter, service: Service, session_of: SessionOf) -> No
     @router.get("/models/{model:path}", responses=openapi.ERRORS | openapi.SESSION_ERRORS)
     async def model(model: str, session: OwnSession) -> Model:
         """The model, by its name."""
-        check_model(service, model)
+        check_model(service, session, model)
         return described
 
     @router.post("/chat/completions", **openapi.CHAT)
@@ -57,10 +65,9 @@ def add_openai(router: APIRouter, service: Service, session_of: SessionOf) -> No
 async def _prepare_chat(
     service: Service, named: Session | None, body: ChatRequest, render: Render, texts: TokenTexts
 ) -> Prepared:
-    session = session_for(service, named, body.model)
-    refuse_unsupported(body, session.fixed_sampling)
+    session = session_for(service, named, body)
     tools = body.offered_tools()
-    rendered = await session.render_chat([message.plain() for message in body.messages], tools, render)
+    rendered = await render_chat(session, [message.plain() for message in body.messages], tools, render)
     wanted = Wanted(bool(body.return_token_ids), bool(body.logprobs), bool(body.top_logprobs), body.with_usage)
     # In a session of training no format is possible, with tools or without.
     with_tools = tools is not None and not session.fixed_sampling
@@ -72,8 +79,7 @@ async def _prepare_chat(
 async def _prepare_text(
     service: Service, named: Session | None, body: CompletionRequest, render: Render, texts: TokenTexts
 ) -> Prepared:
-    session = session_for(service, named, body.model)
-    refuse_unsupported(body, session.fixed_sampling)
+    session = session_for(service, named, body)
     rendered = [
         await (session.render_text(prompt, render) if isinstance(prompt, str) else session.render_ids(prompt))
         for prompt in body.prompts()

@@ -1,17 +1,18 @@
 """What clients may send: the requests of OpenAI's API, as far as a policy can serve them.
 
-Small models instead of vLLM's (decision 0016). Other keys are accepted, since clients send many without an effect;
-those that would have one and cannot be served are refused by ``refuse_unsupported``, unless they ask for the default.
+Small models instead of vLLM's (decision 0016). Every key of a request is a field of its model, has no effect on tokens
+(``NO_EFFECT``), or is refused by ``Request.refuse_unsupported`` (decision 0085).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.gateway.errors import unsupported
 
 MAX_CHOICES = 1024
@@ -31,13 +32,143 @@ ToolName = Annotated[str, Field(min_length=1, max_length=256, strict=True)]
 Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
 
 
+NO_EFFECT = frozenset(
+    [
+        # who asks, where it is computed, and how it is billed and logged
+        *("user", "metadata", "client_metadata", "safety_identifier", "user_profile_id", "workspace_id", "store"),
+        *("request_id", "session_id", "diagnostics", "service_tier", "priority", "speed", "inference_geo", "betas"),
+        *("billing_policy", "fallbacks", "fallback_credit_token"),
+        # caches and transport
+        *("cache_control", "cache_salt", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("prediction", "stream_interval", "stream_options", "include_obfuscation", "spaces_between_special_tokens"),
+        # wishes about the model's style: a chat template's settings are model.chat_template_kwargs
+        *("reasoning", "reasoning_effort", "thinking", "effort", "verbosity", "task_budget"),
+        *("parallel_tool_calls", "max_tool_calls"),
+    ]
+)
+"""Keys without a field that any request may have: they do not change which tokens are generated."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "background": (False,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "enable_response_messages": (False,),
+    "function_call": ("none",),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "skip_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Values that change nothing, of keys that are refused otherwise; null and empty values never change anything."""
+
+SAMPLING: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "top_p": (1,),
+}
+"""Keys that reshape the sampled distribution, with the values that change nothing. Recorded log-probs must belong to
+the policy, so these keys are refused. A session with fixed sampling ignores them, like the temperature, because most
+programs send them by habit."""
+
+HINTS: Mapping[str, str] = {
+    "chat_template": "set model.chat_template in the spec",
+    "chat_template_kwargs": "set model.chat_template_kwargs in the spec; a request may repeat them",
+}
+"""Advice for keys that the spec has."""
+
+
 class Wire(BaseModel):
-    """Base of all requests."""
+    """Base of all requests and their parts."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
-class StreamOptions(Wire):
+class Settings(Wire):
+    """A part of a request where unknown keys are refused as in the request."""
+
+
+class Request(Wire):
+    """Base of the requests of every API."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    no_effect: ClassVar[frozenset[str]] = NO_EFFECT
+
+    model: Text | None = Field(
+        None, description="The served model, as `/v1/models` names it; optional. In sessions any name is served."
+    )
+
+    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
+        """Raise ``ApiError`` for the first key that cannot be honoured.
+
+        Args:
+            fixed_sampling: the session ignores the keys of ``SAMPLING``.
+            template_kwargs: ``model.chat_template_kwargs``, which a request may repeat.
+        """
+        extra = dict(self.model_extra or {})
+        if _repeats(extra.get("chat_template_kwargs"), template_kwargs):
+            del extra["chat_template_kwargs"]
+        self._refuse(self, extra, "", SAMPLING.keys() if fixed_sampling else ())
+        for name in type(self).model_fields:
+            if isinstance(part := getattr(self, name), Settings):
+                self._refuse(part, part.model_extra or {}, f"{name}.", ())
+
+    def _refuse(self, part: Wire, extra: Mapping[str, Any], prefix: str, ignored: Collection[str]) -> None:
+        for key, value in extra.items():
+            if key in self.no_effect or key in ignored or value in (None, "", [], {}):
+                continue
+            neutral = self.neutral.get(key) or SAMPLING.get(key, ())
+            if not any(_same(value, one) for one in neutral):
+                hint = HINTS.get(key) or did_you_mean(key, type(part).model_fields)
+                raise unsupported(prefix + key, f"{prefix}{key} is not supported" + (f"; {hint}" if hint else ""))
+
+
+def _repeats(asked: Any, known: Mapping[str, Any]) -> bool:
+    return isinstance(asked, dict) and all(key in known and _same(value, known[key]) for key, value in asked.items())
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def only(*kinds: str) -> BeforeValidator:
+    """Refuse content with parts of other types, with a reason. Pydantic's own message would list every type that the
+    content is not."""
+
+    def check(content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and kind not in kinds:
+                raise PydanticCustomError(
+                    "part",
+                    "content of type {kind} is not supported here, only {kinds}: the policy reads and writes text",
+                    {"kind": kind[:64], "kinds": ", ".join(kinds)},
+                )
+        return content
+
+    return BeforeValidator(check)
+
+
+class StreamOptions(Settings):
     """How a stream ends."""
 
     include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
@@ -82,10 +213,9 @@ class StructuredOutputs(Wire):
     grammar: Text | None = Field(None, description="In EBNF or Lark.")
 
 
-class GenerationRequest(Wire):
+class GenerationRequest(Request):
     """What both kinds of generation share."""
 
-    model: Text | None = Field(None, description="The served model, as `/v1/models` names it; optional.")
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
     temperature: Temperature | None = Field(
         None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
@@ -94,7 +224,7 @@ class GenerationRequest(Wire):
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
         None, description="Strings that end the text, which does not have them."
     )
-    max_tokens: Count | None = Field(None, description="Most tokens to generate.")
+    max_tokens: Count | None = Field(None, description="Most tokens to generate. More than fits is as many as fit.")
     stream: Flag | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     return_token_ids: Flag | None = Field(
@@ -141,23 +271,11 @@ class ToolCall(Wire):
     function: Function
 
 
-def _text_alone(content: Any) -> Any:
-    """Refuse other parts by their type, in one sentence: a union of types gives a reason for each of them."""
-    for part in content if isinstance(content, list) else ():
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            message = "parts of type {kind} are not supported: the model gets text alone"
-            raise PydanticCustomError("part", message, {"kind": kind})
-    return content
-
-
 class ChatMessage(Wire):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, BeforeValidator(_text_alone)] = (
-        None
-    )
+    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, only("text")] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="For role `assistant`."
     )
@@ -201,13 +319,34 @@ class NamedTool(Wire):
     function: NamedFunction
 
 
+class NamedTools(Wire):
+    """Some of the tools. The mode has no effect: the policy is never forced."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedTools(Wire):
+    """A choice of tools: the model does not see the others."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: NamedTools
+
+
+SPOKEN_OTHERWISE = ("audio", "function_call", "refusal")
+"""Keys of a message that may hold content the policy would not see."""
+
+
 class ChatRequest(GenerationRequest):
     """A request of `/v1/chat/completions`."""
 
+    neutral = {**NEUTRAL, "add_special_tokens": (False,)}
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = Field(
+        None,
+        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: all else is `auto`.",
     )
     max_completion_tokens: Count | None = Field(None, description="Takes precedence over `max_tokens`.")
     logprobs: Flag | None = Field(None, description="Add the log-probability of each token.")
@@ -217,8 +356,9 @@ class ChatRequest(GenerationRequest):
 
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ChatRequest:
-        names = {tool.function.name for tool in self.tools or ()}
-        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
+        choice = self.tool_choice
+        chosen = [choice] if isinstance(choice, NamedTool) else self._allowed() or ()
+        if not {tool.function.name for tool in chosen} <= {tool.function.name for tool in self.tools or ()}:
             raise PydanticCustomError("tool_choice", "tool_choice names a function that is not among the tools")
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
@@ -228,7 +368,20 @@ class ChatRequest(GenerationRequest):
         """The tools that the model sees, as they were sent."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools]
+        allowed = self._allowed()
+        names = None if allowed is None else {tool.function.name for tool in allowed}
+        offered = [tool for tool in self.tools if names is None or tool.function.name in names]
+        return [tool.model_dump(exclude_unset=True) for tool in offered] or None
+
+    def _allowed(self) -> list[NamedTool] | None:
+        return self.tool_choice.allowed_tools.tools if isinstance(self.tool_choice, AllowedTools) else None
+
+    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
+        super().refuse_unsupported(fixed_sampling, template_kwargs)
+        for index, message in enumerate(self.messages):
+            for key in SPOKEN_OTHERWISE:
+                if (message.model_extra or {}).get(key):
+                    raise unsupported(f"messages.{index}.{key}", f"messages.{index}.{key} is not supported")
 
 
 Prompt = Annotated[str, Field(min_length=1, strict=True)]
@@ -237,6 +390,8 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 class CompletionRequest(GenerationRequest):
     """A request of `/v1/completions`."""
+
+    neutral = {**NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: (
         Prompt
@@ -261,57 +416,3 @@ class CompletionRequest(GenerationRequest):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
-
-
-UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_whitespace_pattern": (),
-    "modalities": (["text"],),
-    "prediction": (),
-    "prompt_embeds": (),
-    "suffix": ("",),
-    "web_search_options": (),
-}
-"""Keys that no session supports, with the values (beside null) that ask for nothing."""
-
-RESHAPING: Mapping[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
-    "ignore_eos": (False,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "stop_token_ids": ([],),
-    "top_k": (0, -1),
-    "top_p": (1,),
-}
-"""Keys that change the distribution sampled from, likewise. A policy is sampled from unchanged, so that its log-probs
-are those of the distribution; a session with fixed sampling ignores these keys, as it does the temperature."""
-
-
-def refuse_unsupported(
-    request: Wire,
-    fixed_sampling: bool,
-    never: Mapping[str, tuple[Any, ...]] = UNSUPPORTED,
-    overridden: Mapping[str, tuple[Any, ...]] = RESHAPING,
-) -> None:
-    """Raise ``ApiError`` for the first key that cannot be served; a session with fixed sampling ignores
-    ``overridden``."""
-    for key, value in (request.model_extra or {}).items():
-        neutral = never.get(key)
-        if neutral is None and not fixed_sampling:
-            neutral = overridden.get(key)
-        if neutral is not None and value is not None and not any(_same(value, one) for one in neutral):
-            raise unsupported(key, f"{key} is not supported")
-
-
-def _same(value: Any, other: Any) -> bool:
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

@@ -127,15 +127,6 @@ def messages_of(items: str | Sequence[InputItem]) -> list[Message]:
     return messages + reply.taken()
 
 
-def with_instructions(instructions: str | None, messages: Sequence[Message]) -> list[Message]:
-    """A conversation below its instructions. They and the system messages that it begins with are one message: many
-    templates know only one, at the beginning."""
-    first = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
-    system = [*([instructions] if instructions else ()), *(message["content"] for message in messages[:first])]
-    joined: list[Message] = [{"role": "system", "content": "\n\n".join(system)}] if system else []
-    return [*joined, *messages[first:]]
-
-
 class _Reply:
     """Collects the items of one reply."""
 

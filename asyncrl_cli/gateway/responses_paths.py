@@ -12,10 +12,10 @@ from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.errors import invalid_value
 from asyncrl_cli.gateway.protocol import MAX_MESSAGES
 from asyncrl_cli.gateway.responses_answer import Repeated, ResponsesAnswer
-from asyncrl_cli.gateway.responses_items import chat_tools, messages_of, with_instructions
+from asyncrl_cli.gateway.responses_items import chat_tools, messages_of
 from asyncrl_cli.gateway.responses_kept import Kept, KeptBySession
-from asyncrl_cli.gateway.responses_protocol import ResponsesRequest, refuse_unservable
-from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, respond, session_for
+from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
+from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, render_chat, respond, session_for
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
 from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
 from asyncrl_cli.records.prompt import Message
@@ -38,16 +38,15 @@ def add_responses(router: APIRouter, service: Service, session_of: SessionOf) ->
 async def _prepare(
     service: Service, named: Session | None, body: ResponsesRequest, render: Render, kept: Kept
 ) -> Prepared:
-    session = session_for(service, named, body.model)
-    refuse_unservable(body, session.fixed_sampling)
+    session = session_for(service, named, body)
     before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
-    own_tools = body.own_tools()
-    tools = chat_tools(own_tools) if own_tools and body.tool_choice != "none" else None
+    tools = chat_tools(body.offered_tools()) or None
     # Without the instructions: those of a response are not taken over by the next one.
     conversation = [*before, *await render(lambda: messages_of(body.input))]
     if len(conversation) > MAX_MESSAGES:
         raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
-    rendered = await session.render_chat(with_instructions(body.instructions, conversation), tools, render)
+    instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    rendered = await render_chat(session, [*instructions, *conversation], tools, render, param="input")
 
     def keep(response_id: str, reply: Message) -> None:
         kept.add(response_id, (*conversation, reply))

@@ -1,7 +1,6 @@
 """What clients may send to OpenAI's Responses API, as far as a policy can serve it.
 
-As in protocol.py, unknown keys are accepted, and those that would have an effect and cannot be served are refused. A
-session with fixed sampling belongs to an unmodified program, so there the tools that no policy can use are omitted.
+A session with fixed sampling belongs to an unmodified program, so there the tools that no policy can use are omitted.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from asyncrl_cli.gateway.errors import unsupported
 from asyncrl_cli.gateway.protocol import (
     MAX_MESSAGES,
     MAX_TOOLS,
-    RESHAPING,
-    UNSUPPORTED,
     Count,
     Flag,
+    Request,
     Seed,
+    Settings,
     Temperature,
     Text,
     ToolName,
     Wire,
-    refuse_unsupported,
+    only,
 )
 
 LOGPROBS = "message.output_text.logprobs"
@@ -34,6 +33,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 OWN = ("function", "custom")
 """The types of tools that a client runs itself."""
+
+ALLOWED = "allowed_tools"
+"""The type of a choice that names several tools."""
 
 
 class InputPart(Wire):
@@ -43,7 +45,7 @@ class InputPart(Wire):
     text: Text
 
 
-Content = Text | Annotated[list[InputPart], Field(fail_fast=True)]
+Content = Annotated[Text | Annotated[list[InputPart], Field(fail_fast=True)], only("input_text", "output_text")]
 
 
 class MessageItem(Wire):
@@ -182,23 +184,32 @@ AnyTool = Annotated[
 ]
 
 
-class ToolChoice(Wire):
+class NamedTool(Wire):
     """A tool by its type, and if it has one its name."""
 
     type: Text
     name: Text | None = None
 
 
-class TextSettings(Wire):
+class ToolChoice(NamedTool):
+    """A tool, or for type `allowed_tools` some: the model does not see the others."""
+
+    tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+    def chosen(self) -> list[NamedTool]:
+        """The tools that it names."""
+        return (self.tools or []) if self.type == ALLOWED else [self]
+
+
+class TextSettings(Settings):
     """The form of the model's text."""
 
     format: dict[str, Any] | None = Field(None, description="`text`, `json_object`, or `json_schema` with a `schema`.")
 
 
-class ResponsesRequest(Wire):
+class ResponsesRequest(Request):
     """A request of `/v1/responses`."""
 
-    model: Text | None = Field(None, description="The served model, as `/v1/models` names it; optional.")
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A user's text, or items: messages, calls of tools, their results, reasoning."
     )
@@ -212,10 +223,13 @@ class ResponsesRequest(Wire):
     )
     tools: Annotated[list[AnyTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = Field(
-        None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
+        None,
+        description="`none` hides the tools, `allowed_tools` the others. Nothing is forced: all else is `auto`.",
     )
     parallel_tool_calls: Flag | None = Field(None, description="Without an effect: a reply has the calls it has.")
-    max_output_tokens: Count | None = Field(None, description="Most tokens to generate.")
+    max_output_tokens: Count | None = Field(
+        None, description="Most tokens to generate. More than fits is as many as fit."
+    )
     temperature: Temperature | None = Field(
         None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
     )
@@ -238,7 +252,8 @@ class ResponsesRequest(Wire):
         named = {(one.tool.type, one.tool.name) for one in own}
         if len(own) > MAX_TOOLS:
             raise PydanticCustomError("tools", f"more than {MAX_TOOLS} tools in one request")
-        if isinstance(choice, ToolChoice) and choice.type in OWN and (choice.type, choice.name) not in named:
+        chosen = choice.chosen() if isinstance(choice, ToolChoice) else ()
+        if any(tool.type in OWN and (tool.type, tool.name) not in named for tool in chosen):
             raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not among the tools")
         return self
 
@@ -252,38 +267,25 @@ class ResponsesRequest(Wire):
                 own.append(OwnTool(tool))
         return own
 
+    def offered_tools(self) -> list[OwnTool]:
+        """The tools that the model sees."""
+        choice, own = self.tool_choice, self.own_tools()
+        if choice == "none":
+            return []
+        if isinstance(choice, ToolChoice) and choice.type == ALLOWED:
+            names = {(tool.type, tool.name) for tool in choice.chosen()}
+            own = [one for one in own if (one.tool.type, one.tool.name) in names]
+        return own
 
-NEVER: Mapping[str, tuple[Any, ...]] = {
-    **UNSUPPORTED,
-    "background": (False,),
-    "conversation": (),
-    "max_completion_tokens": (),
-    "max_tokens": (),
-    "messages": (),
-    "moderation": (),
-    "n": (1,),
-    "prompt": (),
-    "stop": ([], ""),
-}
-"""As ``protocol.UNSUPPORTED``."""
-OVERRIDDEN: Mapping[str, tuple[Any, ...]] = {
-    **RESHAPING,
-    "context_management": ([],),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-"""As ``protocol.RESHAPING``, with keys without which a program continues until the context is full."""
-
-
-def refuse_unservable(body: ResponsesRequest, fixed_sampling: bool) -> None:
-    """Raise ``ApiError`` for the first thing that cannot be served as asked."""
-    refuse_unsupported(body, fixed_sampling, NEVER, OVERRIDDEN)
-    if fixed_sampling:
-        return
-    if LOGPROBS in (body.include or ()):
-        raise unsupported("include", f"{LOGPROBS} is not supported")
-    for index, tool in enumerate(body.tools or ()):
-        if isinstance(tool, OtherTool):
-            raise unsupported(f"tools.{index}.type", f"a tool of type {tool.type!r} is not supported")
-    if isinstance(body.tool_choice, ToolChoice) and body.tool_choice.type not in OWN:
-        raise unsupported("tool_choice", f"tool_choice of type {body.tool_choice.type!r} is not supported")
+    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
+        super().refuse_unsupported(fixed_sampling, template_kwargs)
+        if LOGPROBS in (self.include or ()):
+            raise unsupported("include", f"{LOGPROBS} is not supported")
+        if fixed_sampling:
+            return
+        for index, tool in enumerate(self.tools or ()):
+            if isinstance(tool, OtherTool):
+                raise unsupported(f"tools.{index}.type", f"a tool of type {tool.type!r} is not supported")
+        for chosen in self.tool_choice.chosen() if isinstance(self.tool_choice, ToolChoice) else ():
+            if chosen.type not in OWN:
+                raise unsupported("tool_choice", f"tool_choice of type {chosen.type!r} is not supported")

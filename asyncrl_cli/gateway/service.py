@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -11,11 +11,14 @@ from starlette.responses import Response
 
 from asyncrl_cli.gateway.answers import encoded, usage
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.errors import ApiError
+from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.metrics import Metrics
+from asyncrl_cli.gateway.protocol import Request as Body
 from asyncrl_cli.gateway.requests import Answer, Bodies, Calls, Pieces, Prompts, stream
-from asyncrl_cli.gateway.session import CallOptions, OnPart, Rendered, Session
+from asyncrl_cli.gateway.session import CallOptions, OnPart, Render, Rendered, Session
 from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.records.prompt import Message
 
 SessionOf = Callable[..., Awaitable[Session | None]]
 """The dependency that finds a call's session, if it has one."""
@@ -59,18 +62,35 @@ class Prepared:
     stream: bool
 
 
-def check_model(service: Service, model: str | None) -> None:
-    """Raise ``ApiError`` for a model that is not served; a request need not name one."""
-    if model not in (None, service.model):
+def check_model(service: Service, session: Session | None, model: str | None) -> None:
+    """Raise ``ApiError`` for a model that is not served; a request need not name one.
+
+    In a session every name means its one policy: programs bring their own names, and some use several (decision
+    0069). Without a session another name is probably a mistake.
+    """
+    if session is None and model not in (None, service.model):
         message = f"the model {model!r} does not exist; there is {service.model!r}"
         raise ApiError(404, message, code="model_not_found", param="model")
 
 
-def session_for(service: Service, named: Session | None, model: str | None) -> Session:
-    """The session of a request: the one that its path names, or a new one. Raises ``ApiError`` as ``check_model``
-    does."""
-    check_model(service, model)
+def session_for(service: Service, named: Session | None, body: Body) -> Session:
+    """The session of a request: the one that its path names, or a new one.
+
+    Raises ``ApiError`` for a model that is not served, and for a key that cannot be honoured.
+    """
+    check_model(service, named, body.model)
+    body.refuse_unsupported(named is not None and named.fixed_sampling, service.chat.template_kwargs)
     return named or service.new_session()
+
+
+async def render_chat(
+    session: Session, messages: Sequence[Message], tools: Tools | None, render: Render, param: str = "messages"
+) -> Rendered:
+    """The prompt of a conversation, which ``param`` of the request has. Raises ``ApiError``."""
+    if messages and messages[-1]["role"] == "assistant":
+        message = f"{param}: the last message must not be the assistant's: a reply cannot be prefilled or continued"
+        raise invalid_value(message, param)
+    return await session.render_chat(messages, tools, render)
 
 
 async def respond(service: Service, request: Request, prepared: Prepared) -> Response:

@@ -194,11 +194,6 @@ class Session:
         for task in self._running:
             task.cancel()
 
-    @property
-    def max_length(self) -> int:
-        """Most tokens of one sequence."""
-        return self._limits.max_length
-
     def rollout(self) -> Rollout | None:
         """Everything that was sampled and answered, with all branches; None when there is nothing."""
         return self._transcript.rollout(self._chat.decode)
@@ -384,10 +379,6 @@ class Session:
         wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
         if options.n < 1 or wanted < 1:
             raise invalid_value("n and max_tokens must be at least 1")
-        if options.max_tokens is not None and wanted > limits.max_length:
-            raise invalid_value(
-                f"max_tokens is {wanted}, more than this model's maximum context length of {limits.max_length} tokens"
-            )
         room = limits.max_length - prompt_tokens
         if room < 1:
             raise self._too_long(f"{prompt_tokens} tokens")

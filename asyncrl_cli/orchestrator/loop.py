@@ -83,7 +83,9 @@ class Orchestrator:
         self._step = opening.step
         self._checkpoints = Checkpoints(parts.run, parts.ranks, spec)
         self._steps = StepRecorder(
-            spec, parts.client, parts.prompts, parts.buffer, parts.reporter, reported=opening.trained
+            *(spec, parts.client, parts.prompts, parts.buffer, parts.reporter),
+            parts.budget.note,
+            reported=opening.trained,
         )
         self._publisher = Publisher(spec, parts.ranks, parts.client, parts.replicas, parts.watchdog, parts.budget)
         turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)

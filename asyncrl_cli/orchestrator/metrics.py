@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -24,6 +24,11 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.cpu_time import HostTime, host_time
 from asyncrl_cli.tasks.mix import task_names
+
+NO_UPDATES = "no_updates"
+"""The kind of fault in the journal of steps that change no weight."""
+STEPS_WITHOUT_UPDATE = 20
+"""Steps in a row without an update after which the run warns."""
 
 
 class StepClock:
@@ -90,10 +95,16 @@ class StepRecorder:
         prompts: PromptSource,
         buffer: BufferClient,
         reporter: Reporter,
+        note_fault: Callable[[str, str, str], Awaitable[None]],
         reported: int,
     ) -> None:
-        """``reported``: number of steps that earlier drivers have reported."""
+        """``note_fault(kind, part, message)`` shows and records a fault. ``reported``: number of steps that earlier
+        drivers have reported."""
         self.reported = reported
+        self._note_fault = note_fault
+        self._critic_warmup = spec.algorithm.critic.warmup_steps
+        self._without_update = 0
+        self._fault = ""
         self._float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
         self._task_names = task_names(spec.task)
         self._clock = StepClock(client)
@@ -125,6 +136,7 @@ class StepRecorder:
         if self._prompts.filter is not None:
             metrics["data/filtered_prompts"] = float(self._prompts.filter.filtered)
         self._warn_of_gap(step + 1, report)
+        self._count_updates(step, metrics)
         self._reporter.stepped(step + 1, version, metrics, time.time())
         self.reported = step + 1
         self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
@@ -134,6 +146,9 @@ class StepRecorder:
         for step, record in list(self._unrecorded.items()):
             await self._buffer.trained(record)
             self._unrecorded.pop(step, None)
+        if self._fault:
+            fault, self._fault = self._fault, ""
+            await self._note_fault(NO_UPDATES, "trainer", fault)
 
     def _warn_of_gap(self, step: int, report: StepReport) -> None:
         """Warn once if an engine's log-probs differ more from the trainer's than rounding explains."""
@@ -143,6 +158,20 @@ class StepRecorder:
             self._reporter.warn(
                 f"step {step}: an engine's log-probs are up to {gap:.2g} nats from the trainer's for the same weights; "
                 f"in float32 {limit:g} is the most that rounding explains (metric engine/logprob_gap_max)"
+            )
+
+    def _count_updates(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Have ``flush`` report a run that learns nothing, once for each series of steps without an update."""
+        if step < self._critic_warmup:  # the critic alone is trained
+            return
+        self._without_update = 0 if metrics.get("train/updates", 1.0) else self._without_update + 1
+        if self._without_update == STEPS_WITHOUT_UPDATE:
+            cause = f"the rewards of each group were equal (their mean is now {metrics['reward/mean']:g})"
+            if metrics.get("train/updates_skipped"):
+                cause = "no update was finite"
+            self._fault = (
+                f"steps {step + 2 - STEPS_WITHOUT_UPDATE} to {step + 1} changed no weight: {cause}; read responses "
+                "(`asyncrl inspect buffer`), and check the reward function and the engines' logs"
             )
 
 

@@ -72,6 +72,7 @@ class ReplayPlan:
     """What to replay.
 
     Args:
+        logs: the folder for the logs of the processes.
         checkpoint: where the trainer starts; None for the initial model.
         first: the first step to show, counted from 0 like all steps in the journal.
         last: the step to stop before.
@@ -80,6 +81,7 @@ class ReplayPlan:
     run: RunDirectory
     spec: ExperimentSpec
     search_path: Path
+    logs: Path
     checkpoint: Checkpoint | None
     first: int
     last: int
@@ -88,15 +90,15 @@ class ReplayPlan:
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     """Train recorded batches again. Raises ``RunError`` when a batch is no longer in the journal or a rank dies, and
     ``ConfigError`` when the hosts of a cluster cannot work together."""
-    actors, logs = Actors(0, plan.spec.trainer.ranks), _log_folder(plan.run)
-    with ray_cluster(plan.spec, logs, actors):
-        check_joined(plan.spec, actors, logs, progress)
+    actors = Actors(0, plan.spec.trainer.ranks)
+    with ray_cluster(plan.spec, plan.logs, actors):
+        check_joined(plan.spec, actors, plan.logs, progress)
         asyncio.run(_replay(plan, progress, show))
 
 
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
-    factory = ActorFactory(spec, run.path, search_path, _log_folder(run))
+    factory = ActorFactory(spec, run.path, search_path, plan.logs)
     limit_s = spec.pipeline.stall_minutes * 60
     ranks = TrainerRanks(factory.trainer, factory.trainer_group(), search_path, limit_s, progress)
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
@@ -140,12 +142,6 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                 )
             )
     except TrainerLost as lost:
-        raise RunError(f"the trainer died: {lost}", location=run.run_id, hint="its log is in logs/replay") from None
+        raise RunError(f"the trainer died: {lost}", location=run.run_id, hint=f"its log is in {plan.logs}") from None
     finally:
         connection.close()
-
-
-def _log_folder(run: RunDirectory) -> Path:
-    folder = run.path / "logs" / "replay"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder

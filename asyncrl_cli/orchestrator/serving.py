@@ -29,6 +29,7 @@ from asyncrl_cli.rollout.response_text import decoder
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.logs import writable_folder
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 
 
@@ -83,12 +84,13 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
             )
         trained = checkpoint.step
         what, model = f"step {trained} of {run.run_id}", lambda folder: _exported(run, spec, checkpoint, folder)
-    return Served(spec, run.run_id, what, trained // spec.pipeline.publish_every, run.path / "logs" / "serve", model)
+    logs = writable_folder(run.path / "logs" / "serve")
+    return Served(spec, run.run_id, what, trained // spec.pipeline.publish_every, logs, model)
 
 
 def served_spec(spec: ExperimentSpec, model: Path) -> Served:
     """The model in a folder, with the settings of a spec."""
-    logs = spec.runs_dir.absolute() / "serve" / spec.name
+    logs = writable_folder(spec.runs_dir.absolute() / "serve" / spec.name)
     return Served(spec, spec.name, f"the initial model of {spec.name}", 0, logs, lambda _: model)
 
 
@@ -107,7 +109,6 @@ def serve(
 
     All processes that were started have ended when this returns. Raises ``UserError`` with the cause of a failure.
     """
-    served.logs.mkdir(parents=True, exist_ok=True)
     try:
         actors = Actors(served.spec.rollout.min_engines, 0)
         with stop_on_signals() as stop, ray_cluster(served.spec, served.logs, actors):

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 LOG_BYTES = 16 * 2**20
 """Size at which ``bound_log`` begins a new log."""
+
+
+def writable_folder(folder: Path) -> Path:
+    """Make a folder for logs. Where this user may not write, return a temporary folder instead, which stays."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK, effective_ids=True):
+            return folder
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-logs-"))
 
 
 def redirect_output(log_dir: str, name: str) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import astuple
 from pathlib import Path
 
@@ -43,6 +41,7 @@ from asyncrl_cli.records.generation import CONTEXT, EngineRequest
 from asyncrl_cli.records.groups import Outcome, PublishRecord
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.records.training import TrainingBatch
+from tests.conftest import not_writable
 
 
 @pytest.fixture
@@ -265,29 +264,6 @@ def test_a_copy_of_a_live_run_can_be_read_and_resumed(tmp_path: Path, path: Path
     commit(book)
     assert [content(batch_in(copy, step)) for step in range(3)] == batches
     assert DurableLedger(copy, SETTINGS).ledger.snapshot() == snapshot
-
-
-@contextmanager
-def not_writable(folder: Path) -> Iterator[None]:
-    """Makes a folder read-only. Root may write anywhere, so the process becomes another user meanwhile."""
-    mode, me = folder.stat().st_mode, os.geteuid()
-    folder.chmod(0o555)
-    try:
-        if me == 0:
-            os.seteuid(65534)
-        yield
-    finally:
-        os.seteuid(me)
-        folder.chmod(mode)
-
-
-@pytest.fixture
-def archive() -> Iterator[Path]:
-    """A folder that every user may enter."""
-    folder = Path(tempfile.mkdtemp(prefix="archive-"))
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
 
 
 def test_a_finished_run_can_be_read_where_nothing_may_be_written(archive: Path) -> None:

@@ -18,6 +18,8 @@ from asyncrl_cli.orchestrator.serving import Address, Served, served_run, withou
 from asyncrl_cli.runs.checkpoints import Checkpoint, seal
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.system.logs import writable_folder
+from tests.conftest import not_writable
 
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\npipeline: {publish_every: 2}\nstop: {steps: 10}\n"
 
@@ -52,6 +54,20 @@ def test_a_finished_run_serves_its_final_model_and_others_their_newest_checkpoin
         run.update(phase="finished")
         assert served(run, 12).what.startswith("step 12"), "an explicit step has priority over the final model"
         newest.assert_called_with(run, 12)
+
+
+def test_a_run_in_a_read_only_folder_is_served_and_replayed_with_logs_elsewhere(archive: Path) -> None:
+    run = RunDirectory.create(archive, "mine")
+    run.write_text("spec.yaml", SPEC)
+    (run.path / "model").mkdir()
+    run.update(phase="finished", step=10)
+    spec = load_spec(run.path / "spec.yaml").spec
+    with not_writable(run.path / "logs"):
+        folders = [served_run(run, spec, None).logs, writable_folder(run.path / "logs" / "replay")]
+    for folder in folders:
+        assert not folder.is_relative_to(archive) and not list(folder.iterdir())
+        folder.rmdir()
+    assert served(run).logs == run.path / "logs" / "serve"
 
 
 def test_engines_of_a_saved_model_have_nothing_of_its_training(run: RunDirectory) -> None:

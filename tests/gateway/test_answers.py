@@ -240,7 +240,6 @@ def test_further_keys_of_agents_are_accepted() -> None:
         "store": False,
         "top_p": 1.0,
         "user": "me",
-        "a_key_of_next_year": [1],
     }
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     messages: Any = [

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.json_values import key
 from asyncrl_cli.gateway.messages_blocks import chat_messages, reply_blocks
-from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest, refuse_unsupported
+from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest
 from asyncrl_cli.records.prompt import Message, normalized
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -141,7 +141,7 @@ def test_reasoning_of_another_server_is_not_shown() -> None:
         (
             "user",
             {"type": "image", "source": {}},
-            "blocks of type image are not supported here, only text, t",
+            "content of type image is not supported here, only text, t",
         ),
         ("user", {"type": "document", "source": {}}, "the policy reads and writes text"),
         ("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, "type tool_use"),
@@ -187,14 +187,13 @@ def test_tools_are_functions_to_templates() -> None:
         {"top_k": 5},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
         {"mcp_servers": [{"type": "url", "url": "https://example.com", "name": "x"}]},
-        {"container": "container_1"},
     ],
 )
-def test_what_cannot_be_served(more: Any) -> None:
+def test_what_only_sessions_of_a_run_leave_out_is_refused_elsewhere(more: Any) -> None:
     with pytest.raises(ApiError, match="not supported") as raised:
-        refuse_unsupported(request(**more), fixed_sampling=False)
+        request(**more).refuse_unsupported(fixed_sampling=False, template_kwargs={})
     assert raised.value.code == "unsupported_parameter"
-    refuse_unsupported(request(**more), fixed_sampling=True)
+    request(**more).refuse_unsupported(fixed_sampling=True, template_kwargs={})
 
 
 def test_what_claude_code_sends_beside_the_conversation_is_accepted() -> None:
@@ -202,15 +201,10 @@ def test_what_claude_code_sends_beside_the_conversation_is_accepted() -> None:
         "top_p": 1,
         "metadata": {"user_id": "me"},
         "thinking": {"type": "enabled", "budget_tokens": 1024},
-        "context_management": {"edits": []},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "output_config": {"effort": "high"},
         "service_tier": "auto",
     }
-    refuse_unsupported(request(**neutral), fixed_sampling=False)
-
-
-def test_a_reply_cannot_be_begun() -> None:
-    begun = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is ("}]
-    with pytest.raises(ValidationError, match="must end with a user's message"):
-        request(messages=begun)
-    assert len(conversation(*begun)) == 2, "its tokens can be counted"
+    request(**neutral).refuse_unsupported(fixed_sampling=False, template_kwargs={})
+    with pytest.raises(ValidationError, match="edits of type clear_tool_uses_20250919 are not supported"):
+        request(context_management={"edits": [{"type": "clear_tool_uses_20250919"}]})

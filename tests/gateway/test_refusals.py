@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import openai
 import pytest
-from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, in_time, key_of, served
+from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, chat_format, in_time, key_of, served
 
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.protocol import NO_EFFECT, SAMPLING
 from asyncrl_cli.gateway.server import GatewayError, listen
 from asyncrl_cli.rollout.client import GenerationFailed
 
@@ -55,7 +58,6 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
     (CHAT, chat(temperature=-1), 400, "temperature", "invalid_value"),
     (CHAT, chat(temperature="1"), 400, "temperature", "invalid_value"),
     (CHAT, chat(max_tokens=0), 400, "max_tokens", "invalid_value"),
-    (CHAT, chat(max_tokens=MAX_LENGTH + 1), 400, None, "invalid_value"),
     (CHAT, chat(max_tokens=10**30), 400, "max_tokens", "invalid_value"),
     (CHAT, chat(n=0), 400, "n", "invalid_value"),
     (CHAT, chat(n=True), 400, "n", "invalid_value"),
@@ -85,6 +87,196 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
 ]
 """Path, body, and status, param and code of the error (None: any)."""
 
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+CONVERSATIONS = (CHAT, RESPONSES, MESSAGES)
+SYSTEM, USER, REPLY = ({"role": role, "content": role[0]} for role in ("system", "user", "assistant"))
+
+
+def asked(path: str, *messages: Any, **changes: Any) -> dict[str, Any]:
+    """The smallest request of each API; Responses' messages are called ``input``."""
+    if path == TEXT:
+        return text(**changes)
+    given = list(messages or HELLO)
+    return ({"input": given} if path == RESPONSES else {"messages": given, "max_tokens": 9}) | changes
+
+
+REFUSED: dict[str, Any] = {
+    "add_generation_prompt": False,
+    "allowed_token_ids": [1],
+    "bad_words": ["x"],
+    "chat_template": "{{ messages }}",
+    "chat_template_kwargs": {"enable_thinking": True},
+    "container": "c",
+    "continue_final_message": True,
+    "documents": [{"text": "x"}],
+    "echo": True,
+    "enable_thinking": False,
+    "ignore_eos": True,
+    "include_reasoning": False,
+    "include_stop_str_in_output": True,
+    "key_of_next_year": 0,
+    "logit_bias": {"1": 2},
+    "min_tokens": 2,
+    "moderation": {"model": "m"},
+    "prompt_logprobs": 1,
+    "skip_special_tokens": False,
+    "stop_token_ids": [1],
+    "thinking_token_budget": 5,
+    "truncate_prompt_tokens": 5,
+    "truncation": "auto",
+    "typical_p": 0.5,
+    "use_beam_search": True,
+    "vllm_xargs": {"x": 1},
+}
+ACCEPTED: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "cache_salt": "x",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "client_metadata": {"x": "y"},
+    "continue_final_message": False,
+    "metadata": {"run": "7"},
+    "n": 1,
+    "parallel_tool_calls": False,
+    "prompt_cache_key": "x",
+    "reasoning": {"effort": "low"},
+    "reasoning_effort": "low",
+    "service_tier": "auto",
+    "skip_special_tokens": True,
+    "stop": [],
+    "suffix": None,
+    "thinking": {"type": "enabled", "budget_tokens": 1024},
+    "top_p": 1.0,
+    "user": "me",
+}
+
+
+@pytest.mark.parametrize("session", [None, "7-0"])
+@pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
+def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str, session: str | None) -> None:
+    async def test() -> None:
+        chat = ChatFormat(chat_format()._tokenizer, template_kwargs={"enable_thinking": False})
+        async with served(Engine(chat=chat)) as there:
+            there.session("7-0")
+            answer = await there.post(path, asked(path, **ACCEPTED), session)
+            assert answer.status_code == 200, answer.text
+            for key, value in REFUSED.items():
+                answer = await there.post(path, asked(path, **{key: value}), session)
+                error = answer.json()["error"]
+                assert answer.status_code == 400 and error["message"].startswith(f"{key} is not supported"), answer.text
+                assert path == MESSAGES or (error["param"], error["code"]) == (key, "unsupported_parameter")
+            # Programs send sampling settings by habit: the run's own count in its sessions.
+            answer = await there.post(path, asked(path, temperature=0.1, top_p=0.5, top_k=3), session)
+            assert answer.status_code == (400 if session is None else 200), answer.text
+            typo = await there.post(path, asked(path, temprature=0.1), session)
+            assert "did you mean `temperature`?" in typo.text
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
+    limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
+
+    async def test() -> None:
+        async with served() as there:
+            session = there.session("7-0")
+
+            async def prompt_of(*messages: Any) -> str:
+                answer = await there.post(path, asked(path, *messages, **{limit: 32_000}), "7-0")
+                assert answer.status_code == 200, answer.text
+                return str(chat_format().decode(there.engine.asked[-1].prompt_ids))
+
+            merged = await prompt_of(SYSTEM, SYSTEM, USER, REPLY, SYSTEM, USER, REPLY, SYSTEM)
+            assert merged == "s:s\n\ns\nu:u\na:a\nu:s\n\nu\na:a\nu:s\na:"
+            request = there.engine.asked[-1]
+            assert request.sampling.max_tokens == MAX_LENGTH - len(request.prompt_ids), "what is left of the context"
+            long = await there.post(path, asked(path, USER | {"content": "x" * MAX_LENGTH}), "7-0")
+            assert (long.status_code, "maximum context length" in long.text) == (400, True)
+            prefilled = await there.post(path, asked(path, USER, REPLY), "7-0")
+            assert prefilled.status_code == 400
+            key = "input" if path == RESPONSES else "messages"
+            assert f"{key}: the last message must not be the assistant's" in prefilled.text
+            for model in ("gpt-4o", "claude-of-this-year", MODEL):
+                assert (await there.post(path, asked(path, model=model), "7-0")).status_code == 200
+            assert (await there.post(path, asked(path, model="gpt-4o"))).status_code == 404
+            assert (
+                await there.http.get("/sessions/7-0/v1/models/gpt-4o", headers=key_header("7-0"))
+            ).status_code == 200
+            assert session.failure.startswith("This model's maximum context length")
+
+    in_time(test)
+
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+PICTURES: dict[str, tuple[Any, ...]] = {
+    CHAT: (
+        {"role": "assistant", "tool_calls": [CALLED]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+    ),
+    RESPONSES: (
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "image_url", "image_url": "x"}]},
+    ),
+    MESSAGES: (
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image_url", "source": {}}]}],
+        },
+    ),
+}
+TOOLS = {
+    CHAT: lambda name: {"type": "function", "function": {"name": name}},
+    RESPONSES: lambda name: {"type": "function", "name": name},
+}
+
+
+@pytest.mark.parametrize("path", CONVERSATIONS)
+def test_a_picture_in_a_tools_result_is_refused_with_the_reason(path: str) -> None:
+    async def test() -> None:
+        async with served() as there:
+            answer = await there.post(path, asked(path, USER, *PICTURES[path]))
+            assert answer.status_code == 400
+            message = answer.json()["error"]["message"]
+            assert "content of type image_url is not supported here, only " in message and "; or: " not in message
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("session", [None, "7-0"])
+@pytest.mark.parametrize("path", TOOLS)
+def test_tools_that_are_not_allowed_are_hidden(path: str, session: str | None) -> None:
+    tools = [TOOLS[path](name) for name in ("f", "g", "h")]
+
+    async def test() -> None:
+        async with served() as there:
+            there.session("7-0")
+            for names, status in ((["f", "h"], 200), (["x"], 400)):
+                some = {"mode": "auto", "tools": [TOOLS[path](name) for name in names]}
+                choice = {"type": "allowed_tools", **(some if path == RESPONSES else {"allowed_tools": some})}
+                answer = await there.post(path, asked(path, tools=tools, tool_choice=choice), session)
+                assert answer.status_code == status, answer.text
+            (request,) = there.engine.asked
+            assert chat_format().decode(request.prompt_ids).startswith("[f][h]u:hello")
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("key", ["audio", "function_call", "refusal"])
+def test_content_of_a_message_that_the_policy_would_not_see_is_refused(key: str) -> None:
+    async def test() -> None:
+        async with served() as there:
+            answer = await there.post(CHAT, asked(CHAT, REPLY | {key: {"name": "f"}}, USER))
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, f"messages.0.{key}")
+
+    in_time(test)
+
+
+def test_the_documentation_lists_keys_without_effect_and_sampling_settings() -> None:
+    page = (Path(__file__).parents[2] / "docs/gateway.md").read_text()
+    assert not [key for key in NO_EFFECT | SAMPLING.keys() if f"`{key}`" not in page]
+
 
 def tool(name: str = "f", **more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, **more}}
@@ -100,9 +292,9 @@ FLOODS: list[tuple[dict[str, Any], str | None, str]] = [
     (chat(messages=[{"role": "user", "content": MUCH}]), None, "context_length_exceeded"),
     (chat(messages=[{"role": "user", "content": "x", "name": MUCH}]), None, "context_length_exceeded"),
     (chat(messages=[{"role": "tool", "content": "x", "tool_call_id": MUCH}]), None, "context_length_exceeded"),
-    (chat(messages=[call(arguments=MUCH)]), None, "context_length_exceeded"),
-    (chat(messages=[call(arguments="[" * 1_500_000)]), None, "context_length_exceeded"),
-    (chat(messages=[call(name=MUCH)]), None, "context_length_exceeded"),
+    (chat(messages=[call(arguments=MUCH), *HELLO]), None, "context_length_exceeded"),
+    (chat(messages=[call(arguments="[" * 1_500_000), *HELLO]), None, "context_length_exceeded"),
+    (chat(messages=[call(name=MUCH), *HELLO]), None, "context_length_exceeded"),
     (chat(messages=[{"role": "user", "content": ""}] * 100_000), "messages", "invalid_value"),
     (chat(messages=[call() | {"tool_calls": call()["tool_calls"] * 150_000}]), None, "invalid_value"),
     (chat(messages=[{"role": "user", "content": ""}] * 4096), None, "context_length_exceeded"),

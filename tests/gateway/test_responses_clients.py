@@ -161,7 +161,7 @@ def test_a_session_of_training_overrides_what_changes_the_distribution() -> None
     async def test() -> None:
         async with served(Engine()) as there:
             there.session("7-0")
-            body = {"top_p": 0.5, "temperature": 0.0, "truncation": "auto", "tools": [{"type": "web_search"}]}
+            body = {"top_p": 0.5, "temperature": 0.0, "tools": [{"type": "web_search"}]}
             response = await answered(there, "7-0", input="a", tool_choice={"type": "web_search"}, **body)
             assert (response.temperature, response.top_p, response.tools) == (None, 1.0, [])
             (asked,) = there.engine.asked

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.protocol import MAX_CALLS
-from asyncrl_cli.gateway.responses_items import chat_tools, items_of, messages_of, with_instructions
+from asyncrl_cli.gateway.responses_items import chat_tools, items_of, messages_of
 from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
 from asyncrl_cli.records.prompt import Message, normalized
 
@@ -112,17 +112,6 @@ def test_items_of_one_reply_are_one_message() -> None:
     assert len(messages(called, reply)) == 2
     assert len(messages(called, thought)) == 2
     assert messages({"type": "reasoning", "summary": []}) == []
-
-
-def test_instructions_and_the_first_system_messages_are_one() -> None:
-    developer = {"role": "developer", "content": "b"}
-    user = {"role": "user", "content": "c"}
-    assert with_instructions("a", messages(developer, user, developer)) == [
-        {"role": "system", "content": "a\n\nb"},
-        {"role": "user", "content": "c"},
-        {"role": "system", "content": "b"},
-    ]
-    assert with_instructions(None, messages(user)) == messages(user)
 
 
 def test_a_reply_has_as_many_calls_as_a_message_of_chat_may_have() -> None:

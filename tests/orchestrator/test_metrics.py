@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins import client_over, rollout
+from stand_ins import client_over, rollout, spec
 
-from asyncrl_cli.orchestrator.metrics import StepClock, batch_digest, step_metrics
+from asyncrl_cli.orchestrator.metrics import StepClock, StepRecorder, batch_digest, step_metrics
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
-from asyncrl_cli.records.groups import Counts, PublishRecord
+from asyncrl_cli.records.groups import Counts, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.system.cpu_time import HostTime
@@ -250,3 +252,42 @@ def test_batches_have_the_same_digest_exactly_when_their_tokens_are_the_same() -
     again = TrainingBatch(7, 3, (replace(GROUPS[0], rollouts=(wide, second)), GROUPS[1]))
     assert batch_digest(again) == batch_digest(BATCH)
     assert batch_digest(BATCH) == "4281b4609f473cdf72d34fa67c6801d4", "digests of different releases are comparable"
+
+
+class Recorded:
+    """A buffer, a source of prompts and a reporter that keep nothing."""
+
+    filter, skipped, unusable = None, 0, 0
+
+    async def trained(self, record: Any) -> None: ...
+
+    def stepped(self, *_: Any) -> None: ...
+
+
+def test_a_run_that_changes_no_weight_for_20_steps_has_one_fault_for_each_series() -> None:
+    faults: list[tuple[str, str, str]] = []
+
+    async def note(*fault: str) -> None:
+        faults.append(fault)  # type: ignore[arg-type]
+
+    nothing: Any = Recorded()
+    learns = spec(algorithm={"advantage": "gae", "critic": {"warmup_steps": 5}})
+    recorder = StepRecorder(learns, client_over(1), nothing, nothing, nothing, note, reported=0)
+
+    def train(first: int, last: int, updates: float) -> None:
+        for step in range(first, last + 1):
+            batch = replace(BATCH, step=step - 1)
+            recorder.report(Taken(batch, COUNTS, 0.0), StepReport({"train/updates": updates}), None, 0)
+            asyncio.run(recorder.flush())
+
+    train(1, 24, 0.0)  # in the first 5 the critic alone is trained
+    assert not faults
+    train(25, 60, 0.0)
+    ((kind, part, message),) = faults
+    assert (kind, part) == ("no_updates", "trainer")
+    assert "steps 6 to 25 changed no weight" in message and "mean is now 0.75" in message
+    train(61, 61, 1.0)
+    train(62, 80, 0.0)
+    assert len(faults) == 1
+    train(81, 81, 0.0)
+    assert len(faults) == 2

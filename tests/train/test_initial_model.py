@@ -10,8 +10,16 @@ import torch
 import yaml
 
 from asyncrl_cli.spec.inputs import ModelInit
-from asyncrl_cli.train.model.initial import ModelInitError, build_initial_model, write_model_stub, write_weights
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.train.model.initial import (
+    ModelInitError,
+    build_initial_model,
+    prepare_model,
+    write_model_stub,
+    write_weights,
+)
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
+from tests.conftest import not_writable
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICKSTART = Path(__file__).parents[2] / "specs" / "quickstart.yaml"
@@ -126,3 +134,16 @@ def test_what_only_the_model_code_knows_is_refused_too(tmp_path: Path) -> None:
     write_model_stub(qwen3(hidden_act="nonsense"), 64, tmp_path)
     with pytest.raises(ModelInitError, match="cannot build this qwen3"):
         write_weights(tmp_path, 0)
+
+
+def test_a_model_that_cannot_be_written_is_an_error_with_the_folder(archive: Path) -> None:
+    import asyncrl_cli.train.warm_start  # noqa: F401  # root's files cannot be imported below
+
+    (archive / "spec.yaml").write_text(
+        "model: {init: {architecture: qwen3}}\ntask: {use: chain_sum}\nstop: {steps: 1}\n"
+    )
+    spec = load_spec(archive / "spec.yaml", [f"runs_dir={archive}"]).spec
+    with not_writable(archive), pytest.raises(ModelInitError, match="Permission denied") as caught:
+        prepare_model(spec, lambda: pytest.fail("no task is needed"), lambda *_: None)
+    assert caught.value.location == str(archive / "models")
+    assert "runs_dir" in caught.value.hint

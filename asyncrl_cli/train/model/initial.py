@@ -13,9 +13,11 @@ nowhere else, and the weights are a function of the stub and the seed alone. Wei
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,9 +116,18 @@ def prepare_model(
                 settings = model.warm_start, model.max_length, spec.seed
                 chat = model.chat_template, spec.data.apply_chat_template, model.chat_template_kwargs
                 warm_start(initial, load_task(), *settings, folder, progress, *chat)
-    except OSError:
-        if not final.is_dir():  # another run has just made the same model
-            raise
+    except OSError as error:
+        if final.is_dir():  # another run has just made the same model
+            return final
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and not os.access(
+            final.parent, os.W_OK, effective_ids=True
+        ):
+            raise ModelInitError(
+                f"the initial model cannot be made: {error.strerror}",
+                location=str(final.parent),
+                hint="set runs_dir to a folder you may write to, or copy the model there",
+            ) from None
+        raise
     return final
 
 
