@@ -140,6 +140,36 @@ FORMS = [
     ("i", [r"\sqrt{-1}"], ["1"]),
     ("{1,2,3}", [r"\{3,2,1\}"], ["{1,2}"]),
     (r"\mathbf{i}+2\mathbf{j}", [r"\mathbf{i}+2\mathbf{j}"], [r"\mathbf{i}"]),
+    ("1/2", ["½", "1⁄2", r"\frac 1 2", r"{1 \over 2}"], ["⅓", "-½"]),
+    ("7/2", ["3½", "3 ½"], ["3/½", "½"]),
+    ("x^{-2}", ["x⁻²"], ["x²"]),
+    (r"\sqrt{12}", ["√12", "2√3", "2*sqrt(3)", "2·√3"], ["√13", "√3"]),
+    (r"2\pi", ["2π", "2pi", "2*pi"], ["2p"]),
+    ("36", ["€36", "36 €", "£36", r"\mathbf{36}", r"\bm{36}", r"\color{red}{36}", r"\underline{36}", "= 36"], ["€35"]),
+    ("11", [r"x\approx11", "≈ 11"], [r"2 \approx 11", r"11.2"]),
+    (r"\frac{1}{3}", [r"x = \frac13 \approx 0.33", "0.3333333"], ["0.33", "0.3333"]),
+    ("0.0000001", ["10^{-7}", "10^-7", "1e-07", r"1\times10^{-7}"], ["0.0000002", "2e-07", "0"]),
+    ("8", ["2**3", "2^(3)", "2³", "5+3"], ["6"]),
+    ("(p,q)=(3,2)", ["(3,2)"], ["(q,p)=(3,2)", "(2,3)"]),
+    ("11:21", ["V_1:V_2=11:21", "11 : 21"], ["22:42", "21:11"]),
+    ("a_3=2, a_{37}=19", [r"a_{37} = 19, \quad a_3 = 2"], ["a_3=19, a_{37}=2"]),
+    ("(11,7)or(7,11)", ["(7,11), (11,7)"], ["(7,11)"]),
+    (
+        r"\begin{pmatrix}1 & 2\end{pmatrix}",
+        [r"\left[\begin{array}{cc}1 & 2\end{array}\right]"],
+        [r"\begin{pmatrix}2 & 1\end{pmatrix}"],
+    ),
+    ("y=2x+3", ["2x-y+3=0", "2y = 4x+6"], ["y=2x-3", "2x-y-3=0", "x=2y+3"]),
+    (
+        "E",
+        ["E: a polygenic score", "E. one", "E) one", r"\textbf{(E) }72", r"\text{E: x or y}", "Option E"],
+        ["F: E", "E: or F"],
+    ),
+    ("72", [r"\textbf{(E) }72", r"\textbf{(E)}\ 72"], ["(E) 73"]),
+    ("2^{100000}", ["4^{50000}"], ["2^{100000}+1"]),
+    (r"\sqrt{2}+\sqrt{3}", [r"\sqrt{5+2\sqrt{6}}", "3.1462644"], ["3.146", r"\sqrt{2}+\sqrt{3}+10^{-20}"]),
+    (r"1000000\pi", ["3141592.65"], ["3141593", r"1000001\pi"]),
+    (r"\cos(2x)", [r"1-2\sin^2 x"], [r"1-2\sin x"]),
 ]
 """Answers from the data sets, with correct and with wrong responses."""
 TASK = MathAnswers()
@@ -206,6 +236,58 @@ def test_answers_of_real_data_sets(answer: str, right: list[str], wrong: list[st
         ("x'", "x"),
         ("A'B", "AB"),
         ("i", r"-\sqrt{-1}"),
+        ("1/2004!", "1/2006!"),
+        ("0", "1/2004!"),
+        ("1/3^50", "2/3^50"),
+        ("x/3^{50}", "2x/3^{50}"),
+        ("x/2004!", "x/2006!"),
+        ("x<1/3^{50}", "x<2/3^{50}"),
+        ("x<1/2004!", "x<1/2006!"),
+        ("[0,1/3^{50}]", "[0,2/3^{50}]"),
+        (r"\begin{pmatrix}0.0000001\\1\end{pmatrix}", r"\begin{pmatrix}0.0000002\\1\end{pmatrix}"),
+        ("10^{60}", r"10^{60}+1"),
+        ("e^{-1000}", "e^{-1001}"),
+        (r"e^{\pi\sqrt{163}}", "262537412640768744"),
+        ("9" * 600, "9" * 599 + "8"),
+        ("123456789.1", "123456789"),
+        ("x^2=-1", "x^2=-2"),
+        ("0=0", "1=1"),
+        ("1/0", "2/0"),
+        ("2024-01-15", "2024-15-01"),
+        ("2024-01-15", "2008"),
+        ("2024/01/15", "2024/15/01"),
+        ("10.5.2024", "5.10.2024"),
+        ("2019-2020", "-1"),
+        ("5-10", "10-15"),
+        ("12:30", "24:60"),
+        ("12:30", "2/5"),
+        ("10:30:15", "10:15:30"),
+        ("555-1234", "1234-1913"),
+        ("(555) 123-4567", "(555) 4567-123"),
+        ("+1-555-123-4567", "+1-123-555-4567"),
+        ("1.2.3", "1.3.2"),
+        ("v1.2.3", "v1.3.2"),
+        ("192.168.0.1", "192.168.1.0"),
+        ("978-3-16-148410-0", "978-16-3-148410-0"),
+        ("0-306-40615-X", "0-40615-306-X"),
+        ("A", "A, B"),
+        ("A", "A: 5 or B: 6"),
+        ("A", "(A) and (B)"),
+        ("A", "A: Paris (B) London"),
+        ("A", "not A"),
+        ("A: Paris", "C: Paris"),
+        ("(A) 72", "(B) 72"),
+        ("A: 5", "A: 6"),
+        ("4", r"3 \to 4"),
+        ("4", r"3 \lor 4"),
+        ("4", "3 → 4"),
+        ("4", "3 # 4"),
+        ("4", r"3 \unknown 4"),
+        ("7", "3 4"),
+        ("7", r"3 \ldots 4"),
+        ("2", "2?"),
+        ("2", r"2 \pm 1"),
+        ("2", r"x \ne 2"),
     ],
 )
 def test_similar_answers_with_other_values_are_not_equal(answer: str, response: str) -> None:
@@ -259,6 +341,130 @@ def test_a_list_needs_no_box(response: str, reward: float) -> None:
 )
 def test_prose_is_searched_for_its_last_expression(answer: str, response: str, reward: float) -> None:
     assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        # a mark that is cut off counts
+        ("5", r"First \boxed{5}. Wait, so it is \boxed{7", 0.0),
+        ("7", r"First \boxed{5}. Wait, so it is \boxed{7", 0.0),
+        ("5", r"\boxed{5}. So \boxed", 0.0),
+        ("5", "<answer>5</answer> Hm. <answer>7", 0.0),
+        ("7", "<answer>5</answer> Hm. <answer>7", 0.0),
+        ("5", "\\boxed{5}\n####", 0.0),
+        ("5", r"\boxed{5} <answer>", 0.0),
+        ("5", r"\boxed{5}. The answer is", 0.0),
+        # of several marks the last one
+        ("18", r"\boxed{18}. The answer is 20.", 0.0),
+        ("20", r"\boxed{18}. The answer is 20.", 1.0),
+        ("20", r"The answer is 18. So \boxed{20}", 1.0),
+        ("18", r"<answer>18</answer> so \boxed{20}", 0.0),
+        ("20", r"\boxed{18} <answer>20</answer>", 1.0),
+        ("5", r"\boxed{5}. No, the answer is not 5.", 0.0),
+        ("18", r"The answer is \boxed{18}. This answer is correct.", 1.0),
+        ("18", r"\boxed{18} is the final answer.", 1.0),
+        # thoughts
+        ("18", r"<think>I get \boxed{18}.</think> The answer is 20.", 0.0),
+        ("20", r"<think>I get \boxed{18}.</think> The answer is 20.", 1.0),
+        ("20", r"I get \boxed{18}.</think>20", 1.0),
+        ("18", r"<think>I get \boxed{18}.", 0.0),
+        ("18", r"<think>\boxed{18}</think>", 0.0),
+        ("18", r"\boxed{18}</think><think>", 0.0),
+        ("18", r"<seed:think>\boxed{18}</seed:think>20", 0.0),
+        ("18", r"[THINK]\boxed{18}[/THINK] The answer is 20.", 0.0),
+        # several in a row are a list
+        ("3,4", r"\boxed{3} and \boxed{4}", 1.0),
+        ("3,4", r"$\boxed{3}$, $\boxed 4$", 1.0),
+        ("x=3,y=4", r"\boxed{x=3}, \boxed{y=4}", 1.0),
+        ("3,4", r"x = \boxed{3}, y = \boxed{4}", 1.0),
+        ("4", r"\boxed{3} and \boxed{4}", 0.0),
+        ("3", r"\boxed{3} and \boxed{4}", 0.0),
+        ("4", r"\boxed{3} or \boxed{4}", 0.0),
+        ("4", r"\boxed{3}\boxed{4}", 0.0),
+        ("4", "<answer>3</answer> or <answer>4</answer>", 0.0),
+        ("4", r"\boxed{3} and \boxed{4", 0.0),
+        ("4", "\\boxed{4}\n\n\\boxed{4}", 1.0),
+        ("4", r"\boxed{3}. That is wrong: \boxed{4}", 1.0),
+        # forms of marks
+        ("42", r"\fbox{42}", 1.0),
+        ("5", r"\boxed {5}", 1.0),
+        ("5", r"$\boxed 5$", 1.0),
+        ("5", r"\(\boxed5\), as above", 1.0),
+        ("72", "**72**", 1.0),
+        ("72", "*72*", 1.0),
+        ("72", "__72__", 1.0),
+        ("72", "`72`", 1.0),
+        ("72", "So she earns *72* dollars.", 1.0),
+        ("72", "<answer>72</answer>", 1.0),
+        ("72", r"<ANSWER>\boxed{72}</ANSWER>", 1.0),
+        ("72", "**Final Answer**: 72", 1.0),
+        ("72", "### Final Answer\n72", 1.0),
+        ("72", "Therefore, the answer is\n\\[\n72\n\\]", 1.0),
+        ("B", "The correct option is B", 1.0),
+        ("B", "Answer: B. Paris", 1.0),
+        ("B", "The answer is B) Paris.", 1.0),
+        ("B", "The answer is A or B.", 0.0),
+        # hedges
+        ("2", "2 or 3", 0.0),
+        ("3", "I think it is 2 or 3.", 0.0),
+        ("3", "The answer is 2 or 3.", 0.0),
+        ("3", r"\boxed{2 \text{ or } 3}", 0.0),
+        ("3", "<answer>2 or 3</answer>", 0.0),
+        ("2", "It is 3, not 2.", 0.0),
+    ],
+)
+def test_the_last_mark_that_begins_decides(answer: str, response: str, reward: float) -> None:
+    assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        (["2"], r"\boxed{2}", 1.0),
+        (["3", "-3"], r"\boxed{-3}", 1.0),
+        (["3", -3], r"\boxed{-3}", 1.0),
+        (["3", "-3"], r"\boxed{3, -3}", 0.0),
+        (["3", "-3"], r"\boxed{4}", 0.0),
+        ('["3", "-3"]', r"\boxed{-3}", 1.0),
+        ("[1, 2]", r"\boxed{[1,2]}", 1.0),
+        ("[1, 2]", r"\boxed{1}", 0.0),
+        (18.0, r"\boxed{18}", 1.0),
+        (1e-07, r"\boxed{10^{-7}}", 1.0),
+        (1e-07, r"\boxed{0}", 0.0),
+        (1e22, r"\boxed{10^{22}}", 1.0),
+        (r"We add: $\boxed{5}$ apples.", r"\boxed{5}", 1.0),
+    ],
+)
+def test_truths_of_files(answer: object, response: str, reward: float) -> None:
+    assert TASK.reward(Prompt("row", "?", {"answer": answer}), response, True) == reward
+
+
+@pytest.mark.parametrize("answer", ["", "nan", "-inf", "NaT", "[]", "####", r"\boxed{5", ["2", "nan"], [""]])
+def test_what_is_no_truth_is_refused(answer: object) -> None:
+    with pytest.raises(Unreadable, match="field 'answer' is not a readable answer"):
+        TASK.check_prompt(Prompt("row", "?", {"answer": answer}))
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        r"\boxed{(10^{10})!}",
+        r"\boxed{9!!!!!!}",
+        r"\boxed{10^{-10^{9}}}",
+        r"\boxed{x<9^{9^{9^9}}}",
+        r"\boxed{" + "x^" * 1000 + "x}",
+        r"\boxed{3} " * 50_000,
+        "#### a\n" * 50_000,
+        "answer is " * 50_000,
+        "<answer>1</answer>" * 50_000,
+        "a _b " * 50_000,
+        "[THINK]" * 50_000 + "[/THINK]",
+    ],
+    ids=lambda response: response[:20],
+)
+def test_hostile_responses_are_judged_without_their_computation(response: str) -> None:
+    assert TASK.reward(Prompt("row", "?", {"answer": "12"}), response, True) == 0.0
 
 
 STEPS = "Add.\n#### Step 2\nSo the sum is"

@@ -43,7 +43,7 @@ _LINE = r"(?P<line>####)"
 _TAG = r"(?P<tag><answer>)"
 _PHRASE = (
     r"(?P<phrase>(?<![a-zA-Z])(?<!this )(?<!that )(?:answers?|correct option|correct choice)[*_]*"
-    r"(?:\s+(?:is|are)\b(?!\s+(?:correct|right|consistent|reasonable|valid)\b)|\s*[:=])"
+    r"(?:\s+(?:is|are)\b(?!\s+(?:correct|right|consistent|reasonable|valid|verified|confirmed|clear)\b)|\s*[:=])"
     r"|(?<![a-zA-Z])final:|final answer[*_]*\n)"
 )
 _MARKS = {
@@ -58,7 +58,7 @@ _MARKS = {
 }
 MOST_MARKS = 100
 """Marks that are read before a response counts as one without an answer: headings look like marks."""
-_THOUGHT = re.compile(r"<(/?)(?:\w{1,20}:)?think(?:ing)?>|\[(/?)THINK\]", re.IGNORECASE)
+_THOUGHT = re.compile(r"<(/?)(?:\w{1,20}[:|])?think[\w:-]{0,20}>|\[(/?)THINK\]", re.IGNORECASE)
 _TAG_END = re.compile("</answer>", re.IGNORECASE)
 _BOX_END = re.compile(r"\$|\n|\\[)\]]|\Z")
 """Where a box without braces ends."""
@@ -72,16 +72,17 @@ _SENTENCE_END = re.compile(
 )
 """Where a stated answer ends: with the sentence, or a comma and a word, but not in "1, 2, and 3"."""
 _UNCLEAR = re.compile(r"\b(?:not|either|neither|or|between)\b|n't", re.IGNORECASE)
+_BEFORE_ANSWER = re.compile(r"^(?:[\s*_:=$]|\\[\[(])+")
 _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 """A calculation behind a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
 """Characters at the end of a response in which a plain expression is looked for: the answer is at the end."""
-_NO_TRUTH = {"nan", "inf", "nat", "<na>"}
-"""What pandas and NumPy write for values that are missing or too large."""
+_NO_TRUTH = {"nan", "inf", "nat", "<na>", "[]"}
+"""How pandas, NumPy and JSON write missing and too large values."""
 _DECIMAL = re.compile(r"(?<![\d.^_])(?:\d*\.\d+|\d+(?=[eE][-+]?\d))(?:[eE][-+]?\d{1,3})?(?!\d|\\overline)")
 _NEGATIVE_POWER = re.compile(r"\^(-\d+)")
-MOST_DIGITS = 100_000
+MOST_DIGITS = 200_000
 """Digits of the numbers that an expression may make when it is computed."""
 DIGITS_IN_SETS = 50
 """The same in sets and relations, which math-verify compares to 100 digits after the point."""
@@ -138,9 +139,9 @@ class MathAnswers:
     def _answers(self, response: str, algebra: _Algebra) -> Iterator[str]:
         """The ways to read the response's answer; none if it has no answer."""
         text = _after_thoughts(response)
-        marks = list(_MARKS[self._extract].finditer(text))
+        marks = list(deque(_MARKS[self._extract].finditer(text), maxlen=MOST_MARKS))
         boxes = any(mark.lastgroup == "box" for mark in marks)
-        for index in reversed(range(len(marks))[-MOST_MARKS:]):
+        for index in reversed(range(len(marks))):
             mark = marks[index]
             if mark.lastgroup == "phrase":
                 yield from _stated(text[mark.end() :], algebra)
@@ -149,7 +150,7 @@ class MathAnswers:
             else:
                 continue
             return
-        if len(marks) > MOST_MARKS:
+        if len(marks) == MOST_MARKS:
             return
         if self._extract == "last_number":
             yield from deque(_NUMBER.findall(text), maxlen=1)
@@ -163,7 +164,7 @@ def _listed(texts: Sequence[str]) -> Iterator[str]:
     """The texts, and the elements of a JSON list of texts. ``[1, 2]`` is an interval."""
     for text in texts:
         try:
-            values = json.loads(text) if text.lstrip().startswith('["') else None
+            values = json.loads(text) if text.lstrip().startswith("[") else None
         except (ValueError, RecursionError):
             values = None
         yield from values if values and all(isinstance(value, str) for value in values) else [text]
@@ -173,8 +174,9 @@ def _final(truth: str) -> str:
     """The answer in a truth: its last box or line with a mark, else all of it."""
     if truth.strip().casefold().lstrip("+-") in _NO_TRUTH:
         raise Unreadable(f"{truth.strip()} is not a value")
-    marks = list(_MARKS["truth"].finditer(truth))
-    return (_marked(truth, marks, len(marks) - 1, alone=True) or truth) if marks else truth
+    marks = list(deque(_MARKS["truth"].finditer(truth), maxlen=MOST_MARKS))
+    answer = _marked(truth, marks, len(marks) - 1, alone=True) if marks else None
+    return truth if answer is None else answer
 
 
 def _after_thoughts(response: str) -> str:
@@ -208,7 +210,7 @@ def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
     r"""What is in a box or tag, and in those directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
     found: list[str] = []
     start = len(text)
-    for mark in reversed(marks[max(0, last - MOST_MARKS) : last + 1]):
+    for mark in reversed(marks[: last + 1]):
         inside = _inside(text, mark) if mark.lastgroup == marks[last].lastgroup else None
         if inside is None or (found and not (inside[1] <= start and _BETWEEN.fullmatch(text, inside[1], start))):
             break
@@ -230,7 +232,7 @@ def _inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
 
 def _stated(text: str, algebra: _Algebra) -> Iterator[str]:
     """The ways to read what follows "the answer is"; none if the response takes it back."""
-    text = text.replace("**", "").strip(" *_:=\n")
+    text = _BEFORE_ANSWER.sub("", text.replace("**", ""), count=1)
     if _TAKEN_BACK.search(text):
         return
     sentence = _REMARK.sub("", _SENTENCE_END.split(text, maxsplit=1)[0].strip(" *_"))
@@ -258,11 +260,13 @@ class _Algebra:
 
     def found_in(self, prose: str) -> list[str]:
         """The texts of the last expression in a text."""
-        return [found for found in self._parsed(prose, "first_match") if isinstance(found, str)]
+        return [found for found in self._parsed(prose) if isinstance(found, str)]
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two expressions have the same value."""
-        values = [self._parsed(f"${_exact(text)}$", "no_fallback") for text in (one, other)]
+        # All of the text must be LaTeX: otherwise math-verify takes its last number, as in `3 \\to 4`.
+        latex = {"extraction_config": [_math_verify().LatexExtractionConfig()], "fallback_mode": "no_fallback"}
+        values = [self._parsed(f"${_exact(text)}$", **latex) for text in (one, other)]
         if not all(values) or (seconds := self._seconds()) is None:
             return False
         decimals = [re.search(r"\.\d", text) is not None for text in (one, other)]
@@ -272,11 +276,9 @@ class _Algebra:
         except (_math_verify().errors.TimeoutException, Exception):  # SymPy raises anything for odd expressions
             return False
 
-    def _parsed(self, text: str, fallback: str) -> Any:
+    def _parsed(self, text: str, **options: Any) -> Any:
         seconds = self._seconds()
-        if seconds is None:
-            return []
-        return _math_verify().parse(text, fallback_mode=fallback, parsing_timeout=seconds)
+        return [] if seconds is None else _math_verify().parse(text, parsing_timeout=seconds, **options)
 
     def _seconds(self) -> int | None:
         """Whole seconds that are left, rounded up as SIGALRM takes no parts; None after the deadline."""
@@ -301,8 +303,13 @@ def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -
         pairs = zip(one.flat(), other.flat(), strict=False)
         return bool(one.shape == other.shape and all(_same_values(*pair, decimals, seconds) for pair in pairs))
     simple = isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr)
-    if max(_digits(one), _digits(other)) > (MOST_DIGITS if simple else DIGITS_IN_SETS):
+    is_statement = any(value in (sympy.true, sympy.false) for value in (one, other))
+    if is_statement or max(_digits(one), _digits(other)) > (MOST_DIGITS if simple else DIGITS_IN_SETS):
         return False
+    if isinstance(one, sympy.Eq) and isinstance(other, sympy.Eq):
+        # math-verify compares solutions: all equations without real ones would be equal.
+        ratio = sympy.simplify((one.lhs - one.rhs) / (other.lhs - other.rhs))
+        return bool(one.free_symbols and ratio.is_number and ratio.is_finite and ratio != 0)
     if not simple:
         verify = _math_verify().verify
         return bool(verify(one, other, numeric_precision=100, allow_set_relation_comp=True, timeout_seconds=seconds))

@@ -47,8 +47,8 @@ _WRAPPER = re.compile(
     r"|(?:math(?:bf|rm|it|sf)|bm|boldsymbol)(?=\s*\{(?![a-zA-Z]\})))\s*\{"
 )
 r"""Commands around an answer that do not change it; ``\mathbf{i}`` is a vector."""
-_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
-_RAISED, _LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]+")
+_COMPACT = re.compile("(?P<fraction>[¼-¾⅐-⅞↉])|(?P<power>[⁰¹²³⁴-⁹⁺⁻]+)|(?P<index>[₀-₉]+)")
+_SPELLED = {"fraction": " {} ", "power": "^{{{}}}", "index": "_{{{}}}"}
 _ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
 _PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
 _NO_CONTENT = re.compile(r"\\(?:text)?color\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE)
@@ -64,7 +64,9 @@ _REPLACED = {
     **dict.fromkeys(("≤", "\\leq"), "\\le "),
     **dict.fromkeys(("≥", "\\geq"), "\\ge "),
     "\\\\": "\\\\",  # ends a matrix's row: what follows is not part of it
-    "\\ ": " ",
+    **dict.fromkeys(("\\ ", "\\quad", "\\qquad"), " "),
+    "≈": "\\approx ",
+    **dict.fromkeys(("≡", "\\equiv"), "="),
     "\\%": "%",
     "\\sqrt{-1}": " i",
     "\\{": "\\lbrace ",
@@ -87,28 +89,36 @@ _REPLACE = re.compile(
     )
 )
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|mathrm(?=\{ *[a-zA-Z]{2}))\s*\{([^{}]*)\}(\^\{?[23]\}?)?")
+_ARRAY = re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL)
 _PI_OVER = re.compile(r"\\frac\s*\\pi\s*(\d|\{)")
-_SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|\\cup(?![a-zA-Z])|[,;]")
+_SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|(?<=\))(?:and|or)(?=\()|\\cup(?![a-zA-Z])|[,;]")
 _COMMA, _EQUALS = re.compile(","), re.compile("=")
 _BRACKETS = re.compile(r"\\(?:begin|end|[lr]brace)|[()\[\]{}]")
 _THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)(?:\.\d+)?(?![\d,])")
-_NAME = re.compile(r"(?:\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?(?:\(\\?[a-zA-Z]+(?:,\\?[a-zA-Z]+)*\))?)")
+_VARIABLE = r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?'?"
+_NAME = re.compile(
+    rf"{_VARIABLE}(?:\({_VARIABLE}(?:,{_VARIABLE})*\))?|{_VARIABLE}:{_VARIABLE}|\({_VARIABLE}(?:,{_VARIABLE})+\)"
+    r"|\|[A-Z]{2}\|"
+)
 _RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|neq|ne|in|cap|cup|setminus)(?![a-zA-Z])")
 _SET = re.compile(rf"{_RELATION.pattern}|\\cup(?![a-zA-Z])")
 _UNIT_END = re.compile(r"\^\{?[23]\}?$")
 _FRACTION_UNIT = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}$")
 _BARE_UNIT = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z./ -]*$")
 _FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gcd|lcm|det|abs"
-# Prose, times of day, primes, based numerals and geometric names: algebra would read products of letters.
+# Prose, times, ratios, primes, based numerals, dots and geometric names: algebra would read products of letters and
+# quotients, or only a part.
 _LITERAL = re.compile(
     rf"\\text\{{|(?:(?<![\\a-zA-Z{{])(?=[a-zA-Z]{{4}})|(?<= )(?=[a-zA-Z]{{3}}))(?!(?:{_FUNCTIONS})(?![a-zA-Z]))"
-    r"|\d ?: ?\d|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d_[\d{]|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
+    r"|\d ?[:|] ?\d|\d ?[aApP]\.?[mM](?![a-zA-Z])|'|\\prime|\d\"|\d_[\d{]|(?<![\w^])(?<!frac )\d+ \d"
+    r"|\?|\.\.|…|\\[lc]?dots|\\(?:angle|triangle|measuredangle)(?![a-zA-Z])"
     r"|\\(?:overline|widehat|over\w+arrow)\{ *[a-zA-Z]{2}"
 )
+# Dates, telephone numbers, versions, spans of years: algebra would subtract or divide.
 _CODE = re.compile(
-    r"[a-zA-Z]{0,3}(?:\+\d+[ -])?(?:\(\d{2,}\)[ -]?\d+(?:[-/.:]\d+)+|\d+(?:[-/.:]\d+){2,}|\d{3,}-\d{3,})(?:-?[a-zA-Z])?"
+    r"(?:[a-zA-Z]{1,3}|[A-Z]{1,3}-)?(?:\+\d+[ -])?"
+    r"(?:\(\d{2,}\)[ -]?\d+(?:[-/.:]\d+)+|\d+(?:[-/.:]\d+){2,}|\d{3,}-\d{3,})(?:-?[a-zA-Z])?"
 )
-"""Dates, telephone numbers, versions, spans of years."""
 _RANGE = re.compile(r"\d+-\d+")
 _NO_VARIABLE = re.compile(rf"\\(?:begin|end|mathbb|operatorname)\{{[^{{}}]*\}}|\\[a-zA-Z]+|{_FUNCTIONS}|pi")
 _PRODUCT = re.compile(r"-?\d+[a-zA-Z]{2,3}")
@@ -228,7 +238,9 @@ def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
             option = _OPTION.fullmatch(plain.text)
             return option[1].upper() == choice[0] if option else same(choice[1], plain, equal)
     # Relations and unions of intervals may be the same set in other pieces.
-    return any(_SET.search(answer.text) for answer in (one, other)) and equal(one.text, other.text)
+    sets = any(_SET.search(answer.text) for answer in (one, other))
+    equations = all(answer.text.count("=") == 1 for answer in (one, other))
+    return (sets or equations) and equal(one.text, other.text)
 
 
 def _labelled(answer: Answer) -> tuple[str, Answer] | None:
@@ -258,15 +270,16 @@ def tidied(text: str) -> str:
         if closing_brace(inside, wrapper.end() - 1) != len(inside) - 1:
             break
         text = inside[wrapper.end() : -1].strip()
-    text = _VULGAR.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])} ", text)
-    text = _RAISED.sub(lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}", text)
-    text = _LOWERED.sub(lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = _COMPACT.sub(
+        lambda found: _SPELLED[found.lastgroup or ""].format(unicodedata.normalize("NFKC", found[0])), text
+    )
     text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", _NO_CONTENT.sub("", text))
     text = _OPEN_LABEL.sub(r"\1: ", text)  # before brackets are counted
     text = _PI.sub(r"\\pi ", text)
     text = _REPLACE.sub(lambda found: _REPLACED[found[0]], text)
     text = _PI_OVER.sub(r"\\frac{\\pi}\1", text)
     text = _TEXT.sub(lambda found: f"\\text{{{found[1]}}}{found[2] or ''}", text)
+    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
     text = _FRACTION_UNIT.sub(r"\\text{\1/\2}", text)
     return " ".join(text.split()).rstrip(".;,: ").lstrip(",= ")
 
@@ -364,7 +377,14 @@ def _is_numeral(digits: str, base: str) -> bool:
 
 
 def _named(text: str) -> tuple[str, str]:
-    """The name before the first equals sign and what is after the last one; "" for what is not an assignment."""
+    """The name before the first equals sign, "" without one, and the value after the last one.
+
+    An exact value is kept without its approximation.
+    """
+    exact, _, approximate = (part.strip() for part in text.partition("\\approx"))
+    if approximate:
+        is_name = _NAME.fullmatch(exact.replace(" ", ""))
+        text = f"{exact}={approximate}" if is_name else exact or approximate
     if "=" not in text or _RELATION.search(text) or "\\ne" in text:
         return "", text
     parts = list(_split(text, _EQUALS))
