@@ -39,6 +39,8 @@ def test_rows_are_the_same_at_every_size_and_in_every_process() -> None:
         ("answer", "{}", 1.0),
         ("answer", "hm, {} it is", 0.0),
         ("answer", "hm <answer>0</answer> no <answer> {} </answer> done", 1.0),
+        ("tag", "<answer>{}", 1.0),
+        ("tag", "<answer>{}</answer> no <answer>0", 0.0),
         ("tag", "{}", 0.0),
         ("last_line", "hm\n\n {} \n\n", 1.0),
         ("whole", "<answer>{}</answer>", 0.0),

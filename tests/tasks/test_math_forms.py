@@ -352,6 +352,7 @@ def test_prose_is_searched_for_its_last_expression(answer: str, response: str, r
         ("5", r"\boxed{5}. So \boxed", 0.0),
         ("5", "<answer>5</answer> Hm. <answer>7", 0.0),
         ("7", "<answer>5</answer> Hm. <answer>7", 0.0),
+        ("7", "<answer>7", 1.0),  # `</answer>` may be a stop string
         ("5", "\\boxed{5}\n####", 0.0),
         ("5", r"\boxed{5} <answer>", 0.0),
         ("5", r"\boxed{5}. The answer is", 0.0),
@@ -465,6 +466,13 @@ def test_what_is_no_truth_is_refused(answer: object) -> None:
 )
 def test_hostile_responses_are_judged_without_their_computation(response: str) -> None:
     assert TASK.reward(Prompt("row", "?", {"answer": "12"}), response, True) == 0.0
+
+
+def test_a_truncated_tag_is_wrong() -> None:
+    extracts: tuple[Extract, ...] = ("any", "answer_tag")
+    for extract in extracts:
+        task = MathAnswers(extract=extract)
+        assert task.reward(Prompt("row", "?", {"answer": "7"}), "<answer>7", False) == 0.0
 
 
 STEPS = "Add.\n#### Step 2\nSo the sum is"

@@ -131,10 +131,9 @@ class Gym:
 def _answer(response: str, extract: Extract) -> str | None:
     """The answer in a response; None if it has none."""
     if extract in ("answer", "tag"):
-        inner, closed, _ = response.rpartition("</answer>")
-        _, opened, tagged = inner.rpartition("<answer>")
-        if closed and opened:
-            return tagged.strip()
+        _, opened, tagged = response.rpartition("<answer>")
+        if opened:  # `</answer>` may be a stop string, and only whole responses are read
+            return tagged.partition("</answer>")[0].strip()
         if extract == "tag":
             return None
     if extract == "last_line":

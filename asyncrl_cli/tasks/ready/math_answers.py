@@ -60,6 +60,7 @@ MOST_MARKS = 100
 """Marks that are read before a response counts as one without an answer: headings look like marks."""
 _THOUGHT = re.compile(r"<(/?)(?:\w{1,20}[:|])?think[\w:-]{0,20}>|\[(/?)THINK\]", re.IGNORECASE)
 _TAG_END = re.compile("</answer>", re.IGNORECASE)
+_TAGS = re.compile("</?answer>", re.IGNORECASE)
 _BOX_END = re.compile(r"\$|\n|\\[)\]]|\Z")
 """Where a box without braces ends."""
 _BETWEEN = re.compile(
@@ -120,7 +121,7 @@ class MathAnswers:
         """1.0 if the response's answer equals the row's, else 0.0. Raises what ``check_prompt`` raises."""
         truths = self._truths(prompt)
         algebra = _Algebra(time.monotonic() + self._timeout_s)
-        for text in self._answers(response, algebra):
+        for text in self._answers(response, finished, algebra):
             try:
                 answer = read(text)
             except Unreadable:
@@ -136,9 +137,11 @@ class MathAnswers:
         except Unreadable as error:
             raise Unreadable(f"the field {self._field!r} is not a readable answer: {error}") from None
 
-    def _answers(self, response: str, algebra: _Algebra) -> Iterator[str]:
+    def _answers(self, response: str, finished: bool, algebra: _Algebra) -> Iterator[str]:
         """The ways to read the response's answer; none if it has no answer."""
         text = _after_thoughts(response)
+        if finished and len(_TAGS.findall(text)) == 1:
+            text += "</answer>"  # The stop string `</answer>` is not part of a response.
         marks = list(deque(_MARKS[self._extract].finditer(text), maxlen=MOST_MARKS))
         boxes = any(mark.lastgroup == "box" for mark in marks)
         for index in reversed(range(len(marks))):
