@@ -337,9 +337,9 @@ def _same_values(one: Any, other: Any, decimals: Sequence[bool], seconds: int) -
 
 
 def _digits(value: Any) -> float:
-    """A bound of the digits that computing a value of SymPy's takes, infinite beyond 10^300."""
+    """An upper bound for the digits of a computed value of SymPy, from the logarithms of its parts."""
     if value.is_Rational:
-        return 0.302 * max(int(value.p).bit_length(), int(value.q).bit_length())
+        return math.log10(2) * max(int(value.p).bit_length(), int(value.q).bit_length())
     sizes = [_digits(argument) for argument in value.args] or [1.0]
     if value.is_Pow:
         return math.inf if sizes[1] > 300 else max(sizes[0], 1.0) * 10 ** sizes[1]
