@@ -124,6 +124,9 @@ def _settings(folder: Path) -> dict[str, str]:
         # setproctitle would overwrite the environment that the reaper reads.
         "SPT_NOENV": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # By default Ray's gcs_server keeps an event for each of the last 100,000 calls of actors, about 350 MiB, for a
+        # dashboard that is not started.
+        "RAY_task_events_report_interval_ms": "0",
         # By default Ray's workers have a low priority (nice 15).
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

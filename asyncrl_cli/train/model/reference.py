@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from asyncrl_cli.runs.checkpoints import STATE
 from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.checkpoints import save_file
+from asyncrl_cli.train.checkpoints import reading_tensors, save_file
 from asyncrl_cli.train.deepspeed_engine import load_model, without_optimizer
 from asyncrl_cli.train.model.gathering import full_weights, replaced
 from asyncrl_cli.train.model.lora import plain_weights, without_adapters
@@ -83,7 +83,8 @@ class Copy:
         """Become what ``save`` has written; without a file it remains the initial model. Collective."""
         if not (folder / STATE / FILE).is_file():
             return
-        state = torch.load(folder / STATE / FILE, map_location="cpu", mmap=True)
+        with reading_tensors(folder):
+            state = torch.load(folder / STATE / FILE, map_location="cpu", mmap=True)
         for name, own in self._own().items():
             with replaced([own], self._zero_stage), torch.no_grad():
                 own.copy_(state[name])
