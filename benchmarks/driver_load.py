@@ -39,9 +39,10 @@ from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
-from asyncrl_cli.records.generation import Rollout, RolloutRequest, Segment
+from asyncrl_cli.records.generation import Residence, Rollout, RolloutRequest, Segment
 from asyncrl_cli.records.groups import Opening, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.continuation import finished, split_by_version
 from asyncrl_cli.rollout.priority_semaphore import PrioritySemaphore
@@ -93,6 +94,8 @@ class SimulatedEngine:
         self._running: dict[str, Running] = {}
         self._version = 0
         self._ended_tokens = 0
+        self._occupancy = Occupancy()
+        self._returned: list[tuple[str, float, float]] = []
         bits = np.random.default_rng(0)
         self._ids = bits.integers(5, 90, 2 * LONGEST * mean_tokens).astype(np.int32)
         self._logprobs = bits.normal(-1.0, 0.5, len(self._ids)).astype(np.float32)
@@ -104,10 +107,13 @@ class SimulatedEngine:
             tokens = min(max(int(length), request.generated + 1), request.sampling.max_tokens)
             running = Running(request, tokens, time.monotonic(), [(self._version, request.generated)])
             self._running[request.rollout_id] = running
+            self._occupancy.add(1)
             try:
                 await asyncio.sleep((tokens - request.generated) / self._slot_rate)
             finally:
+                self._occupancy.add(-1)
                 del self._running[request.rollout_id]
+            self._returned.append((request.rollout_id, running.began, time.monotonic()))
         self._ended_tokens += tokens - request.generated
         return finished(request, self._segments(running, tokens, 0), "stop", lambda ids: TEXT[: 4 * len(ids)])
 
@@ -121,6 +127,16 @@ class SimulatedEngine:
         """Like ``Engine.sampled_tokens``."""
         now = time.monotonic()
         return self._ended_tokens + sum(self._made(one, now) for one in self._running.values())
+
+    def sequence_s(self) -> float:
+        """Like ``Engine.sequence_s``."""
+        return self._occupancy.read()
+
+    def residences(self) -> list[Residence]:
+        """Like ``Engine.residences``."""
+        now = time.monotonic()
+        returned, self._returned = self._returned, []
+        return [Residence(name, now - began, now - ended, 0) for name, began, ended in returned]
 
     def serve(self, version: int) -> None:
         """Later tokens have this version."""

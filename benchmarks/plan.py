@@ -1,6 +1,6 @@
 """Predictions of `asyncrl plan` from one run of the quickstart, compared with runs with other settings.
 
-    python benchmarks/plan.py [--steps N] [--learn] [--json FILE]
+    python benchmarks/plan.py [--steps N] [--only NAME ...] [--learn] [--json FILE]
 
 One run at staleness 2 is measured; `sync`, `one_step_off`, staleness 4 and half of the concurrency are predicted from
 it, and then run. Each run takes the time of its steps and about one more minute; everything together less than 20
@@ -59,6 +59,7 @@ def main() -> None:
     """Run, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="steps of each run")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
     parser.add_argument("--learn", action="store_true", help="keep the quickstart's learning rate")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     arguments = parser.parse_args()
@@ -68,7 +69,7 @@ def main() -> None:
         if not arguments.learn:
             usual.append("trainer.optimizer.learning_rate=1e-8")
         runs = {}
-        for name, changes in RUNS.items():
+        for name, changes in ((name, RUNS[name]) for name in RUNS if name in {CALIBRATION, *arguments.only}):
             runs[name] = _train([*usual, *changes])
             print(f"{name}: ran, {time.monotonic() - began:.0f} s so far", file=sys.stderr)
         documents = {name: _plan([*usual, *RUNS[name]], runs[CALIBRATION], run) for name, run in runs.items()}

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.orchestrator.checks.machine import wanted_gpus
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sharing import engines_sleep, shares_gpus
@@ -93,6 +95,7 @@ def test_all_specs_are_valid_and_use_the_gpus(gpus: int, tmp_path: Path) -> None
     specs = [
         _quickstart("bfloat16"),
         *(make for mode in ("sync", "async") for make in (_exact_spec(mode), _timed_spec(device, mode))),
+        _exact_spec("async", "bfloat16"),
     ]
     for number, made in enumerate(specs):
         path = tmp_path / f"{number}.yaml"
@@ -102,6 +105,54 @@ def test_all_specs_are_valid_and_use_the_gpus(gpus: int, tmp_path: Path) -> None
         assert wanted_gpus(spec) == gpus
         assert shares_gpus(spec) == (gpus == 1)
         assert engines_sleep(spec) == (gpus == 1 and spec.pipeline.mode == "sync")
+
+
+def test_exactness_reports_the_gap_of_engines_that_were_refused(tmp_path: Path) -> None:
+    from gpu_report import parts
+    from gpu_report.runs import Bench
+
+    def refused(name: str, *_: Any, **__: Any) -> Path:
+        run = tmp_path / "runs" / name / "run-1"
+        run.mkdir(parents=True)
+        with closing(open_for_writing(run / FILE)) as journal, journal:
+            message = (
+                "it does not serve weight version 0: its log-probs of the probe differ from the trainer's by 0.0131"
+            )
+            row = (1.0, "engine", "engine-0", f"{message} nats; allowed are 0.001")
+            journal.execute("INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)", row)
+        raise RuntimeError("exit code 1")
+
+    bench: Any = Bench("cpu", tmp_path)
+    bench.train = refused
+    with pytest.raises(RuntimeError, match=r"up to 0\.0131 nats from the trainer's; allowed are 0\.001"):
+        parts.exactness(bench)
+
+
+def test_resume_on_a_gpu_does_not_need_float32(tmp_path: Path) -> None:
+    from gpu_report import parts
+    from gpu_report.runs import Bench
+
+    bench: Any = Bench("cuda", tmp_path)
+    dtypes: list[str] = []
+
+    def train(name: str, spec: dict[str, Any], **_: Any) -> Path:
+        dtypes.append(spec["trainer"]["dtype"])
+        raise RuntimeError(name)
+
+    bench.train = train
+    for part in (parts.kill_and_resume, lambda bench: parts._exact(bench, "async", "bfloat16")):
+        with pytest.raises(RuntimeError, match=r"killed|undisturbed-async"):
+            part(bench)
+    assert dtypes == ["bfloat16"] * 2
+
+
+def test_the_triton_kernel_multiplies(tmp_path: Path) -> None:
+    """In Triton's interpreter, which needs no GPU."""
+    pytest.importorskip("triton")
+    program = [sys.executable, str(ROOT / "benchmarks/gpu_report/triton_product.py")]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 1e-5
 
 
 def test_rows_of_a_killed_run_may_end_in_half_a_line(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
 
     with FakeTensorMode(), _experts_without_routing(), torch.random.fork_rng(devices=[]):
         model: Any = AutoModelForCausalLM.from_config(
-            _shortened(config, layers),
+            shortened(config, layers),
             attn_implementation="eager" if trained.attention == "eager" else "sdpa",
             dtype=getattr(torch, trained.dtype),
         )
@@ -84,7 +84,7 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
         return int(live.peak)
 
 
-def _shortened(config: Any, layers: int) -> Any:
+def shortened(config: Any, layers: int) -> Any:
     """The config with its first layers alone; lists with a value per layer are cut as well."""
     config = copy.deepcopy(config)
     text = config.get_text_config()

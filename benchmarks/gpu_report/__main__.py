@@ -1,9 +1,11 @@
 """Check and measure asyncrl on this machine's GPUs. If one part fails, the others still run.
 
     make gpu    or    PYTHONPATH=benchmarks python -m gpu_report [--device cuda|cpu] [--out FOLDER] [--only PART ...]
+                      [--model FOLDER]
 
 Writes `report.json` and one page, `report.md`, which a user can send. It takes about fifteen minutes on a GPU. With
-`--device cpu` every part runs in a smaller size: everything except the device is tested.
+`--device cpu` every part runs in a smaller size: everything except the device is tested. `--model` names the folder of
+a saved model, which is trained for some steps, with its real vocabulary. No part needs a model hub.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_report import environment, parts
+from gpu_report.numerics import numerics
 from gpu_report.page import page
 from gpu_report.runs import Bench
 
@@ -25,6 +28,7 @@ Part = Callable[[Bench], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "environment": environment.versions_and_devices,
     "doctor": environment.doctor,
+    "numerics": numerics,
     "quickstart": parts.quickstart,
     "exactness": parts.exactness,
     "publish": parts.publish,
@@ -33,6 +37,7 @@ PARTS: dict[str, Part] = {
     "ratio": parts.ratio,
     "resume": parts.kill_and_resume,
     "memory": parts.memory,
+    "model": parts.own_model,
 }
 """In this order. Parts share runs, so a later part often takes no time."""
 
@@ -64,8 +69,9 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="folder of the report and of all runs")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a saved model for the part `model`")
     options = parser.parse_args()
-    bench = Bench(options.device, options.out.absolute())
+    bench = Bench(options.device, options.out.absolute(), options.model and options.model.absolute())
     bench.out.mkdir(parents=True, exist_ok=True)
 
     def keep(results: Results) -> None:
@@ -76,7 +82,8 @@ def main() -> int:
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    results = carry_out(bench, {name: PARTS[name] for name in options.only}, note, keep)
+    chosen = {name: PARTS[name] for name in options.only if name != "model" or bench.model is not None}
+    results = carry_out(bench, chosen, note, keep)
     print(bench.out / "report.md")
     return 0 if all(result["ok"] for result in results.values()) else 1
 

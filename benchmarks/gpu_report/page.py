@@ -9,6 +9,7 @@ SMALL = "On CPUs everything is small and short: this says that the parts work, a
 TITLES = {
     "environment": "Environment",
     "doctor": "`asyncrl doctor`",
+    "numerics": "Numerics and the output head",
     "quickstart": "Quickstart in bfloat16",
     "exactness": "Staleness 0 against `sync`, float32",
     "publish": "Publishing weights",
@@ -17,6 +18,7 @@ TITLES = {
     "ratio": "`async` against `sync`",
     "resume": "Kill and resume",
     "memory": "Memory against the estimate",
+    "model": "Your own model",
 }
 
 

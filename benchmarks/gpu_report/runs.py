@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from asyncrl_cli.orchestrator.checks.machine import installed_gpus
 from gpu_report.peak import PeakMemory
 
 Device = Literal["cuda", "cpu"]
+REFUSED = re.compile(r"differ from the trainer's by ([0-9.e+-]+) nats")
 LOOK_S = 0.2
 """Seconds between two checks of a run that will be killed."""
 
@@ -27,9 +29,11 @@ LOOK_S = 0.2
 class Bench:
     """The device, the folder, and the finished runs."""
 
-    def __init__(self, device: Device, out: Path) -> None:
+    def __init__(self, device: Device, out: Path, model: Path | None = None) -> None:
+        """``model``: the folder of a saved model."""
         self.device = device
         self.out = out
+        self.model = model
         self.gpus = installed_gpus() if device == "cuda" else ()
         self.peaks: dict[str, dict[str, int]] = {}
         self._made: dict[str, Path | Exception] = {}
@@ -122,6 +126,17 @@ def finish(process: subprocess.Popen[str], limit_s: float, check: bool = True) -
 def last_lines(output: str, errors: str) -> str:
     """The end of a command's output: its error message."""
     return "\n".join((errors.strip() or output.strip()).splitlines()[-12:])
+
+
+def probe_gaps(folder: Path) -> list[float]:
+    """Nats by which engines of the runs in ``folder`` were refused: how far their log-probs of a version's probe were
+    from the trainer's."""
+    found: list[float] = []
+    for path in folder.glob(f"*/{FILE}"):
+        with closing(open_for_reading(path)) as journal:
+            for (message,) in journal.execute("SELECT message FROM failures"):
+                found += [float(gap) for gap in REFUSED.findall(message)]
+    return found
 
 
 def checksums(run: Path) -> dict[int, str]:

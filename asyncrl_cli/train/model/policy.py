@@ -158,8 +158,9 @@ def _kept(response_mask: Tensor) -> Tensor:
     return positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
 
 
-def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Raise ``PolicyError`` if a policy's log-probs differ from its model's own logits.
+def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
+    """Raise ``PolicyError`` if a policy's log-probs differ from its model's own logits. Returns the gap in nats and its
+    limit.
 
     This happens if a model does more to its logits than its output layer does, or cannot be packed. Such a fault is in
     every token of a row, so the median of a row counts: in bfloat16 single tokens of a sound model differ by any
@@ -185,3 +186,4 @@ def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> N
             if policy.packing
             else "use a model whose logits are those of its output layer, neither capped nor scaled",
         )
+    return gap, allowed

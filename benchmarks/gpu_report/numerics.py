@@ -1,0 +1,133 @@
+"""How exactly this device computes what a run relies on: float32 products, bfloat16 models, and the output head."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from asyncrl_cli.rollout.engine_settings import EXACT_PRODUCTS
+from asyncrl_cli.sizing.config import COPIES
+from gpu_report.runs import Bench
+
+LAYERS = {"cuda": 16, "cpu": 2}
+LARGEST_LOGIT = 40.0
+"""Trained models of this size have logits like this; the rounding of bfloat16 grows with them."""
+HEAD = {"cuda": (4096, 2560), "cpu": (16, 64)}
+"""Positions and width; the vocabulary is that of Qwen3."""
+VOCABULARY = 151_936
+EXACT = 1e-5
+"""The largest error of a float32 product, relative to its largest number. With TF32 it is about 3e-4."""
+
+
+def numerics(bench: Bench) -> dict[str, Any]:
+    """Products in float32, `check_policy` on two large bfloat16 models with random weights, and the head's speed."""
+    models = ("Qwen--Qwen3-4B", "Qwen--Qwen3-30B-A3B")
+    found = {f"policy check, {name.partition('--')[2]}": policy_gaps(bench.device, name) for name in models}
+    return {"float32 products, relative error": products(bench.device), **found, "head": head(bench.device)}
+
+
+def products(device: str) -> dict[str, Any]:
+    """The error of torch's product, and of Triton's with and without the environment of a float32 engine."""
+    import torch
+
+    one, other = torch.randn(2, 512, 512, device=device)
+    found: dict[str, Any] = {"torch": relative_error(one @ other, one, other)}
+    if device == "cuda":
+        program = [sys.executable, str(Path(__file__).with_name("triton_product.py"))]
+        for name, environment in (("Triton", {}), ("Triton as in engines", EXACT_PRODUCTS)):
+            done = subprocess.run(
+                program, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+            )
+            if done.returncode:
+                raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+            found[name] = float(done.stdout)
+    for name in ("torch", "Triton as in engines"):
+        if found.get(name, 0.0) > EXACT:
+            raise RuntimeError(f"float32 products are rounded: {found}; allowed are {EXACT:g}")
+    return found
+
+
+def relative_error(product: Any, one: Any, other: Any) -> float:
+    """The largest error of a matrix product, relative to its largest number."""
+    exact = one.double() @ other.double()
+    return float((product.double() - exact).abs().max() / exact.abs().max())
+
+
+def policy_gaps(device: str, name: str) -> dict[str, Any]:
+    """The gap that `check_policy` judges, and its limit, padded and packed. Raises ``PolicyError`` as it does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl_cli.sizing.activations import shortened
+    from asyncrl_cli.train.model.policy import Policy, check_policy
+
+    config = copy.deepcopy(AutoConfig.from_pretrained(COPIES / name))
+    if device == "cpu":
+        small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 512, "num_experts": 8}
+        config.update({key: value for key, value in small.items() if hasattr(config, key)})
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(
+            shortened(config, LAYERS[device]), dtype=torch.bfloat16, attn_implementation="sdpa"
+        ).eval()
+    with torch.no_grad():
+        largest = model(input_ids=torch.arange(3, 19, device=device)[None]).logits.abs().max()
+        model.get_output_embeddings().weight.mul_(LARGEST_LOGIT / largest)
+    found: dict[str, Any] = {}
+    for how, packing in (("padded", False), ("packed", True)):
+        policy = Policy(model, 1.0, packing)
+        found[f"gap, {how}"], found["allowed"] = check_policy(policy, policy)
+    return found
+
+
+def head(device: str) -> dict[str, Any]:
+    """Seconds of the output head's forward and backward pass, and how much longer that is than its four products."""
+    import torch
+
+    from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
+
+    positions, width = HEAD[device]
+    layer = torch.nn.Linear(width, VOCABULARY, bias=False, device=device, dtype=torch.bfloat16)
+    hidden = torch.randn(positions, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (positions,), device=device)
+
+    def passes() -> None:
+        logprobs, _ = chunked_logprobs(layer, hidden, targets, 1.0)
+        logprobs.sum().backward()  # type: ignore[no-untyped-call]
+
+    def multiply() -> None:
+        for _ in range(4):  # forward, again in the backward pass, and the gradients of states and weights
+            hidden.detach() @ layer.weight.detach().T
+
+    seconds, needed = timed(passes, device), timed(multiply, device)
+    found = {
+        "tokens": positions,
+        "s": seconds,
+        "tokens/s": round(positions / seconds),
+        "of its products": seconds / needed,
+    }
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        passes()
+        found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+    return found
+
+
+def timed(work: Any, device: str, rounds: int = 5) -> float:
+    """The median seconds of a few calls, after one that warms up."""
+    import torch
+
+    seconds = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])

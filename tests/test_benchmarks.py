@@ -1,0 +1,75 @@
+"""Every benchmark runs at its smallest size and prints figures, so that others can repeat those that docs quote."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from asyncrl_cli.tasks.shell_sandbox.trial import problem
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+LIMIT_S = 900.0
+SMALLEST = {
+    "against_trl.py": f"--steps 6 --asyncrl {Path(sys.executable).with_name('asyncrl')}",
+    "async_vs_sync.py": "--steps 6",
+    "driver_load.py": "--engines 1 --slots 8 --tokens 50 --rate 500 --seconds 2 --warm-up 3",
+    "efficiency.py": "--steps 8",
+    "gateway.py": "--requests 64 --concurrent 8",
+    "gateway_attacks.py": "--mb 1 --at-once 2",
+    "gpu_report": "--device cpu --only numerics",
+    "joined_outputs.py": "--requests 4 --repeats 1",
+    "journal.py": "--rollouts 256 --tokens 50",
+    "journal.py --inspect": "--rollouts 2000",
+    "looking.py": "--rollouts 1024",
+    "memory.py": "--only quickstart",
+    "plan.py": "--steps 10 --only sync",
+    "plan_published.py": "",
+    "sampling.py": "--requests 2",
+    "sandboxes.py": "--sandboxes 1 --commands 4",
+    "staleness.py": "--bounds 0 --seeds 1 --steps 4",
+    "trainer.py": "--quick",
+    "user_code.py": "--seconds 1",
+    "weight_movers.py": "--mb 1 --repeats 1",
+    "weight_plan.py": "--only 7B",
+    "weight_updates.py": "--steps 6",
+    "weights.py": "--sizes 1 --rounds 1",
+}
+"""Options by program."""
+
+
+def test_every_benchmark_has_a_smallest_size() -> None:
+    programs = {path.name for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    programs |= {path.parent.name for path in FOLDER.glob("*/__main__.py")}
+    assert programs == {name.partition(" ")[0] for name in SMALLEST}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", SMALLEST)
+def test_benchmark_runs_and_prints_figures(program: str, tmp_path: Path) -> None:
+    if program == "against_trl.py" and find_spec("trl") is None:
+        pytest.skip("TRL is not installed here (make parity)")
+    if program == "sandboxes.py" and (missing := problem("bubblewrap")):
+        pytest.skip(missing)
+    options = f"{program} {SMALLEST[program]}".split()
+    if program == "gpu_report":
+        options += ["--out", str(tmp_path / "report")]
+    if (FOLDER / options[0]).is_dir():
+        options.insert(0, "-m")
+    else:
+        options[0] = str(FOLDER / options[0])
+    environment = os.environ | {"PYTHONPATH": str(FOLDER)}
+    command = [sys.executable, *options]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed = done.stdout
+    if program == "gpu_report":
+        printed = Path(printed.strip()).read_text()
+    assert len(re.findall(r"\b\d+(?:[.,]\d+)?\b", printed)) > 2 and "nan" not in printed.split(), printed[-3000:]
