@@ -9,15 +9,20 @@ only.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
 import os
 import secrets
 import shutil
+import signal
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+import time
+from collections.abc import Awaitable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from threading import Event
+from typing import NamedTuple, NoReturn, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.nodes import check_resources, live_nodes
@@ -27,8 +32,24 @@ from asyncrl_cli.system.reaper import MARK, running_reaper
 
 CONNECT_S = 10.0
 """Seconds for a connection to a cluster that is to be joined."""
+HEAD_LOST_S = 40.0
+"""Seconds without an answer of Ray's head after which a run ends. After 60 Ray itself ends the driver, without a
+message; a head that is restarted in time continues the run."""
+LOOK_S = 1.0
+"""Seconds between two looks at Ray's processes."""
+T = TypeVar("T")
+
 OBJECT_STORE_BYTES = 512 * 2**20
 """The smallest object store of a local run. It has batches of tokens, never weights."""
+
+
+_lost = Event()
+
+
+def ray_is_lost() -> bool:
+    """True once ``while_ray_lives`` has found that Ray's own processes have ended: calls of Ray may block for a
+    minute."""
+    return _lost.is_set()
 
 
 class Actors(NamedTuple):
@@ -108,7 +129,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                 ) from error
             yield
         finally:
-            ray.shutdown()
+            _leave()
     _read_environment_again()
 
 
@@ -218,7 +239,17 @@ def connected(address: str) -> Iterator[None]:
     try:
         yield
     finally:
+        _leave()
+
+
+def _leave() -> None:
+    import ray
+
+    if not ray_is_lost():
         ray.shutdown()
+    else:
+        # It would wait for the head until Ray ends this process, before the error is shown. The reaper ends the rest.
+        atexit.unregister(ray.shutdown)
 
 
 def _connect_once(address: str) -> None:
@@ -228,3 +259,58 @@ def _connect_once(address: str) -> None:
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdecimal():
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+
+
+async def while_ray_lives(work: Awaitable[T], hint: str) -> T:
+    """The result of ``work``; cancels it and raises ``RunError`` with ``hint`` when Ray's own processes end first.
+
+    Without them the run would continue for a minute and then end without a message.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.create_task(_until_ray_ends(hint))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if watching.done() or (working.done() and not working.cancelled() and working.exception() and _dead()):
+            _lost.set()
+            await watching  # what failed in the work is a consequence
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _until_ray_ends(hint: str) -> NoReturn:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    answered = time.monotonic()
+    while True:
+        if dead := _dead():
+            raise RunError(f"Ray's process {dead}", location="cluster", hint=hint)
+        if await _answers(address):
+            answered = time.monotonic()
+        elif time.monotonic() - answered > HEAD_LOST_S:
+            message = f"Ray's head at {address} has not answered for {HEAD_LOST_S:.0f} s"
+            raise RunError(message, location="cluster", hint=hint)
+        await asyncio.sleep(LOOK_S)
+
+
+def _dead() -> str:
+    """The first process of the local Ray that has ended, and how; empty if all run, and for a joined cluster."""
+    from ray._private import worker
+
+    for name, process in worker._global_node.dead_processes():
+        code = process.returncode
+        return f"{name} {f'was ended by {signal.Signals(-code).name}' if code < 0 else f'ended with exit code {code}'}"
+    return ""
+
+
+async def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError:  # TimeoutError is one
+        return False
+    writer.close()
+    return True

@@ -26,7 +26,7 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checks.hosts.newcomers import Newcomers
-from asyncrl_cli.orchestrator.cluster import ray_cluster
+from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engine_source import RayEngines
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
@@ -152,9 +152,11 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
     try:
         for monitor in in_cluster:
             reporter.join(monitor)
-        orchestrator = await until_stopped(_start(experiment, recorder, start, reporter, closing), stop)
+        hint = f"asyncrl resume {run.argument}"
+        starting = _start(experiment, recorder, start, reporter, closing)
+        orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
         recorder.update(phase="running", steps=spec.stop.steps)
-        await until_stopped(orchestrator.run(), stop)
+        await until_stopped(while_ray_lives(orchestrator.run(), hint), stop)
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(
             seconds=time.monotonic() - started,
@@ -178,7 +180,8 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
             await asyncio.to_thread(recorder.wait)  # MLflow's log is made from these files
         # The spec's monitors, too: the end of the cluster kills all processes of the run, including those of monitors.
         reporter.finish(ending, [*in_cluster, *experiment.monitors])
-        await asyncio.gather(*(close() for close in closing), return_exceptions=True)
+        if not ray_is_lost():
+            await asyncio.gather(*(close() for close in closing), return_exceptions=True)
     return outcome
 
 

@@ -20,7 +20,7 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
-from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
+from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, while_ray_lives
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.runs.checkpoints import Checkpoint
@@ -93,7 +93,7 @@ def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[Re
     actors = Actors(0, plan.spec.trainer.ranks)
     with ray_cluster(plan.spec, plan.logs, actors):
         check_joined(plan.spec, actors, plan.logs, progress)
-        asyncio.run(_replay(plan, progress, show))
+        asyncio.run(while_ray_lives(_replay(plan, progress, show), "replay again"))
 
 
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:

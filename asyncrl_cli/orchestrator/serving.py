@@ -20,7 +20,7 @@ from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
 from asyncrl_cli.orchestrator.checks.prompts import check_template
-from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
+from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
@@ -171,11 +171,12 @@ async def _serve(
     shared = served.logs if spec.cluster.address is not None else os.environ.get("TMPDIR")
     with tempfile.TemporaryDirectory(prefix="model-", dir=shared) as temporary:
         try:
-            await until_stopped(work(Path(temporary)), stop)
+            await until_stopped(while_ray_lives(work(Path(temporary)), "start the server again"), stop)
         except* UserError as errors:
             raise errors.exceptions[0] from None
         finally:
-            await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
+            if not ray_is_lost():
+                await asyncio.gather(*(engine.stop() for engine in engines), return_exceptions=True)
 
 
 class _OwnWeights:

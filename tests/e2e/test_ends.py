@@ -8,6 +8,7 @@ import subprocess
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
@@ -96,6 +97,23 @@ def test_ctrl_c_ends_a_run_that_starts(own_runs: Runs, log: str) -> None:
     until(lambda: list(own_runs.folder.glob("*/manifest.json")), "the run's folder")
     until(lambda: (own_runs.newest() / "logs" / log).exists() or process.poll() is not None, log)
     interrupted(own_runs, process)
+
+
+@pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
+def test_the_end_of_rays_own_process_is_named_with_the_command_that_continues(own_runs: Runs, name: str) -> None:
+    process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
+    until(lambda: step_of(own_runs) >= 1 or process.poll() is not None, "a step")
+    mark = mark_of(process.pid)
+    (own,) = [child for child in psutil.Process(process.pid).children() if child.name() == name]
+    own.kill()
+    ended = own_runs.wait(process)
+    run = own_runs.newest()
+    assert ended.code == 1, ended.out + ended.err
+    assert f"error: Ray's process {name} was ended by SIGKILL\n --> cluster\nhint: asyncrl resume {run}\n" in ended.err
+    assert "Traceback" not in ended.out + ended.err
+    state = json.loads((run / "state.json").read_text())
+    assert (state["phase"], "Ray's process" in state["reason"]) == ("failed", True)
+    assert not processes_of(mark)
 
 
 @pytest.mark.nightly  # test_outside_faults tests the failures, and the last test here tests the end of the run
