@@ -129,6 +129,7 @@ class Abilities:
         null_content: a message with tool calls has the content None.
         one_call: a message has at most one tool call. Further calls, each with its result, follow as messages.
         separate_text: a text next to tool calls is a message before them.
+        text_parts: content is a list of parts, as in models that also see.
         lost: features that the template leaves out ("") or refuses (its error).
         default_system: the system message that the template adds where there is none.
     """
@@ -137,6 +138,7 @@ class Abilities:
     null_content: bool = False
     one_call: bool = False
     separate_text: bool = False
+    text_parts: bool = False
     lost: Mapping[Feature, str] = field(default_factory=dict)
     default_system: str = ""
 
@@ -144,17 +146,20 @@ class Abilities:
         """Canonical messages in this form."""
         if self.separate_text or self.one_call:
             messages = _separated(messages, self.separate_text, self.one_call)
-        return [self._with_calls(message) if message.get("tool_calls") else message for message in messages]
+        return [self._fitted(message) for message in messages]
 
-    def _with_calls(self, message: Message) -> Message:
-        content = None if self.null_content and not message["content"] else message["content"]
-        calls = message["tool_calls"]
-        if self.text_arguments:
+    def _fitted(self, message: Message) -> Message:
+        calls, content = message.get("tool_calls"), message["content"]
+        if calls and self.text_arguments:
             calls = [
                 {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
                 for call in calls
             ]
-        return {**message, "content": content, "tool_calls": calls}
+        if calls and self.null_content and not content:
+            content = None
+        elif self.text_parts:
+            content = [{"type": "text", "text": content}]
+        return {**message, "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 class ChatTemplate:
@@ -179,9 +184,7 @@ class ChatTemplate:
                 "the conversation ends with an assistant's message, and a reply cannot be continued: end it with a "
                 "user's message or a tool's result"
             )
-        if any(message.get("tool_calls") for message in messages):
-            messages = self.abilities().fitted(messages)
-        return self._rendered(messages, tools, reply)
+        return self._rendered(self.abilities().fitted(messages), tools, reply)
 
     def abilities(self) -> Abilities:
         """Try the template, once. Raises ``TemplateLimitError``."""
@@ -221,7 +224,7 @@ class ChatTemplate:
                     )
                 )
         except (_Ended, MemoryError):
-            message = f"the chat template takes more than {RENDER_S:.0f} s or {MEMORY_BYTES >> 30} GiB to render this"
+            message = f"the chat template takes more than {RENDER_S:.0f} s or {MEMORY_BYTES >> 30} GiB to render these messages"
             raise TemplateLimitError(message) from None
         except Exception as error:  # a template may raise anything
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
@@ -233,26 +236,31 @@ class ChatTemplate:
             return self._rendered([*first, *messages], tools, reply=True)
 
         def shown(feature: Feature, messages: Sequence[Message], *marks: str, tools: Tools | None = None) -> bool:
-            """Note in ``lost`` that the template does not show the marks, or that it does after all."""
+            """Note in ``lost`` the first reason why the template does not show the marks, unless it does after all."""
             try:
                 rendered = text(messages, tools)
             except TemplateLimitError:
                 raise
             except ChatError as error:
-                lost[feature] = str(error.__cause__)
+                lost.setdefault(feature, str(error.__cause__))
                 return False
-            if missing := not all(mark in rendered for mark in marks):
-                lost[feature] = ""
-            else:
+            if complete := all(mark in rendered for mark in marks):
                 lost.pop(feature, None)
-            return not missing
+            else:
+                lost.setdefault(feature, "")
+            return complete
 
         first: list[Message] = []
-        shown(Feature.SYSTEM, [_SYSTEM, _USER], _SYSTEM["content"])
-        if not shown(Feature.USER, [_USER], _USER["content"]) and Feature.SYSTEM not in lost:
+        base = Abilities()
+        if not shown(Feature.USER, [_USER], _USER["content"]):
+            parts = Abilities(text_parts=True)
+            if shown(Feature.USER, parts.fitted([_USER]), _USER["content"]):
+                base = parts
+        shown(Feature.SYSTEM, base.fitted([_SYSTEM, _USER]), _SYSTEM["content"])
+        if Feature.USER in lost and Feature.SYSTEM not in lost:
             first, lost[Feature.NO_SYSTEM] = [_SYSTEM], lost[Feature.USER]
             shown(Feature.USER, [_USER], _USER["content"])
-        shown(Feature.TOOLS, [_USER], _TOOL["function"]["name"], tools=[_TOOL])
+        shown(Feature.TOOLS, base.fitted([_USER]), _TOOL["function"]["name"], tools=[_TOOL])
 
         def called(
             form: Abilities, *calls: Message, results: int = 1, content: str = "", reasoning: str = ""
@@ -270,7 +278,7 @@ class ChatTemplate:
 
         name, (value, other) = _CALLS[0]["function"]["name"], _VALUES
         forms = [
-            Abilities(text_arguments=text_arguments, null_content=null_content)
+            replace(base, text_arguments=text_arguments, null_content=null_content)
             for null_content, text_arguments in product((False, True), repeat=2)
         ]
         for form in forms:
@@ -294,17 +302,13 @@ class ChatTemplate:
                 if shown(Feature.TEXT, called(separate, _CALLS[0], content=_TEXT), *marks):
                     form = separate
             shown(Feature.REASONING, called(form, _CALLS[0], reasoning=_REASONING), _REASONING)
-        return replace(form, lost=lost, default_system=self._default_system(lost))
-
-    def _default_system(self, lost: Mapping[Feature, str]) -> str:
-        """Compare a prompt with one that has a system message, and return the text in its place."""
-        if lost.keys() & {Feature.USER, Feature.NO_SYSTEM, Feature.SYSTEM}:
-            return ""
-        plain = self._rendered([_USER], None, reply=True)
-        begin, _, end = self._rendered([_SYSTEM, _USER], None, reply=True).partition(_SYSTEM["content"])
-        if not (begin and plain.startswith(begin) and plain.endswith(end) and len(plain) > len(begin + end)):
-            return ""
-        return plain[len(begin) : len(plain) - len(end)]
+        default = ""
+        if not lost.keys() & {Feature.USER, Feature.NO_SYSTEM, Feature.SYSTEM}:
+            plain = text(base.fitted([_USER]))
+            begin, _, end = text(base.fitted([_SYSTEM, _USER])).partition(_SYSTEM["content"])
+            if begin and plain.startswith(begin) and plain.endswith(end):
+                default = plain[len(begin) : len(plain) - len(end)]  # the text in a system message's place
+        return replace(form, lost=lost, default_system=default)
 
 
 class TemplateLimitError(ChatError):

@@ -54,6 +54,12 @@ ONE_CALL = template_of(
 """Like Llama 3's."""
 FIRST_CALL = template_of("{% if loop.first %}{{ call.function | tojson }}{% endif %}", TOOLS)
 """Like gpt-oss's: further calls are omitted."""
+PARTS = template_of(
+    "{{ call.function | tojson }}",
+    TOOLS,
+    "<{{ m.role }}>{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}",
+)
+"""Like Idefics's, whose content is a list of parts."""
 NO_SYSTEM = template_of(
     "{{ call.function | tojson }}",
     "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + TOOLS,
@@ -98,6 +104,7 @@ def called(*calls: dict[str, Any], content: str | None = None) -> dict[str, Any]
         (TEXT_ONLY, {}, {Feature.TOOLS, Feature.CALLS, Feature.RESULTS}),
         (ONE_CALL, {"one_call": True}, set()),
         (FIRST_CALL, {"one_call": True}, set()),
+        (PARTS, {"text_parts": True}, set()),
         (NO_SYSTEM, {}, {Feature.SYSTEM}),
         (NEEDS_SYSTEM, {}, {Feature.NO_SYSTEM}),
         (OWN_SYSTEM, {"default_system": "Be good."}, set()),
@@ -115,7 +122,7 @@ def test_the_error_of_a_template_is_kept() -> None:
     assert template(NO_SYSTEM).abilities().lost[Feature.SYSTEM] == "no system role"
 
 
-@pytest.mark.parametrize("text", [CHATML, ITEMS, JOINED, PRINTED, ONE_CALL, FIRST_CALL])
+@pytest.mark.parametrize("text", [CHATML, ITEMS, JOINED, PRINTED, ONE_CALL, FIRST_CALL, PARTS])
 def test_a_call_is_shown_with_its_arguments_once_encoded(text: str) -> None:
     written = template(text).text([USER, called(CALLS[0]), RESULTS[1]], [CALC], reply=True)
     assert "Oslo" in written and "in Oslo" in written

@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from asyncrl_cli.core.errors import ConfigError, DataError
+from asyncrl_cli.data import chat_template
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.gateway.chat import ChatFormat
@@ -141,6 +142,16 @@ def test_rows_that_the_template_cannot_show_are_refused(
         check_prompts(prompts, encoder, "data.train", 9.0, "data.train", "rows.jsonl:{}".format)
     assert refused.value.location == "rows.jsonl:0" and refused.value.hint
     assert PromptEncoder(tokenizer(template), 999, episodic=True).encode(prompts[0]) == (), "the task's own business"
+
+
+def test_a_row_that_takes_too_long_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_S", 0.05)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    slow = "{% if messages[0].content == 'slow' %}" + loops + "{% endif %}{{ messages[-1].content }}"
+    rows = [Prompt(str(row), text) for row, text in enumerate(("fast", "slow", "fast"))]
+    with pytest.raises(DataError, match="takes more than") as refused:
+        check_prompts(rows, PromptEncoder(tokenizer(slow), 99), "data.train", 9.0, "data.train", "rows.jsonl:{}".format)
+    assert refused.value.location == "rows.jsonl:1"
 
 
 def shown(template: str | None, episodic: bool = True) -> str | Finding:

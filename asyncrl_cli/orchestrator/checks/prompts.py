@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.data.chat_template import ChatTemplate, Feature, syntax_tree
+from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, syntax_tree
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
@@ -51,7 +51,7 @@ def check_prompts(
 
     Their number depends on the load of the machine, so prompts that a run skips are only a warning here, too.
     ``locate`` gives the location of a row, counted from 0. Raises ``DataError`` when all prompts are skipped, or all of
-    ``ENOUGH``, and ``RunError`` for a chat without a template.
+    ``ENOUGH``, or the chat template takes too long for one, and ``RunError`` for a chat without a template.
     """
     tried = too_long = 0
     unusable: list[tuple[int, DataError]] = []
@@ -60,6 +60,9 @@ def check_prompts(
         try:
             too_long += encoder.encode(prompts[row]) is None
         except DataError as error:
+            if isinstance(error.__cause__, TemplateLimitError):  # the others would take as long
+                error.location = locate(row)
+                raise
             unusable.append((row, error))
         except UserError as error:
             error.location = location

@@ -270,9 +270,9 @@ class StartChecks:
                 locate = partial(row_location, split, self._search_path, location)
                 return prompt_checks.check_prompts(prompts, self._encoder(), location, limit_s, location, locate)
 
-            yield Check(location, look, ("tokenizer",))
+            yield Check(location, look, ("chat template",))
             if self._thorough and location == "data.train":
-                yield Check("first prompt", self._first_prompt, ("tokenizer", location))
+                yield Check("first prompt", self._first_prompt, (location,))
 
     def _first_prompt(self) -> str | Finding:
         assert self._experiment is not None
