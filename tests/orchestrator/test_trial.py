@@ -45,6 +45,7 @@ class Judge(ToolTask):
     def judge(self, prompt, text): return None
 """
 ROWS = [Prompt("a", "2+2=", {"answer": "4"}), Prompt("b", "1+1=", {"answer": "2"})]
+HELD_OUT = [Prompt("c", "0+1=", {"answer": 1, "level": 1})]
 
 
 @pytest.fixture
@@ -57,13 +58,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(folder: Path, name: str, thorough: bool = True) -> str:
     spec = TaskSpec(use=f"tried_task:{name}", reward_timeout_s=1.0)
-    return try_task(load_task(spec, folder), spec, folder, ROWS, "task", thorough)
+    return try_task(load_task(spec, folder), spec, folder, [ROWS, HELD_OUT], "task", thorough)
 
 
 def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert tried(folder, "fine") == "called on the first rows: rewards (6)"
+    assert tried(folder, "fine") == "called on the first rows: rewards (9)"
     assert tried(folder, "fine", thorough=False) == "called on the first rows: rewards (1)"
-    assert tried(folder, "Guess") == "called on the first rows: environments (2)"
+    assert tried(folder, "Guess") == "called on the first rows: environments (3)"
     assert tried(folder, "Guess", thorough=False) == tried(folder, "agent") == "not tried"
     assert capfd.readouterr().out == "", "what rewards print would be between the checks"
 
@@ -90,6 +91,12 @@ def test_what_fails_is_refused_at_its_line(folder: Path, name: str, line: str, s
         assert line in SOURCE.splitlines()[int(number) - 1]
     assert says in refused.value.message
     assert refused.value.hint
+
+
+def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
+    with pytest.raises(TaskError, match="failed on prompt 'c': KeyError: 'answer'"):
+        spec = TaskSpec(use="tried_task:fine")
+        try_task(load_task(spec, folder), spec, folder, [ROWS, [Prompt("c", "0+1=")]], "task", True)
 
 
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:

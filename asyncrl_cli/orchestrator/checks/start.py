@@ -204,14 +204,17 @@ class StartChecks:
         """Call the rewards and environments of the run's task, and of each evaluation set's own task."""
         experiment, spec = self._experiment, self._spec
         assert experiment is not None
-        tasks = {"": (spec.task, experiment.train_prompts, "task")}
+        splits = [experiment.train_prompts, experiment.eval_prompts]
+        tasks = {"task": (experiment.tasks[""], spec.task, splits)}
         for name, chosen in spec.evaluation.sets.items():
-            if chosen.task is not None:
-                tasks[name] = (chosen.task, experiment.sets[name], f"evaluation.sets.{name}.task")
+            if chosen.task is None:
+                splits.append(experiment.sets[name])
+            else:
+                own = experiment.tasks[name], chosen.task, [experiment.sets[name]]
+                tasks[f"evaluation.sets.{name}.task"] = own
         found = []
-        for name, (task, prompts, location) in tasks.items():
-            loaded = experiment.tasks[name]
-            tried = try_task(loaded, task, self._search_path, prompts, location, thorough=self._thorough)
+        for location, (loaded, task, of_task) in tasks.items():
+            tried = try_task(loaded, task, self._search_path, of_task, location, thorough=self._thorough)
             found.append(f"{location}: {tried}")
         return "; ".join(found)
 
