@@ -94,9 +94,10 @@ def test_what_fails_is_refused_at_its_line(folder: Path, name: str, line: str, s
 
 
 def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
+    spec = TaskSpec(use="tried_task:fine")
+    splits = [ROWS, [Prompt("c", "0+1=")]]
     with pytest.raises(TaskError, match="failed on prompt 'c': KeyError: 'answer'"):
-        spec = TaskSpec(use="tried_task:fine")
-        try_task(load_task(spec, folder), spec, folder, [ROWS, [Prompt("c", "0+1=")]], "task", True)
+        try_task(load_task(spec, folder), spec, folder, splits, "task", thorough=True)
 
 
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:
