@@ -217,7 +217,7 @@ class StartChecks:
             try:
                 tried = try_task(loaded, task, self._search_path, of_task, location, thorough=self._thorough)
             except TaskError as error:
-                if any(":" in (one.use or "") for one in (task, *task.mix)):
+                if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
                     raise
                 # Of a ready task not the code is wrong but its surroundings: a judge that does not run yet.
                 return Finding(
