@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.tasks.load import load_task
 
 SOURCE = """
@@ -103,3 +105,14 @@ def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:
     with pytest.raises(TaskError, match="returned None"):
         tried(folder, "nothing", thorough=False)
+
+
+def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
+    judge = "{use: judge, options: {base_url: 'http://127.0.0.1:9/v1', model: m, retries: 0}}"
+    (folder / "spec.yaml").write_text(
+        f"model: {{path: some/model}}\ntask: {judge}\ndata: {{train: {{path: rows.jsonl}}}}\nstop: {{steps: 1}}\n"
+    )
+    with StartChecks(load_spec(folder / "spec.yaml").spec, folder, pytest.fail, thorough=True) as checks:
+        (found,) = [finding for finding in checks._found({"task and data", "rewards"}) if finding.check == "rewards"]
+    assert (found.status, "Connection error" in found.found) == ("warning", True), found
