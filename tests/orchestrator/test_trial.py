@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.tasks.load import load_task
 
 SOURCE = """
@@ -45,6 +47,7 @@ class Judge(ToolTask):
     def judge(self, prompt, text): return None
 """
 ROWS = [Prompt("a", "2+2=", {"answer": "4"}), Prompt("b", "1+1=", {"answer": "2"})]
+HELD_OUT = [Prompt("c", "0+1=", {"answer": 1, "level": 1})]
 
 
 @pytest.fixture
@@ -57,13 +60,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(folder: Path, name: str, thorough: bool = True) -> str:
     spec = TaskSpec(use=f"tried_task:{name}", reward_timeout_s=1.0)
-    return try_task(load_task(spec, folder), spec, folder, ROWS, "task", thorough)
+    return try_task(load_task(spec, folder), spec, folder, [ROWS, HELD_OUT], "task", thorough)
 
 
 def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert tried(folder, "fine") == "called on the first rows: rewards (6)"
+    assert tried(folder, "fine") == "called on the first rows: rewards (9)"
     assert tried(folder, "fine", thorough=False) == "called on the first rows: rewards (1)"
-    assert tried(folder, "Guess") == "called on the first rows: environments (2)"
+    assert tried(folder, "Guess") == "called on the first rows: environments (3)"
     assert tried(folder, "Guess", thorough=False) == tried(folder, "agent") == "not tried"
     assert capfd.readouterr().out == "", "what rewards print would be between the checks"
 
@@ -92,6 +95,24 @@ def test_what_fails_is_refused_at_its_line(folder: Path, name: str, line: str, s
     assert refused.value.hint
 
 
+def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
+    spec = TaskSpec(use="tried_task:fine")
+    splits = [ROWS, [Prompt("c", "0+1=")]]
+    with pytest.raises(TaskError, match="failed on prompt 'c': KeyError: 'answer'"):
+        try_task(load_task(spec, folder), spec, folder, splits, "task", thorough=True)
+
+
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:
     with pytest.raises(TaskError, match="returned None"):
         tried(folder, "nothing", thorough=False)
+
+
+def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -> None:
+    (folder / "rows.jsonl").write_text('{"prompt": "?", "answer": "4"}\n')
+    judge = "{use: judge, options: {base_url: 'http://127.0.0.1:9/v1', model: m, retries: 0}}"
+    (folder / "spec.yaml").write_text(
+        f"model: {{path: some/model}}\ntask: {judge}\ndata: {{train: {{path: rows.jsonl}}}}\nstop: {{steps: 1}}\n"
+    )
+    with StartChecks(load_spec(folder / "spec.yaml").spec, folder, pytest.fail, thorough=True) as checks:
+        (found,) = [finding for finding in checks._found({"task and data", "rewards"}) if finding.check == "rewards"]
+    assert (found.status, "Connection error" in found.found) == ("warning", True), found

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.errors import ConfigError, TaskError, UserError
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
@@ -200,18 +200,29 @@ class StartChecks:
         held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"
         return f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
 
-    def _trial(self) -> str:
+    def _trial(self) -> str | Finding:
         """Call the rewards and environments of the run's task, and of each evaluation set's own task."""
         experiment, spec = self._experiment, self._spec
         assert experiment is not None
-        tasks = {"": (spec.task, experiment.train_prompts, "task")}
+        splits = [experiment.train_prompts, experiment.eval_prompts]
+        tasks = {"task": (experiment.tasks[""], spec.task, splits)}
         for name, chosen in spec.evaluation.sets.items():
-            if chosen.task is not None:
-                tasks[name] = (chosen.task, experiment.sets[name], f"evaluation.sets.{name}.task")
+            if chosen.task is None:
+                splits.append(experiment.sets[name])
+            else:
+                own = experiment.tasks[name], chosen.task, [experiment.sets[name]]
+                tasks[f"evaluation.sets.{name}.task"] = own
         found = []
-        for name, (task, prompts, location) in tasks.items():
-            loaded = experiment.tasks[name]
-            tried = try_task(loaded, task, self._search_path, prompts, location, thorough=self._thorough)
+        for location, (loaded, task, of_task) in tasks.items():
+            try:
+                tried = try_task(loaded, task, self._search_path, of_task, location, thorough=self._thorough)
+            except TaskError as error:
+                if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
+                    raise
+                # Of a ready task not the code is wrong but its surroundings: a judge that does not run yet.
+                return Finding(
+                    "rewards", "warning", f"{location}: {error.message}", "a run loses the groups of such rows"
+                )
             found.append(f"{location}: {tried}")
         return "; ".join(found)
 

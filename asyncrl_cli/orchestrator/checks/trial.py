@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,16 @@ HINT = "fix it: in a run such a failure costs a group of rollouts"
 
 
 def try_task(
-    task: Any, spec: TaskSpec, search_path: Path, prompts: Sequence[Prompt], location: str, thorough: bool
+    task: Any, spec: TaskSpec, search_path: Path, splits: Sequence[Sequence[Prompt]], location: str, thorough: bool
 ) -> str:
-    """Call the rewards and environments of a task; returns what was called.
+    """Call the rewards and environments of a task on the first rows of each split; returns what was called.
 
     Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, else at ``location``.
     """
     scored: list[Response] = []
     played: list[Prompt] = []
-    for prompt in _first_rows(task, prompts, ROWS if thorough else 1):
+    rows = [_first_rows(task, prompts, ROWS if thorough else 1) for prompts in splits]
+    for prompt in chain.from_iterable(rows if thorough else rows[:1]):
         member = task_of(task, prompt)[0]
         member = member.task if isinstance(member, OneCall) else member
         if not isinstance(member, AgentTask | EnvironmentTask):
