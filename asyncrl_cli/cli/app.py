@@ -36,13 +36,14 @@ from asyncrl_cli.cli import (
     validate_spec,
     watch,
 )
-from asyncrl_cli.cli.arguments import add
+from asyncrl_cli.cli.arguments import Group, add
 from asyncrl_cli.cli.output import debugging, echo
 from asyncrl_cli.core.errors import UserError, diagnostic
 from asyncrl_cli.core.imports import missing_package
 
 app = typer.Typer(
     name="asyncrl",
+    cls=Group,
     help="Fully asynchronous reinforcement learning of language models, from one YAML spec.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
