@@ -146,7 +146,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
                 raise RunError(
                     f"the steps after step {first} cannot be trained again: {error.args[0]}",
                     location=run.run_id,
-                    hint="resume from a later checkpoint: `asyncrl checkpoint list` shows them",
+                    hint=f"resume from a later checkpoint: `asyncrl checkpoint list {run.argument}` shows them",
                 ) from None
 
 

@@ -32,9 +32,11 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
             return RunDirectory(Path(name).absolute())
     runs = all_runs(runs_dir)
     list_runs = "asyncrl runs" if runs_dir == DEFAULT_RUNS else f"asyncrl runs --runs-dir {shlex.quote(str(runs_dir))}"
+    start = "start one: asyncrl train SPEC"
+    start += "" if runs_dir == DEFAULT_RUNS else f" --set runs_dir={shlex.quote(str(runs_dir))}"
     if name == "latest":
         if not runs:
-            raise RunError("there is no run yet", location=str(runs_dir), hint="start one: asyncrl train SPEC")
+            raise RunError("there is no run yet", location=str(runs_dir), hint=start)
         return runs[-1]
     matching = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
     if len(matching) == 1:

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from asyncrl_cli.cli.app import app, main
+from asyncrl_cli.cli.output import in_runs_dir
 from asyncrl_cli.cli.running import drive
 from asyncrl_cli.inspect.dashboard import Shown, panel
 from asyncrl_cli.journal.events import KINDS
@@ -242,3 +243,28 @@ def test_an_assignment_that_is_a_file_or_a_value_stays_one(
     Path("a=b").write_text(SPEC)
     assert asyncrl("validate-spec", "a=b", "--set", "stop.steps=2") == 0
     assert "2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        ("list them: asyncrl checkpoint list", "list them: asyncrl checkpoint list --runs-dir 'my runs'"),
+        ("`asyncrl resume RUN --steps 2` continues", "`asyncrl resume --runs-dir 'my runs' RUN --steps 2` continues"),
+        ("asyncrl scale runs/run-1 --engines 2", "asyncrl scale runs/run-1 --engines 2"),
+        ("asyncrl runs --runs-dir x", "asyncrl runs --runs-dir x"),
+        ("asyncrl train SPEC", "asyncrl train SPEC"),
+    ],
+)
+def test_hints_keep_the_folder_of_runs(hint: str, expected: str) -> None:
+    assert in_runs_dir(hint, Path("my runs")) == expected
+    assert in_runs_dir(hint, None) == in_runs_dir(hint, Path("runs")) == hint
+
+
+def test_a_hint_about_a_run_has_the_folder_that_was_given(
+    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path("mine/run-1")).mkdir(parents=True)
+    Path("mine/run-1/manifest.json").write_text("{}")
+    Path("mine/run-1/journal.db").write_bytes(b"not a database, and long enough to be read as one" * 40)
+    assert asyncrl("events", "run-1", "--runs-dir=mine") == 1
+    assert "asyncrl resume --runs-dir mine RUN --without-journal" in capsys.readouterr().err
