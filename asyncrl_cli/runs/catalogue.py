@@ -44,4 +44,8 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
     if matching:
         listing = ", ".join(run.run_id for run in matching)
         raise RunError(f"{name!r} matches {len(matching)} runs: {listing}", hint="give more of the id")
+    with suppress(OSError):
+        if Path(name).is_dir():
+            has_runs = any((path / "manifest.json").is_file() for path in Path(name).iterdir())
+            list_runs = f"asyncrl runs --runs-dir {shlex.quote(name)}" if has_runs else list_runs
     raise RunError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")
