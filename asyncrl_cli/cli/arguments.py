@@ -19,9 +19,9 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
 class Command(TyperCommand):
-    """A command whose usage line reads `train SPEC`; typer's own reads `train {SPEC}`.
+    """A command with hints in its errors of usage. Its usage line reads `train SPEC`; typer's own reads `train {SPEC}`.
 
-    A command with --set also takes `KEY=VALUE` without it, as other trainers do. Errors of usage have a hint."""
+    A command with --set also takes `KEY=VALUE` without it, as other trainers do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -51,7 +51,7 @@ class Command(TyperCommand):
                     yield from (value for value in [next(words, None)] if value is not None)
 
     def _meant(self, ctx: Any, option: str, value: str, options: dict[str, Any]) -> str:
-        """What to write in place of an unknown option."""
+        """A hint that replaces an unknown option."""
         from asyncrl_cli.core.suggest import closest
 
         words = option.removeprefix("--").replace("-", "_")
@@ -74,7 +74,7 @@ class Command(TyperCommand):
         return f"options: {', '.join(name for name in options if name.startswith('--'))}"
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show the help of all options, in which `{names}` stands for the names that the shell completes."""
+        """Show the help of all options. `{names}` stands for the names that the shell completes."""
         for param in self.params:
             if "{names}" in (getattr(param, "help", None) or ""):
                 *names, last = [item.value for item in param.shell_complete(ctx, "")]

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from asyncrl_cli.cli.app import app, main
 from asyncrl_cli.cli.output import in_runs_dir
+from asyncrl_cli.cli.report import _writing
 from asyncrl_cli.cli.running import drive
 from asyncrl_cli.inspect.dashboard import Shown, panel
 from asyncrl_cli.journal.events import KINDS
@@ -268,3 +269,10 @@ def test_a_hint_about_a_run_has_the_folder_that_was_given(
     Path("mine/run-1/journal.db").write_bytes(b"not a database, and long enough to be read as one" * 40)
     assert asyncrl("events", "run-1", "--runs-dir=mine") == 1
     assert "asyncrl resume --runs-dir mine RUN --without-journal" in capsys.readouterr().err
+
+
+def test_a_new_folder_of_a_file_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for expected in (f"made the folder {tmp_path / 'new'}\n", ""):
+        with _writing("timeline", tmp_path / "new/timeline.json"):
+            (tmp_path / "new").mkdir(exist_ok=True)
+        assert capsys.readouterr().err == expected

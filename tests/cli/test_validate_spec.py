@@ -160,7 +160,7 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
         ("sp", "name a YAML file"),
     ],
 )
-def test_a_path_that_is_no_spec_has_a_hint(  # type: ignore[no-untyped-def]
+def test_a_path_without_a_spec_has_a_hint(  # type: ignore[no-untyped-def]
     asyncrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
 ) -> None:
     for file in ("quickstart.yaml", "task/spec.yaml", "run-1/spec.yaml", "run-1/manifest.json"):
