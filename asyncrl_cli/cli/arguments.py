@@ -3,19 +3,111 @@ completion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+UsageError: type[Any] = typer.BadParameter.__mro__[1]
+"""The base class of typer's errors of usage, which has other names in other releases."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
 class Command(TyperCommand):
-    """A command whose usage line reads `train SPEC`; typer's own reads `train {SPEC}`."""
+    """A command with hints in its errors of usage. Its usage line reads `train SPEC`; typer's own reads `train {SPEC}`.
+
+    A command with --set also takes `KEY=VALUE` without it, as other trainers do."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, list(self._with_overrides(ctx, args)))
+        except UsageError as error:
+            if "\n" not in error.message and self.epilog:
+                error.message = f"{error.format_message()}\nhint: {self.epilog[:1].lower()}{self.epilog[1:]}"
+                raise UsageError(error.message, ctx=ctx) from None
+            raise
+
+    def _with_overrides(self, ctx: Any, args: list[str]) -> Iterator[str]:
+        """The arguments, with --set before each assignment. Raises ``UsageError`` for an unknown option."""
+        options = {name: param for param in self.get_params(ctx) for name in param.opts + param.secondary_opts}
+        words = iter(args)
+        for word in words:
+            name, equals, value = word.partition("=")
+            if word == "--":
+                yield from (word, *words)
+            elif word.startswith("--") and name not in options and not ctx.ignore_unknown_options:
+                hint = self._meant(ctx, name, value if equals else next(words, ""), options)
+                raise UsageError(f"No such option: {name}\nhint: {hint}", ctx=ctx)
+            elif "--set" in options and _ASSIGNMENT.fullmatch(word) and not os.path.exists(word):
+                yield from ("--set", word)
+            else:
+                yield word
+                if not equals and name in options and not getattr(options[name], "is_flag", False):
+                    yield from (value for value in [next(words, None)] if value is not None)
+
+    def _meant(self, ctx: Any, option: str, value: str, options: dict[str, Any]) -> str:
+        """A hint that replaces an unknown option."""
+        from asyncrl_cli.core.suggest import closest
+
+        words = option.removeprefix("--").replace("-", "_")
+        arguments = [param for param in self.params if param.param_type_name == "argument" and param.metavar]
+        for param in arguments:
+            if words in (param.name, str(param.metavar).lower(), "config", "config_file", "file", "path"):
+                return f"give it without an option: {ctx.command_path} {value or param.metavar}"
+        if "--set" in options:
+            from asyncrl_cli.spec.keys import keys
+            from asyncrl_cli.spec.suggestions import suggest
+
+            *sections, key = words.split(".")
+            meant = [words] if words in keys() else suggest(".".join(sections), key)
+            meant = [found for found in meant if found in keys() and keys()[found].opens is None]
+            if meant and (words in keys() or not closest(option, options, cutoff=0.75)):
+                return "set a key of the spec: " + " or ".join(f"--set {found}={value or '...'}" for found in meant[:3])
+        close = closest(option, [name for name in options if name.startswith("--")])
+        if close:
+            return f"did you mean `{close[0]}`?"
+        return f"options: {', '.join(name for name in options if name.startswith('--'))}"
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Show the help of all options. `{names}` stands for the names that the shell completes."""
+        for param in self.params:
+            if "{names}" in (getattr(param, "help", None) or ""):
+                *names, last = [item.value for item in param.shell_complete(ctx, "")]
+                param.help = param.help.replace("{names}", f"{', '.join(names)} or {last}")  # type: ignore[attr-defined]
+        super().format_options(ctx, formatter)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
+
+class Group(TyperGroup):
+    """A group of commands. An unknown command gets a hint."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        names = {name for param in self.get_params(ctx) for name in param.opts}
+        first = args[0].partition("=")[0] if args else ""
+        if first.startswith("--") and first not in names:
+            hint = f"options of a command come after its name: {ctx.command_path} COMMAND {first}"
+            raise UsageError(f"No such option: {first}\nhint: {hint}", ctx=ctx)
+        return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        from asyncrl_cli.core.suggest import did_you_mean
+
+        word = args[0]
+        if word in self.commands:
+            return super().resolve_command(ctx, args)
+        hint = did_you_mean(word, self.commands, f"commands: {', '.join(self.commands)}")
+        is_spec = word.endswith((".yaml", ".yml"))
+        first = next((name for name in ("train" if is_spec else "run", "list") if name in self.commands), "")
+        if first and (is_spec or word == "latest" or "/" in word or any(letter.isdigit() for letter in word)):
+            hint = f"name a command first: {ctx.command_path} {first} {shlex.quote(word)}"
+        raise UsageError(f"No such command {word!r}.\nhint: {hint}", ctx=ctx)
 
 
 def add(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, Step, add
+from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, Step, add
 from asyncrl_cli.cli.inspect import show
 from asyncrl_cli.cli.output import echo
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.spec.sections import CheckpointSpec
 
 app = typer.Typer(
-    help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
+    cls=Group, help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
 )
 
 

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import add
+from asyncrl_cli.cli.arguments import Group, add
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
     from asyncrl_cli.convert.files import Result
 
 app = typer.Typer(
-    help="Convert a configuration of another trainer to a spec.", no_args_is_help=True, rich_markup_mode=None
+    cls=Group, help="Convert a configuration of another trainer to a spec.", no_args_is_help=True, rich_markup_mode=None
 )
 
 Output = Annotated[

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.arguments import AsJson, RunName, RunsDir, add, one_of
+from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, add, one_of
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ WATCH_S = 1.0
 LISTED = 20
 """Number of groups that a list shows by default."""
 
-app = typer.Typer(help="Look into a run that is running, stopped or dead.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    cls=Group, help="Look into a run that is running, stopped or dead.", no_args_is_help=True, rich_markup_mode=None
+)
 
 
 def _states() -> Iterable[str]:
@@ -139,8 +141,7 @@ def events(
             "--kind",
             metavar="KIND",
             autocompletion=one_of(_kinds),
-            help="Only events of this kind: start, admit, segment, finish, score, group, request, "
-            "batch, step, publish, checkpoint, eval, fault or stall. May be repeated.",
+            help="Only events of this kind: {names}. May be repeated.",
         ),
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Also print new events, until the run ends.")] = False,

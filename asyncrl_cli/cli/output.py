@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.runs.directory import DEFAULT_RUNS
+
+_COMMAND = re.compile(
+    r"asyncrl (?:(?:inspect|checkpoint) \w+|"
+    r"resume|replay|serve|watch|scale|runs|track|events|staleness|report|timeline)\b(?![^`;]*(?:--runs-dir|/))"
+)
+"""A command about a run that names neither the folder of runs nor a path."""
 
 
 def debugging() -> bool:
     """Whether tracebacks are shown: `--debug`, or ASYNCRL_DEBUG."""
     return os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0")
+
+
+def in_runs_dir(hint: str, runs_dir: Path | None) -> str:
+    """The hint with --runs-dir in its commands, without which they would look for the run in `runs`."""
+    if runs_dir is None or runs_dir.absolute() == DEFAULT_RUNS.absolute():
+        return hint
+    return _COMMAND.sub(lambda found: f"{found[0]} --runs-dir {shlex.quote(str(runs_dir))}", hint)
 
 
 def echo(text: str, err: bool = False) -> None:

@@ -71,8 +71,11 @@ def timeline(
 def _writing(what: str, path: Path) -> Iterator[None]:
     from asyncrl_cli.core.errors import RunError
 
+    is_new = not path.parent.is_dir()
     try:
         yield
+        if is_new:
+            echo(f"made the folder {path.parent}", err=True)
     except OSError as error:
         message = f"the {what} cannot be written: {error.strerror}"
         raise RunError(message, location=str(path), hint="name another file with -o") from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from asyncrl_cli.cli.output import debugging, echo
+from asyncrl_cli.cli.output import debugging, echo, in_runs_dir
 from asyncrl_cli.core.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
         terminal.err.write(f"stopped at step {run.state.step}; resume with: asyncrl resume {run.argument}\n")
         raise typer.Exit(INTERRUPTED) from None
     except UserError as error:
+        error.hint = in_runs_dir(error.hint, run.path.parent)
         error.exit_code = UserError.exit_code  # 2 would mean that nothing was started
         raise
     except Exception as error:

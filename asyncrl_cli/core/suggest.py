@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -16,6 +17,7 @@ def closest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A hint with the most similar known name, or ``otherwise`` if none is similar."""
-    close = closest(word, known)
+    """A hint with the most similar known name or one that has the word as a part, or ``otherwise`` if there is none."""
+    names = list(known)
+    close = closest(word, names) or [name for name in names if word.lower() in re.split(r"[-_.]", name.lower())]
     return f"did you mean `{close[0]}`?" if close else otherwise

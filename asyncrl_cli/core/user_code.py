@@ -130,6 +130,9 @@ def import_named(
     The module is searched in ``folder``, if given, before Python's path. Raises ``error_type`` at ``location`` when it
     cannot be imported or lacks the name; ``hint`` says what may be named there.
     """
+    if (imported := as_import(target)) != target:
+        message = f"{target} is not of the form module:name"
+        raise error_type(message, location=location, hint=f"write it like an import, as `{imported}`")
     module_name, _, path = target.partition(":")
     found: Any = _module(module_name, folder and folder.resolve(), location, error_type)
     where = getattr(found, "__file__", None) or module_name
@@ -141,6 +144,14 @@ def import_named(
             message = f"module {module_name} ({where}) has no {path!r}"
             raise error_type(message, location=location, hint=did_you_mean(name, public, hint)) from None
     return found
+
+
+def as_import(target: str) -> str:
+    """The form `module:name` of a target that names a file (`rewards/mine.py:reward`) or has no colon."""
+    module, colon, name = target.partition(":")
+    if not colon and not module.endswith(".py"):
+        module, _, name = module.rpartition(".")
+    return f"{module.removesuffix('.py').strip('./').replace('/', '.')}:{name or 'NAME'}"
 
 
 def _module(name: str, folder: Path | None, location: str, error_type: type[ConfigError]) -> ModuleType:

@@ -99,17 +99,17 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
             taken, trained = _steps_done(journal)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
-    if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
-        raise RunError(
-            f"run already completed {taken} of {spec.stop.steps} steps",
-            location=run.run_id,
-            hint=f"pass --steps N to continue: asyncrl resume {run.argument} --steps {2 * taken}",
-        )
     if taken > spec.stop.steps:
         raise RunError(
             f"the run has taken {taken} steps, more than {spec.stop.steps}",
             location=run.run_id,
             hint=f"pass a larger --steps: asyncrl resume {run.argument} --steps {2 * taken}",
+        )
+    if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
+        raise RunError(
+            f"run already completed {taken} of {spec.stop.steps} steps",
+            location=run.run_id,
+            hint=f"pass --steps N to continue: asyncrl resume {run.argument} --steps {2 * taken}",
         )
     # A batch is in the journal before it is trained, so no other file can have a later step (decision 0013).
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
@@ -146,7 +146,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
                 raise RunError(
                     f"the steps after step {first} cannot be trained again: {error.args[0]}",
                     location=run.run_id,
-                    hint="resume from a later checkpoint: `asyncrl checkpoint list` shows them",
+                    hint=f"resume from a later checkpoint: `asyncrl checkpoint list {run.argument}` shows them",
                 ) from None
 
 

@@ -32,9 +32,11 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
             return RunDirectory(Path(name).absolute())
     runs = all_runs(runs_dir)
     list_runs = "asyncrl runs" if runs_dir == DEFAULT_RUNS else f"asyncrl runs --runs-dir {shlex.quote(str(runs_dir))}"
+    start = "start one: asyncrl train SPEC"
+    start += "" if runs_dir == DEFAULT_RUNS else f" --set runs_dir={shlex.quote(str(runs_dir))}"
     if name == "latest":
         if not runs:
-            raise RunError("there is no run yet", location=str(runs_dir), hint="start one: asyncrl train SPEC")
+            raise RunError("there is no run yet", location=str(runs_dir), hint=start)
         return runs[-1]
     matching = [run for run in runs if run.run_id == name] or [run for run in runs if run.run_id.startswith(name)]
     if len(matching) == 1:
@@ -42,4 +44,8 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
     if matching:
         listing = ", ".join(run.run_id for run in matching)
         raise RunError(f"{name!r} matches {len(matching)} runs: {listing}", hint="give more of the id")
+    with suppress(OSError):
+        if Path(name).is_dir():
+            has_runs = any((path / "manifest.json").is_file() for path in Path(name).iterdir())
+            list_runs = f"asyncrl runs --runs-dir {shlex.quote(name)}" if has_runs else list_runs
     raise RunError(f"no run is called {name!r}", location=str(runs_dir), hint=f"list the runs: {list_runs}")

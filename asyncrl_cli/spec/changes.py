@@ -5,7 +5,7 @@ position of a prompt in the data, the size of a batch, the distribution that a t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asyncrl_cli.core.flatten import flatten
@@ -74,6 +74,12 @@ def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
 def training_changes(changed: str) -> list[str]:
     """The changes, of those joined by commas, that give other weights to a batch that is trained again."""
     return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[\w.]+=[^,]*)", changed)
+
+
+def refuse_fixed(keys: Iterable[str]) -> None:
+    """Raise ``SpecError`` for keys that must not change."""
+    if problems := [problem for key in keys if (problem := _problem(key)) is not None]:
+        raise SpecError(problems)
 
 
 def is_fixed(key: str) -> bool:

@@ -12,6 +12,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl_cli.core.suggest import closest
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
 from asyncrl_cli.spec.base import NUL, Section
 from asyncrl_cli.spec.problems import Location, Problem
@@ -87,9 +88,13 @@ class Layers:
             return self._done[path]
         if data is None:
             if not os.path.exists(path):
-                return refuse(f"{path} does not exist" if blame else "no such file", "check the path")
+                return refuse(f"{path} does not exist" if blame else "no such file", _similar(path))
             if not os.path.isfile(path):
-                return refuse(f"{path} is not a file" if blame else "not a file", "name a YAML file")
+                has_spec = os.path.isfile(os.path.join(path, "spec.yaml"))
+                hint = f"name its spec: {os.path.join(path, 'spec.yaml')}" if has_spec else "name a YAML file"
+                if os.path.isfile(os.path.join(path, "manifest.json")):
+                    hint = f"it is a run, which continues with: asyncrl resume {os.path.join(path, '')}"
+                return refuse(f"{path} is not a file" if blame else "not a file", hint)
             if file.suffix not in SUFFIXES and (blame or Path(path).suffix in SUFFIXES):
                 # Messages quote keys and values of a spec. They must not quote any other file that a spec names or
                 # links to, such as /etc/shadow.
@@ -210,3 +215,15 @@ def _with_value(
     inner = _with_value(below, rest, value, location, path, problems)
     entries = node.value if isinstance(node.value, dict) else {}
     return replace(node, value=entries | {key: inner}, location=node.location if entries else location)
+
+
+def _similar(path: str) -> str:
+    """A hint for a file that does not exist: a specification in its folder with a similar name."""
+    folder, name = os.path.split(path)
+    try:
+        stems = {Path(other).stem: other for other in os.listdir(folder or ".") if Path(other).suffix in SUFFIXES}
+    except OSError:
+        return "check the path"
+    # Without suffixes, which would make all names similar.
+    close = closest(Path(name).stem, stems)
+    return f"did you mean `{os.path.join(folder, stems[close[0]])}`?" if close else "check the path"

@@ -21,7 +21,7 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.spec.base import NUL
-from asyncrl_cli.spec.changes import is_fixed
+from asyncrl_cli.spec.changes import is_fixed, refuse_fixed
 from asyncrl_cli.spec.data_sources import names_a_file
 from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
 from asyncrl_cli.spec.keys import general, keys
@@ -77,7 +77,7 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
     """``load_spec`` of the spec in a run's folder, which an earlier version may have written.
 
     Its ``runs_dir`` is the folder in which the run is now, because runs can be moved. Raises ``ConfigError`` when the
-    run's folder lacks a spec.
+    run's folder lacks a spec, and ``SpecError`` when the spec with the overrides is not valid.
     """
     file = run / "spec.yaml"
     if not file.exists():
@@ -86,7 +86,12 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
             location=str(run),
             hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` work without it",
         )
-    loaded = load_spec(file, overrides, recorded=True)
+    try:
+        loaded = load_spec(file, overrides, recorded=True)
+    except SpecError:
+        # The only problems to report: "X cannot be combined with Y" would suggest that correcting Y is enough.
+        refuse_fixed(override.partition("=")[0] for override in overrides)
+        raise
     references = {path: written for path, written in loaded.references.items() if path != ("runs_dir",)}
     return replace(loaded, spec=loaded.spec.model_copy(update={"runs_dir": run.parent}), references=references)
 

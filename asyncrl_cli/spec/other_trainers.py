@@ -168,7 +168,9 @@ _HINTS = {
         "nnodes num_nodes actor_num_nodes"
     ),
     "trainer and engines have separate devices; remove it": "colocate_all_models hybrid_engine",
-    "the length of a run is counted in training steps: set stop.steps": "total_epochs num_train_epochs num_episodes",
+    "the length of a run is counted in training steps: set stop.steps": (
+        "total_epochs num_train_epochs num_episodes total_train_epochs stop.epochs stop.epoch stop.max_epochs"
+    ),
     "every run is evaluated before and after training; remove it": "val_before_train",
     "continue a run with `asyncrl resume RUN`; remove it": "resume_mode resume_from_checkpoint resume_from_path",
     "choose with tracking.mlflow, tracking.tensorboard and tracking.wandb": "report_to logger",

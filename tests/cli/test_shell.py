@@ -6,17 +6,21 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
 
-from asyncrl_cli.cli.app import main
+from asyncrl_cli.cli.app import app, main
+from asyncrl_cli.cli.output import in_runs_dir
+from asyncrl_cli.cli.report import _writing
 from asyncrl_cli.cli.running import drive
 from asyncrl_cli.inspect.dashboard import Shown, panel
+from asyncrl_cli.journal.events import KINDS
 from asyncrl_cli.monitors.console import QuietView
 from asyncrl_cli.orchestrator import launch
 from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
@@ -176,3 +180,99 @@ def test_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
             help_text = capsys.readouterr().out
             assert not re.search(r"[{}]|\[\[", help_text.splitlines()[0])
             assert "  Example: asyncrl " in help_text
+
+
+def test_the_table_of_keys_has_every_command_with_json() -> None:
+    page = (Path(__file__).parents[2] / "docs/shell.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([a-z -]+)`", page, re.MULTILINE))
+
+    def with_json(command: Any, name: str) -> Iterator[str]:
+        for inner in getattr(command, "commands", {}).values():
+            yield from with_json(inner, f"{name} {inner.name}".strip())
+        if any("--json" in param.opts for param in command.params):
+            yield name
+
+    shown = {name.partition(" --")[0] for name in listed}
+    assert set(with_json(typer.main.get_command(app), "")) <= shown
+
+
+def test_help_lists_every_kind_of_event(asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str]) -> None:
+    assert asyncrl("events", "--help") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{', '.join(list(KINDS)[:-1])} or {list(KINDS)[-1]}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("train s.yaml --stop.steps 5", "--set stop.steps=5"),
+        ("train s.yaml --max_steps=5", "--set stop.steps=5"),
+        ("train --runs-dir x s.yaml", "--set runs_dir=x"),
+        ("train --config s.yaml", "asyncrl train s.yaml"),
+        ("watch --run latest", "asyncrl watch latest"),
+        ("runs --run-dir x", "did you mean `--runs-dir`?"),
+        ("runs --limit 3", "options: --runs-dir"),
+        ("inspect latest", "asyncrl inspect run latest"),
+        ("inspect rum latest", "did you mean `run`?"),
+        ("s.yaml", "asyncrl train s.yaml"),
+        ("convert hf", "commands: verl, trl"),
+        ("--runs-dir x runs", "options of a command come after its name"),
+        ("resume", "example: asyncrl resume latest"),
+        ("scale latest 3", "example: asyncrl scale latest --engines 4"),
+        ("init reward", "did you mean `reward-function`?"),
+    ],
+)
+def test_wrong_words_get_a_hint(
+    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str], arguments: str, hint: str
+) -> None:
+    assert asyncrl(*arguments.split()) == 2
+    assert hint in capsys.readouterr().err.partition("hint: ")[2]
+
+
+@pytest.mark.parametrize("command", ["train", "validate-spec", "plan"])
+def test_an_assignment_needs_no_option(
+    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    Path("spec.yaml").write_text(SPEC)
+    assert asyncrl(command, "stop.stepz=5", "spec.yaml") == 2
+    assert "--set stop.stepz" in capsys.readouterr().err
+
+
+def test_an_assignment_that_is_a_file_or_a_value_stays_one(
+    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a=b").write_text(SPEC)
+    assert asyncrl("validate-spec", "a=b", "--set", "stop.steps=2") == 0
+    assert "2 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        ("list them: asyncrl checkpoint list", "list them: asyncrl checkpoint list --runs-dir 'my runs'"),
+        ("`asyncrl resume RUN --steps 2` continues", "`asyncrl resume --runs-dir 'my runs' RUN --steps 2` continues"),
+        ("asyncrl scale runs/run-1 --engines 2", "asyncrl scale runs/run-1 --engines 2"),
+        ("asyncrl runs --runs-dir x", "asyncrl runs --runs-dir x"),
+        ("asyncrl train SPEC", "asyncrl train SPEC"),
+    ],
+)
+def test_hints_keep_the_folder_of_runs(hint: str, expected: str) -> None:
+    assert in_runs_dir(hint, Path("my runs")) == expected
+    assert in_runs_dir(hint, None) == in_runs_dir(hint, Path("runs")) == hint
+
+
+def test_a_hint_about_a_run_has_the_folder_that_was_given(
+    asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path("mine/run-1")).mkdir(parents=True)
+    Path("mine/run-1/manifest.json").write_text("{}")
+    Path("mine/run-1/journal.db").write_bytes(b"not a database, and long enough to be read as one" * 40)
+    assert asyncrl("events", "run-1", "--runs-dir=mine") == 1
+    assert "asyncrl resume --runs-dir mine RUN --without-journal" in capsys.readouterr().err
+
+
+def test_a_new_folder_of_a_file_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for expected in (f"made the folder {tmp_path / 'new'}\n", ""):
+        with _writing("timeline", tmp_path / "new/timeline.json"):
+            (tmp_path / "new").mkdir(exist_ok=True)
+        assert capsys.readouterr().err == expected

@@ -148,3 +148,24 @@ def test_nothing_heavy_is_imported(arguments: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("sp/quikstart.yaml", "did you mean `sp/quickstart.yaml`?"),
+        ("sp/another.yaml", "check the path"),
+        ("sp/task", "name its spec: sp/task/spec.yaml"),
+        ("sp/run-1", "asyncrl resume sp/run-1/"),
+        ("sp", "name a YAML file"),
+    ],
+)
+def test_a_path_without_a_spec_has_a_hint(  # type: ignore[no-untyped-def]
+    asyncrl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hint: str
+) -> None:
+    for file in ("quickstart.yaml", "task/spec.yaml", "run-1/spec.yaml", "run-1/manifest.json"):
+        (tmp_path / "sp" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sp" / file).touch()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = asyncrl("validate-spec", name)
+    assert code == 2 and hint in err

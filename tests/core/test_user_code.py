@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError, TaskError
-from asyncrl_cli.core.user_code import MOVED, import_named, user_code
+from asyncrl_cli.core.user_code import MOVED, as_import, import_named, user_code
 
 
 @pytest.mark.parametrize(
@@ -99,3 +99,23 @@ def test_other_errors_pass_and_other_threads_have_no_limit() -> None:
     thread.start()
     thread.join()
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        ("my_reward.py:reward", "my_reward:reward"),
+        ("./rewards/mine.py:reward", "rewards.mine:reward"),
+        ("my_reward.py", "my_reward:NAME"),
+        ("my_reward.reward", "my_reward:reward"),
+        ("package.module:Class.method", "package.module:Class.method"),
+    ],
+)
+def test_names_of_files_have_a_form_for_imports(target: str, expected: str) -> None:
+    assert as_import(target) == expected
+
+
+def test_a_file_in_place_of_a_module_is_refused_with_the_right_form(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        import_named("monitor.py:Mine", tmp_path, "tracking.monitors.0", "")
+    assert refused.value.hint == "write it like an import, as `monitor:Mine`"

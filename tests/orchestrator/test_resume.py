@@ -184,6 +184,8 @@ def test_a_run_cannot_end_before_steps_that_it_has_taken(run: RunDirectory) -> N
     error = refused(run, steps=5)
     assert error.message == "the run has taken 6 steps, more than 5"
     assert start(run, steps=6).kind == "resume"
+    finish(run)
+    assert "more than 5" in refused(run, steps=5).message, "also if it has finished"
 
 
 # -- damage

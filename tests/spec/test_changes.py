@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from asyncrl_cli.spec.changes import check_changes, kept_horizon, training_changes
+from asyncrl_cli.spec.load import dump_spec, load_recorded
 from asyncrl_cli.spec.problems import SpecError
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -229,3 +231,19 @@ def test_changes_of_the_training_are_found_in_a_note() -> None:
     note = "stop.steps=20, trainer.optimizer.learning_rate=0.1, rollout.engines=2, algorithm.clip_low=0.1, steps 3"
     assert training_changes(note) == ["trainer.optimizer.learning_rate=0.1", "algorithm.clip_low=0.1"]
     assert training_changes("") == []
+
+
+@pytest.mark.parametrize("change", ["model.path=other/model", "model.init=null", "data.train.path=none.jsonl"])
+def test_a_fixed_key_is_the_only_problem(tmp_path: Path, change: str) -> None:
+    (tmp_path / "spec.yaml").write_text(dump_spec(validated(BEFORE), {}))
+    with pytest.raises(SpecError) as refused:
+        load_recorded(tmp_path, ["stop.steps=20", change])
+    (problem,) = refused.value.problems
+    assert problem.path == change.partition("=")[0] and "cannot change for a recorded run" in problem.message
+    assert load_recorded(tmp_path, ["stop.steps=20", "seed=0"]).spec.stop.steps == 20
+
+
+def test_other_problems_of_a_change_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(dump_spec(validated(BEFORE), {}))
+    with pytest.raises(SpecError, match=r"stop\.stepz"):
+        load_recorded(tmp_path, ["stop.stepz=20"])

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.core.user_code import as_import
 from asyncrl_cli.spec.base import MODULE_NAME
 from asyncrl_cli.spec.data_sources import HUB, kind_of, names_a_file, template_columns
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -70,13 +71,13 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
     named += [(f"task.mix.{index}.use", member.use) for index, member in enumerate(spec.task.mix)]
     for path, use in named:
         if ":" in use:
-            if not re.fullmatch(MODULE_NAME, use):
-                module, _, name = use.partition(":")
-                dotted = module.removesuffix(".py").strip("./").replace("/", ".")
-                hint = f"write it like an import, as `{dotted}:{name}`"
+            if (imported := as_import(use)) != use or not re.fullmatch(MODULE_NAME, use):
+                hint = f"write it like an import, as `{imported}`"
                 yield Problem(path, f"`{use}` is not of the form module:name", hint)
         elif use not in READY_TASKS and not use.startswith(GYM):
             known = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
+            if "." in use:
+                known = f"yours is `{as_import(use)}`, module and name as in an import"
             yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, known))
 
 
