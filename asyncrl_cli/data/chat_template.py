@@ -224,7 +224,8 @@ class ChatTemplate:
                     )
                 )
         except (_Ended, MemoryError):
-            message = f"the chat template takes more than {RENDER_S:.0f} s or {MEMORY_BYTES >> 30} GiB to render these messages"
+            limits = f"{RENDER_S:.0f} s or {MEMORY_BYTES >> 30} GiB"
+            message = f"the chat template takes more than {limits} to render these messages"
             raise TemplateLimitError(message) from None
         except Exception as error:  # a template may raise anything
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
