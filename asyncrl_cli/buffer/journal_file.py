@@ -175,7 +175,8 @@ class JournalFile:
                     location=str(self._path),
                     hint=DAMAGED,
                 )
-        self._files = files
+        if self._files:  # a closed journal watches no files: those at its path may be another connection's
+            self._files = files
 
     def _save(self, main_in_place: bool) -> str:
         """Save everything acknowledged, and close the open files; returns a hint that says where it is.
