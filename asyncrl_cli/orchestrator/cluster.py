@@ -37,11 +37,10 @@ HEAD_LOST_S = 40.0
 message; a head that is restarted in time continues the run."""
 LOOK_S = 1.0
 """Seconds between two looks at Ray's processes."""
-T = TypeVar("T")
-
 OBJECT_STORE_BYTES = 512 * 2**20
 """The smallest object store of a local run. It has batches of tokens, never weights."""
 
+T = TypeVar("T")
 
 _lost = Event()
 
@@ -70,6 +69,7 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
 
     ``actors``: what a joined cluster must have room for. Default: the actors that a run starts with.
     """
+    _lost.clear()
     if spec.cluster.address is not None:
         with joined(spec, actors or Actors.of(spec)):
             yield

@@ -70,6 +70,7 @@ RESULTS: dict[str, str] = {
     "deepspeed.runtime.engine.DeepSpeedEngine().module": "",
     "ray._private.state.available_resources_per_node": "",
     "ray._private.state.state.get_draining_nodes": "",
+    "ray._private.worker._global_node": "ray._private.node.Node()",
     "ray._raylet.AuthenticationTokenLoader.instance": "ray._raylet.AuthenticationTokenLoader()",
     "ray.actor.ActorClass().options": "",
     "ray.get_runtime_context": "ray.runtime_context.RuntimeContext()",
