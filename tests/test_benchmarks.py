@@ -23,7 +23,7 @@ SMALLEST = {
     "gateway.py": "--requests 64 --concurrent 8",
     "gateway_attacks.py": "--mb 1 --at-once 2",
     "gpu_report": "--device cpu --only numerics",
-    "joined_outputs.py": "--requests 4 --repeats 1",
+    "joined_outputs.py": "--requests 8 --repeats 1",
     "journal.py": "--rollouts 256 --tokens 50",
     "journal.py --inspect": "--rollouts 2000",
     "looking.py": "--rollouts 1024",
