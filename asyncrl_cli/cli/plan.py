@@ -124,13 +124,15 @@ def _predicted(spec: ExperimentSpec, source: Source, run: RunDirectory | None) -
     from asyncrl_cli.cli.plan_sources import measure
     from asyncrl_cli.inspect.plan_page import comparison_page, plan_page
     from asyncrl_cli.plan.comparison import compare, error_parts
-    from asyncrl_cli.plan.prediction import predict
+    from asyncrl_cli.plan.prediction import Devices, predict, spans
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.spec.load import load_recorded
 
     planned = source.planned(spec, source.cache(spec))
-    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, not shares_host(spec))
-    pages = {"plan": plan_page(spec.name, predicted, planned, source.memory(spec))}
+    devices = Devices(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
+    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, None if shares_host(spec) else devices)
+    by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
+    pages = {"plan": plan_page(spec.name, predicted, by_length, planned, source.memory(spec))}
     if run is not None:
         happened = measure(run, load_recorded(run.path).spec)
         parts = error_parts(planned.scenario, happened)

@@ -184,9 +184,9 @@ def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
     """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
     from asyncrl_cli.inspect.plan_page import comparison_table
     from asyncrl_cli.inspect.resolved import resolved_spec
-    from asyncrl_cli.inspect.what_if import what_if
+    from asyncrl_cli.inspect.what_if import reproduced
 
-    found = what_if(resolved_spec(run), measured, ())
+    found = reproduced(resolved_spec(run), measured)
     if found.misfit is None:
         return found.lines
     echo("\n".join(comparison_table("its own steps", found.lines)), err=True)

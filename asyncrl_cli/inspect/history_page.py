@@ -38,8 +38,10 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
         "manifest": manifest,
         "history": None,
     }
+    # The version that engines serve, as on every page; ``state`` has the trainer's, which may still be on its way.
+    version = state.version if history is None else history.progress.version
     lines = [
-        f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {state.version}",
+        f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {version}",
         *([f"reason   {state.reason}"] if state.reason else []),
         *([f"engines  {engines_text(state)}"] if state.engines and run.status in ACTIVE else []),
         *_manifest_lines(manifest),

@@ -12,18 +12,12 @@ from typing import Any
 from asyncrl_cli.inspect.pages import WIDTH, Page, number, paragraph, table
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import Part, Prediction
+from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, limit_text, savings_text
 from asyncrl_cli.plan.scenario import Planned
 from asyncrl_cli.plan.search import Found
 from asyncrl_cli.plan.simulator import Outcome
 from asyncrl_cli.sizing.parts import Device, shown
 
-BINDS: Mapping[Part, str] = {
-    "trainer": "the trainer: it trains nearly all the time, so that more or faster engines change nothing",
-    "engines": "the engines: the trainer waits for groups, and engines have work all the time",
-    "tail": "the tail: the trainer waits for the longest rollouts, while engines have places to spare",
-    "publish": "publishes: writing weights and loading them",
-}
 LABEL = 9
 """Columns of a line's label."""
 TRAINER = {
@@ -36,8 +30,15 @@ TRAINER = {
 }
 
 
-def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequence[Device]) -> Page:
-    """A prediction for the spec of this name; ``memory``: what its GPUs hold, where that is known."""
+def plan_page(
+    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: Planned, memory: Sequence[Device]
+) -> Page:
+    """A prediction for the spec of this name.
+
+    Args:
+        by_length: seconds of a step by the factor on lengths.
+        memory: contents of its GPUs' memory, where they are known.
+    """
     title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
     outcome = predicted.outcome
     settings = scenario.settings
@@ -50,7 +51,7 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
         f"{number(lengths['longest'])}, {lengths['at_limit']:.1%} at the limit",
         "",
         f"step     {_seconds(outcome.step_s)}; with lengths "
-        + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in predicted.spans.items()),
+        + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in by_length.items()),
         f"tokens   {number(outcome.trained_tokens)} a second in batches, {number(outcome.generated_tokens)} generated",
         f"speed    {predicted.ratio_to_sync:.2f} times that of max_staleness 0, whose step takes "
         f"{_seconds(predicted.sync.step_s)}",
@@ -61,10 +62,11 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
         f"{number(outcome.running)} rollouts at once",
         "stale    " + _staleness(outcome),
         f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
-        f"         max_staleness {predicted.free} is the smallest that costs no time (within 2 %)",
+        f"         {bound_text(predicted)}",
         "",
-        f"binds    {BINDS[predicted.binds]}",
-        *_changes(predicted),
+        f"limit    {limit_text(predicted)}",
+        f"         {savings_text(predicted)}",
+        f"helps    {changes_text(predicted)}",
     ]
     lines += [f"memory   {device.name}: {_memory(device)}" for device in memory]
     lines += [f"guess    {guess}" for guess in guesses]
@@ -75,10 +77,11 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
         "sync": outcome_document(predicted.sync),
         "ratio_to_sync": predicted.ratio_to_sync,
         "lengths": dict(lengths),
-        "step_s_by_length_factor": {str(factor): step_s for factor, step_s in predicted.spans.items()},
+        "step_s_by_length_factor": {str(factor): step_s for factor, step_s in by_length.items()},
         "step_s_by_max_staleness": {str(bound): step_s for bound, step_s in predicted.bounds.items()},
         "least_free_max_staleness": predicted.free,
-        "binds": predicted.binds,
+        "limit": predicted.limit,
+        "savings": dict(predicted.savings),
         "changes": [asdict(change) for change in predicted.changes],
         "memory": [
             {"device": device.name, "count": device.count, "bytes": device.total, "capacity": device.capacity}
@@ -228,15 +231,6 @@ def _staleness(outcome: Outcome) -> str:
     total = outcome.staleness.total()
     shares = ", ".join(f"{age}: {groups / total:.0%}" for age, groups in sorted(outcome.staleness.items()))
     return f"mean {outcome.mean_staleness:.2f} versions ({shares})"
-
-
-def _changes(predicted: Prediction) -> list[str]:
-    if not predicted.changes:
-        return ["helps    none of the settings that were tried shortens a step by 3 %"]
-    return [
-        f"{'helps    ' if not at else '         '}{change.setting}: {_seconds(change.step_s)} ({change.gain:.0%} less)"
-        for at, change in enumerate(predicted.changes)
-    ]
 
 
 def _seconds(seconds: float) -> str:

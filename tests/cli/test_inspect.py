@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -427,6 +428,12 @@ def test_a_runs_history(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     assert len(document["history"]["starts"]) == 2
 
 
+def test_pages_agree_on_the_version_that_engines_serve(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "runs/run-1").update(version=5)  # the trainer's version: its publish is in flight
+    for page in ("run", "buffer"):
+        assert re.search(r"weight version 4$", asyncrl("inspect", page)[1], re.MULTILINE), page
+
+
 def test_a_run_that_is_driven_is_running(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     driver = RunDirectory(tmp_path / "runs/run-1")
     driver.lock()
@@ -496,7 +503,7 @@ def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
     assert (recorded["max_staleness"], as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 2, 0)
     assert as_it_would["step_s"] > as_it_was["step_s"]
     assert estimate["time_relative_to_own_bound"] == as_it_would["step_s"] / as_it_was["step_s"]
-    assert estimate["assumptions"] and ("With bound 0 a step would take" in out) is estimate["reproduced"]
+    assert estimate["assumptions"] and ("With bound 0, a step would take" in out) is estimate["reproduced"]
 
 
 def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:

@@ -10,8 +10,8 @@ from statistics import median
 from typing import Any
 
 from asyncrl_cli.inspect.pages import count_range, number
-from asyncrl_cli.inspect.report.bottleneck import Activity
 from asyncrl_cli.inspect.report.curves import mean
+from asyncrl_cli.inspect.report.evidence import Activity
 from asyncrl_cli.inspect.report.findings import leading_series, with_interval
 from asyncrl_cli.inspect.report.recorded_files import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
 from asyncrl_cli.inspect.resolved import engine_counts, value_at
