@@ -125,12 +125,11 @@ def _predicted(spec: ExperimentSpec, source: Source, run: RunDirectory | None) -
     from asyncrl_cli.inspect.plan_page import comparison_page, plan_page
     from asyncrl_cli.plan.comparison import compare, error_parts
     from asyncrl_cli.plan.prediction import Devices, predict, spans
-    from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.spec.load import load_recorded
 
     planned = source.planned(spec, source.cache(spec))
-    devices = Devices(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
-    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, None if shares_host(spec) else devices)
+    devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
+    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
     pages = {"plan": plan_page(spec.name, predicted, by_length, planned, source.memory(spec))}
     if run is not None:

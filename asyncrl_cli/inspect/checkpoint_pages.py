@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, duration, moment, table
 from asyncrl_cli.runs.checkpoints import Checkpoint, Damage, verify
 from asyncrl_cli.runs.directory import RunDirectory
@@ -61,7 +62,7 @@ def show_page(
         f"step        {checkpoint.step}",
         f"folder      {row['folder']}",
         f"saved       {moment(row['saved_at'])}, {duration(time.time() - row['saved_at'])} ago",
-        f"trainer     {trainer.ranks} rank(s), ZeRO-{trainer.zero_stage}, {trainer.dtype}",
+        f"trainer     {counted(trainer.ranks, 'rank')}, ZeRO-{trainer.zero_stage}, {trainer.dtype}",
         f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
         f"kept        {', '.join(row['kept']) or NOT_KEPT}",
         f"files       {damage_text(verify(checkpoint, contents=False)) or 'ok'}",

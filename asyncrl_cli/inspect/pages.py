@@ -73,12 +73,6 @@ def count_range(least: int, most: int) -> str:
     return str(least) if least == most else f"{least} to {most}"
 
 
-def counted(count: int, noun: str) -> str:
-    """A number of things: ``1 engine``, ``2 engines``, ``1 batch``, ``2 batches``."""
-    plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
-    return f"{count:,} {noun}{'' if count == 1 else plural}"
-
-
 def number(value: float) -> str:
     """A number as short as it is: whole ones with thousands apart, others with three significant digits or more."""
     if not math.isfinite(value):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import WIDTH, Page, number, paragraph, table
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
@@ -45,8 +46,8 @@ def plan_page(
     lengths = predicted.lengths
     lines = [
         title,
-        f"runs     {settings.groups_per_step} groups of {settings.group_size} a step, max_staleness "
-        f"{settings.max_staleness}, {scenario.engines} engine(s) of {scenario.slots} rollouts",
+        f"runs     {counted(settings.groups_per_step, 'group')} of {settings.group_size} a step, max_staleness "
+        f"{settings.max_staleness}, {counted(scenario.engines, 'engine')} of {counted(scenario.slots, 'rollout')}",
         f"lengths  mean {number(lengths['mean'])} tokens, 99 % below {number(lengths['p99'] + 1)}, longest "
         f"{number(lengths['longest'])}, {lengths['at_limit']:.1%} at the limit",
         "",
@@ -95,7 +96,7 @@ def plan_page(
 def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
     """What was measured in a run, with residuals, and how well its own steps are simulated."""
     costs, trainer = measured.costs, measured.trainer
-    text = [f"measured in {run_id}, over {measured.observed.steps} steps"]
+    text = [f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}"]
     if (engine := measured.engine) is not None:
         text.append(
             f"engine   an iteration takes {1e3 * engine.fixed_s:.2f} ms + {1e6 * engine.per_sequence_s:.0f} us a "
@@ -130,15 +131,15 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
 
 
 def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, float], own_s: float) -> Page:
-    """A prediction beside what a run measured. ``parts``: by how much the step changes when a part is replaced by what
-    was measured; ``own_s``: the step simulated with everything replaced."""
+    """A prediction next to a run's measurements. ``parts``: change of the step's seconds when one part is replaced by
+    the measured one; ``own_s``: the step simulated with everything replaced."""
     measured_s = lines[0].measured
-    rows = [(name, f"{seconds:+.3f}") for name, seconds in parts.items() if name != "together"]
-    rows.append(("not in the model", f"{measured_s - own_s:+.3f}"))
+    rows = [(name, f"{seconds:+.3f} s") for name, seconds in parts.items() if name != "together"]
+    rows.append(("not in the model", f"{measured_s - own_s:+.3f} s"))
     text = [
         *comparison_table(f"against {run_id}", lines),
         "",
-        *table(("if this had been as measured", "step s"), rows),
+        *table(("if this had been as measured", "step"), rows),
     ]
     document = {
         "run": run_id,
@@ -170,7 +171,8 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
         for one in found.best
     ]
     lines = [
-        f"{found.simulated} allocations of {gpus} GPUs simulated, {found.too_large} do not fit into memory; the best:",
+        f"{counted(found.simulated, 'allocation')} of {gpus} GPUs simulated; more that do not fit into memory: "
+        f"{found.too_large}. The best:",
         "",
         *table(header, rows, left=()),
     ]
@@ -197,12 +199,19 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
 
 
 def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
-    """Predicted beside measured."""
-    rows = [
-        (line.name, f"{line.predicted:.3g}", f"{line.measured:.3g}", f"{line.off:+.3f}", "" if line.fits else "off")
-        for line in lines
-    ]
+    """Predictions next to measurements, each with its unit."""
+    rows = [(line.name, *_compared(line), "" if line.fits else "does not fit") for line in lines]
     return table((title, "predicted", "measured", "difference", ""), rows)
+
+
+def _compared(line: Line) -> tuple[str, str, str]:
+    match line.unit:
+        case "s":
+            return _seconds(line.predicted), _seconds(line.measured), f"{line.off:+.1%}"
+        case "share":
+            return f"{line.predicted:.1%}", f"{line.measured:.1%}", f"{100 * line.off:+.1f} points"
+        case "versions":
+            return f"{line.predicted:.2f}", f"{line.measured:.2f}", f"{line.off:+.2f} versions"
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from itertools import chain
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, paragraph, table
 from asyncrl_cli.inspect.plan_page import outcome_document
 from asyncrl_cli.inspect.what_if import Reproduced
@@ -36,10 +37,10 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
     where = report.progress
     settings = where.settings
     lines = [
-        f"run      {run.run_id}, {run.status}, {len(report.steps)} batches taken"
+        f"run      {run.run_id}, {run.status}, {counted(len(report.steps), 'batch')} taken"
         + (f" from step {where.first_step + 1} on" if where.first_step else ""),
-        f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
-        f"a version every {settings.publish_every} step(s)",
+        f"bound    at most {counted(settings.max_staleness, 'version')} (on_stale: {settings.on_stale}), "
+        f"a version every {counted(settings.publish_every, 'step')}",
     ]
     document: dict[str, Any] = {
         "run": run.run_id,
@@ -107,14 +108,14 @@ def _verdict(report: Report) -> Iterator[str]:
     if any(step.dropped for step in report.steps):
         yield "tokens of some steps were dropped (journal.keep): they are not in the columns of tokens"
     if report.late:
-        yield f"late     {report.late} groups were trained past the bound, which on_stale: train allows"
+        yield f"late     {counted(report.late, 'group')} trained past the bound, which on_stale: train allows"
     if not report.violations:
         late = "except for the late groups, " if report.late else ""
         yield f"proof    {late}the bound held: {report.groups:,} groups have a staleness of 0 to {bound} versions,"
         yield f"         and none of {report.tokens:,} tokens is older than its group"
         return
     more = " or more" if len(report.violations) == MOST_VIOLATIONS else ""
-    yield f"VIOLATED the guarantee does not hold: {len(report.violations)}{more} row(s) violate it"
+    yield f"VIOLATED the guarantee does not hold: {counted(f'{len(report.violations)}{more}', 'row')} violate it"
     for violation in report.violations[:VIOLATIONS_SHOWN]:
         step = "" if violation.step is None else f"step {violation.step + 1}, "
         group = "" if violation.group_id is None else f"group {violation.group_id}: "

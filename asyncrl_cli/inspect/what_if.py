@@ -62,11 +62,9 @@ def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
 def recorded_prediction(spec: Mapping[str, Any], scenario: Scenario) -> Prediction:
     """The prediction for a recorded run, as `asyncrl plan` makes it for the same spec."""
     longest = max(rollout.response for group in scenario.groups for rollout in group.rollouts)
-    devices = None
-    if not shares_host(spec):
-        devices = Devices(
-            engine_gpus=value_at(spec, "rollout.gpus_per_engine") or 0,
-            rank_gpus=value_at(spec, "trainer.gpus_per_rank") or 0,
-            ranks=setting(spec, "trainer.ranks", 1),
-        )
+    devices = Devices.of(
+        value_at(spec, "rollout.gpus_per_engine") or 0,
+        value_at(spec, "trainer.gpus_per_rank") or 0,
+        setting(spec, "trainer.ranks", 1),
+    )
     return predict(scenario, setting(spec, "rollout.max_response_tokens", longest), devices)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Literal, NamedTuple
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.plan.costs import PublishCost
 from asyncrl_cli.plan.lengths import Groups, describe, scaled
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
@@ -85,6 +86,12 @@ class Devices:
     rank_gpus: float
     ranks: int
 
+    @classmethod
+    def of(cls, engine_gpus: float, rank_gpus: float, ranks: int) -> Devices | None:
+        """The devices of a spec; None if trainer and engines share processors or GPUs."""
+        shared = (not engine_gpus and not rank_gpus) or 0 < engine_gpus < 1
+        return None if shared else cls(engine_gpus, rank_gpus, ranks)
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -96,9 +103,7 @@ class Change:
     more_gpus: float = 0.0
 
     def __str__(self) -> str:
-        gpus = ""
-        if self.more_gpus:
-            gpus = f" (needs {self.more_gpus:g} more GPU{'' if self.more_gpus == 1 else 's'})"
+        gpus = f" (needs {counted(f'{self.more_gpus:g}', 'more GPU')})" if self.more_gpus else ""
         return f"{self.setting}{gpus}: {self.step_s:.3g} s, {less(self.gain)}"
 
 
@@ -201,8 +206,8 @@ def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: in
 
     Args:
         longest: tokens at which responses are cut.
-        devices: None where trainer and engines share processors; then more of either would slow the other down, and no
-            change of their number is tried.
+        devices: None where trainer and engines share processors or GPUs; then more of either would slow the other down,
+            and no change of their number is tried.
     """
     outcome = simulate(scenario, steps)
     own = scenario.settings.max_staleness

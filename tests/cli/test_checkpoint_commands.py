@@ -127,7 +127,7 @@ def test_without_journal_and_without_checkpoints(asyncrl: Any, run: RunDirectory
 def test_show_one(asyncrl: Any, run: RunDirectory) -> None:
     code, out, _ = asyncrl("show", "--step", 20)
     assert code == 0
-    assert "trainer     2 rank(s), ZeRO-0, float32\n" in out
+    assert "trainer     2 ranks, ZeRO-0, float32\n" in out
     assert "greedy      0.750\n" in out
     assert "kept        best 1\n" in out
     assert "state/shard     2.0 kB\n" in out

@@ -112,7 +112,7 @@ def test_without_held_out_accuracy_the_training_reward_decides() -> None:
 
 def test_few_steps_are_inconclusive_and_shown() -> None:
     assert learned([0.309, 0.35, 0.324], [], {}) == (
-        "Inconclusive: only 3 steps are trained. Mean training reward by step: 0.309, 0.350, 0.324.",
+        "Inconclusive: only 3 steps trained. Mean training reward by step: 0.309, 0.350, 0.324.",
         "plain",
     )
     assert "too few steps" in learned([], [], {})[0]

@@ -44,7 +44,7 @@ NAMES: Mapping[TrainerPart, str] = {
 FEW_STEPS = 10
 """With fewer steps, the noise of the training reward cannot be estimated, and most of the time is the run's start."""
 MUCH = 0.1
-"""A cost that is not simulated is mentioned from this share of the trainer's time on, or this number per trained group."""
+"""A cost that is not simulated is mentioned from this share of the trainer's time, or this number per group, on."""
 IDLE = 0.5
 """Engines that had requests for less of the time than this were idle."""
 BOUND_BY_DISK = 0.5

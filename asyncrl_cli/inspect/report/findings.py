@@ -19,7 +19,8 @@ from operator import attrgetter
 from statistics import NormalDist
 from typing import Any, Literal
 
-from asyncrl_cli.inspect.pages import counted, number
+from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.evidence import FEW_STEPS
 from asyncrl_cli.inspect.resolved import value_at
 from asyncrl_cli.inspect.staleness_page import mean_age
@@ -233,7 +234,10 @@ def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any], series: Sequen
         return "Inconclusive: too few steps are trained.", "plain"
     if len(known) < FEW_STEPS:
         seen = ", ".join(f"{reward:.3f}" for reward in known)
-        return f"Inconclusive: only {len(known)} steps are trained. Mean training reward by step: {seen}.", "plain"
+        return (
+            f"Inconclusive: only {counted(len(known), 'step')} trained. Mean training reward by step: {seen}.",
+            "plain",
+        )
     went = f"{found.first:.3f} to {found.last:.3f} (first and last tenth of the steps)"
     basis = "There are no two held-out evaluations to compare, so this is based on the training reward."
     if reasons := not_comparable(spec):
