@@ -22,9 +22,11 @@ def list_page(
     checkpoints: Sequence[Checkpoint],
     reasons: Mapping[int, Sequence[str]],
     accuracies: Mapping[int, float],
+    saved: Mapping[int, float],
 ) -> Page:
-    """All checkpoints of a run. Only names and sizes of their files are looked at."""
-    document = [_document(checkpoint, reasons, accuracies) for checkpoint in checkpoints]
+    """All checkpoints of a run; ``saved``: unix times by step, from the journal. Only names and sizes of their files
+    are looked at."""
+    document = [_document(checkpoint, reasons, accuracies, saved) for checkpoint in checkpoints]
     now = time.time()
     rows = [
         (
@@ -48,9 +50,10 @@ def show_page(
     checkpoint: Checkpoint,
     reasons: Mapping[int, Sequence[str]],
     accuracies: Mapping[int, float],
+    saved: Mapping[int, float],
 ) -> Page:
     """One checkpoint with its files. Only names and sizes of them are looked at."""
-    row = _document(checkpoint, reasons, accuracies)
+    row = _document(checkpoint, reasons, accuracies, saved)
     trainer = checkpoint.trainer()
     files = {
         path.relative_to(checkpoint.folder).as_posix(): path.stat().st_size
@@ -78,13 +81,17 @@ def damage_text(damages: Sequence[Damage]) -> str:
 
 
 def _document(
-    checkpoint: Checkpoint, reasons: Mapping[int, Sequence[str]], accuracies: Mapping[int, float]
+    checkpoint: Checkpoint,
+    reasons: Mapping[int, Sequence[str]],
+    accuracies: Mapping[int, float],
+    saved: Mapping[int, float],
 ) -> dict[str, Any]:
     return {
         "step": checkpoint.step,
         "folder": str(checkpoint.folder.absolute()),
         "bytes": checkpoint.size,
-        "saved_at": checkpoint.saved_at,
+        # The journal's time: a copied folder has the time of its copy.
+        "saved_at": saved.get(checkpoint.step, checkpoint.saved_at),
         "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
         "accuracy": accuracies.get(checkpoint.step),
         "kept": list(reasons[checkpoint.step]),

@@ -4,6 +4,7 @@ with `--search`, the best allocations of GPUs.
 
 from __future__ import annotations
 
+import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,12 +14,16 @@ from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import WIDTH, Page, number, paragraph, table
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, limit_text, savings_text
+from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, less, limit_text, savings_text
 from asyncrl_cli.plan.scenario import Planned
 from asyncrl_cli.plan.search import Found
 from asyncrl_cli.plan.simulator import Outcome
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.manifest import SPEED
 from asyncrl_cli.sizing.parts import Device, shown
 
+SAME_SPEED = 0.05
+"""Smaller differences of the processors' speed are not reported."""
 LABEL = 9
 """Columns of a line's label."""
 TRAINER = {
@@ -148,6 +153,31 @@ def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, floa
         "not_in_the_model_s": measured_s - own_s,
     }
     return Page(document, text)
+
+
+def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
+    """Whether the processors are as fast as they were when ``calibration`` ran.
+
+    Args:
+        now: their speed at the time that the prediction is for, as in the manifest; anything else: not known.
+        step_s: the predicted step.
+    """
+    then, host = calibration.manifest.get(SPEED), calibration.manifest.get("host")
+    document: dict[str, Any] = {"then": then, "now": now, "step_s": None}
+    if not isinstance(then, float) or not isinstance(now, float):
+        text = "the speed of the processors was not recorded, so it may have changed since the run was measured"
+    elif host != platform.node():
+        text = f"the run was measured on {host}, and this machine may be faster or slower"
+    else:
+        slower = then / now
+        document["step_s"] = slower * step_s
+        text = f"the processors are as fast as when the run was measured, within {SAME_SPEED:.0%}"
+        if abs(slower - 1) > SAME_SPEED:
+            text = (
+                f"the processors take {less(1 - slower)} time for the same work than when the run was measured: expect "
+                f"a step of about {_seconds(slower * step_s)} instead of {_seconds(step_s)}"
+            )
+    return Page(document, _wrapped([f"machine  {text}"]))
 
 
 def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
