@@ -102,7 +102,7 @@ def _plan(changes: list[str], calibration: Path, run: Path) -> dict[str, Any]:
 
 def _row(name: str, document: dict[str, Any]) -> Row:
     lines = {line["name"]: line for line in document["comparison"]["lines"]}
-    step, stale = lines.pop("step s"), lines.pop("mean staleness")
+    step, stale = lines.pop("step"), lines.pop("mean staleness")
     worst = max(lines.values(), key=lambda line: abs(line["off"]))
     return Row(name, step["predicted"], step["measured"], 100 * worst["off"], (stale["predicted"], stale["measured"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,8 @@ from asyncrl_cli.cli.inspect import show
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
+    import sqlite3
+
     from asyncrl_cli.runs.checkpoints import Checkpoint
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import CheckpointSpec
@@ -32,7 +35,7 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
     found = find_run(runs_dir, run)
     accuracies = _accuracies(found)
     checkpoints, reasons = _kept(found, accuracies, _retention(found))
-    show(list_page(found, checkpoints, reasons, accuracies), as_json)
+    show(list_page(found, checkpoints, reasons, accuracies, _saved(found)), as_json)
 
 
 def show_checkpoint(
@@ -45,7 +48,7 @@ def show_checkpoint(
     found = find_run(runs_dir, run)
     accuracies = _accuracies(found)
     _, reasons = _kept(found, accuracies, _retention(found))
-    show(show_page(found, _chosen(found, step)[-1], reasons, accuracies), as_json)
+    show(show_page(found, _chosen(found, step)[-1], reasons, accuracies, _saved(found)), as_json)
 
 
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
@@ -194,13 +197,25 @@ def _kept(
 def _accuracies(run: RunDirectory) -> dict[int, float]:
     """Greedy held-out accuracy by step; empty without a journal. Raises ``JournalError`` when it is damaged."""
     from asyncrl_cli.journal.progress import accuracies
+
+    return _journal(run, accuracies)
+
+
+def _saved(run: RunDirectory) -> dict[int, float]:
+    """When each checkpoint was saved, as the journal has it."""
+    from asyncrl_cli.journal.events import Checkpoint
+
+    return _journal(run, lambda connection: {one.after_step: one.at for one in Checkpoint.read(connection)})
+
+
+def _journal(run: RunDirectory, read: Callable[[sqlite3.Connection], dict[int, float]]) -> dict[int, float]:
     from asyncrl_cli.journal.schema import FILE, reading
 
     path = run.path / FILE
     if not path.is_file():
         return {}
     with reading(path) as connection:
-        return accuracies(connection)
+        return read(connection)
 
 
 add(app, "list", list_checkpoints, "List checkpoints and why each is kept.", "asyncrl checkpoint list latest")

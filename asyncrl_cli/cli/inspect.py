@@ -191,8 +191,7 @@ def staleness(
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
-    from asyncrl_cli.inspect.what_if import shares_host
-    from asyncrl_cli.inspect.what_if import what_if as simulated
+    from asyncrl_cli.inspect.what_if import recorded_prediction, reproduced, shares_host
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
@@ -212,7 +211,9 @@ def staleness(
             except ValueError as error:
                 hint = "--what-if needs the times of trained steps"
                 raise RunError(str(error), location=found.run_id, hint=hint) from None
-            page = with_what_if(page, measured, simulated(spec, measured, [what_if]), what_if)
+            recorded = reproduced(spec, measured)
+            predicted = recorded_prediction(spec, recorded.scenario) if recorded.misfit is None else None
+            page = with_what_if(page, measured, recorded, what_if, predicted)
     show(page, as_json)
     if report.violations:
         raise typer.Exit(1)

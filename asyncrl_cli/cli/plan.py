@@ -112,25 +112,36 @@ def plan(
     if gpus is not None:
         pages["search"] = _searched(loaded, source, gpus)
     else:
-        pages |= _predicted(loaded, source, compared)
+        pages |= _predicted(loaded, source, run, compared)
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
     else:
         echo("\n\n".join("\n".join(page.lines) for page in pages.values()))
 
 
-def _predicted(spec: ExperimentSpec, source: Source, run: RunDirectory | None) -> dict[str, Page]:
-    """The prediction, and its comparison with what ``run`` measured."""
+def _predicted(
+    spec: ExperimentSpec, source: Source, calibration: RunDirectory | None, run: RunDirectory | None
+) -> dict[str, Page]:
+    """The prediction, the machine's speed since the ``calibration``, and a comparison with the measurements of
+    ``run``."""
     from asyncrl_cli.cli.plan_sources import measure
-    from asyncrl_cli.inspect.plan_page import comparison_page, plan_page
+    from asyncrl_cli.inspect.plan_page import comparison_page, machine_page, plan_page
     from asyncrl_cli.plan.comparison import compare, error_parts
-    from asyncrl_cli.plan.prediction import predict
+    from asyncrl_cli.plan.prediction import Devices, predict, spans
     from asyncrl_cli.plan.scenario import shares_host
+    from asyncrl_cli.runs.manifest import SPEED
     from asyncrl_cli.spec.load import load_recorded
+    from asyncrl_cli.system.processor_speed import processor_speed
 
     planned = source.planned(spec, source.cache(spec))
-    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, not shares_host(spec))
-    pages = {"plan": plan_page(spec.name, predicted, planned, source.memory(spec))}
+    devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
+    predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
+    by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
+    pages = {"plan": plan_page(spec.name, predicted, by_length, planned, source.memory(spec))}
+    if calibration is not None and shares_host(spec):
+        # A run to compare with was made at its own speed.
+        now = processor_speed() if run is None else run.manifest.get(SPEED)
+        pages["machine"] = machine_page(calibration, now, predicted.outcome.step_s)
     if run is not None:
         happened = measure(run, load_recorded(run.path).spec)
         parts = error_parts(planned.scenario, happened)

@@ -152,9 +152,11 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     """Train a few steps of a spec with one engine and as few trainer ranks as possible; batches are scaled to these."""
     from asyncrl_cli.cli.running import drive, start_checks
     from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
     from asyncrl_cli.spec.load import dump_spec, load_spec
+    from asyncrl_cli.system.processor_speed import processor_speed
 
     spec = load_spec(path, overrides).spec
     pipeline, trainer = spec.pipeline, spec.trainer
@@ -174,8 +176,9 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     )
     with start_checks(loaded.spec, path.absolute().parent) as checks:
         experiment = checks.experiment()
+    speed = processor_speed() if shares_host(loaded.spec) else None
     run = RunDirectory.create(loaded.spec.runs_dir, f"{loaded.spec.name}-calibration")
-    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path))
+    run.begin(dump_spec(loaded.spec, loaded.references), steps, describe_start(path, speed))
     drive(experiment, run, Start(), quiet=True)
     return run
 
@@ -184,9 +187,9 @@ def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
     """Simulate the measured run itself. Raises ``ConfigError`` if the result differs from the measurement."""
     from asyncrl_cli.inspect.plan_page import comparison_table
     from asyncrl_cli.inspect.resolved import resolved_spec
-    from asyncrl_cli.inspect.what_if import what_if
+    from asyncrl_cli.inspect.what_if import reproduced
 
-    found = what_if(resolved_spec(run), measured, ())
+    found = reproduced(resolved_spec(run), measured)
     if found.misfit is None:
         return found.lines
     echo("\n".join(comparison_table("its own steps", found.lines)), err=True)

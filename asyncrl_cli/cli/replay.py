@@ -11,6 +11,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.terminal import counted
 
 
 def replay(
@@ -51,7 +52,7 @@ def replay(
     end = min(last or recorded, recorded)
     if first > end:
         raise RunError(
-            f"cannot replay from step {first}: the run has trained {recorded} steps",
+            f"cannot replay from step {first}: the run has trained {counted(recorded, 'step')}",
             location=run.run_id,
             hint="choose an earlier step with --from",
         )

@@ -11,6 +11,7 @@ import typer
 
 from asyncrl_cli.cli.output import debugging, echo, in_runs_dir
 from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
     from asyncrl_cli.monitors.outlet import Terminal
@@ -75,10 +76,10 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool,
     else:
         show(
             f"run      {run.run_id}",
-            f"what     {spec.stop.steps} steps of {pipeline.groups_per_step} × {spec.rollout.group_size} rollouts, "
-            f"{pipeline.mode}, staleness at most {pipeline.max_staleness}, "
-            f"{count_range(spec.rollout.min_engines, spec.rollout.max_engines)} engine(s), "
-            f"{spec.trainer.ranks} trainer rank(s), ZeRO-{spec.trainer.zero_stage}",
+            f"what     {counted(spec.stop.steps, 'step')} of {pipeline.groups_per_step} × {spec.rollout.group_size} "
+            f"rollouts, {pipeline.mode}, staleness at most {pipeline.max_staleness}, "
+            f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}, "
+            f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
             f"where    {_shown(run.path)}",
         )
     try:
@@ -107,7 +108,7 @@ def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
     """The closing lines of a run."""
     from asyncrl_cli.monitors.mlflow.sender import target_of
 
-    lines = [f"\nfinished {run.state.step} steps in {outcome.seconds:.0f} s"]
+    lines = [f"\nfinished {counted(run.state.step, 'step')} in {outcome.seconds:.0f} s"]
     for kind, after in sorted(outcome.accuracy.items()):
         before = outcome.accuracy_before.get(kind)
         was = f"{before:.3f} -> " if before is not None else ""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +18,18 @@ if TYPE_CHECKING:
     from asyncrl_cli.runs.directory import RunDirectory
 
 
+QUIET = ("starting", "running", "finished")
+"""Phases without a reason to show."""
+
+
 def runs(
     runs_dir: RunsDir = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False,
 ) -> None:
-    """List runs, oldest first, with their phase, step, engines (serving/wanted) and held-out accuracy."""
+    """List runs, oldest first: phase, step, engines (serving/wanted), held-out accuracy, duration, `--set` values.
+
+    A run that failed or was interrupted has the reason below it. Times are in UTC.
+    """
     from asyncrl_cli.runs.catalogue import all_runs
 
     rows = [_row(run) for run in all_runs(runs_dir)]
@@ -30,18 +39,61 @@ def runs(
     if not rows:
         echo(f"no runs in {runs_dir} yet")
         return
-    width = max(len(row["run"]) for row in rows)
-    echo(f"{'run':{width}}  {'phase':11}  {'step':>9}  {'engines':>7}  {'greedy':>6}  {'sampled':>7}  started")
-    for row in rows:
-        step = f"{row['step']}/{row['steps']}"
-        greedy, sampled = (_accuracy(row["accuracy"].get(kind)) for kind in ("greedy", "sampled"))
-        facts = f"{step:>9}  {_engines(row):>7}  {greedy:>6}  {sampled:>7}"
-        echo(f"{row['run']:{width}}  {row['phase']:11}  {facts}  {row['started']}")
+    header = ("run", "phase", "step", "engines", "greedy", "sampled", "took", "started", "settings")
+    echo("\n".join(_lines(header, rows)))
+
+
+def _lines(header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The table, with the reason of a failure below its run."""
+    from asyncrl_cli.inspect.pages import duration, paragraph, table
+
+    cells = [
+        (
+            row["run"],
+            row["phase"],
+            f"{row['step']}/{row['steps']}",
+            _engines(row),
+            *(_accuracy(row["accuracy"].get(kind)) for kind in ("greedy", "sampled")),
+            "-" if row["took_s"] is None else duration(row["took_s"]),
+            row["started"].replace("T", " ").removesuffix("+00:00"),
+            " ".join(row["settings"]),
+        )
+        for row in rows
+    ]
+    first, *lines = table(header, cells, left=(0, 1, 7, 8))
+    yield first
+    for row, line in zip(rows, lines, strict=True):
+        yield line
+        if row["reason"] and row["phase"] not in QUIET:
+            reason, *_ = row["reason"].strip().splitlines() or [""]
+            yield from paragraph(reason, "    ")
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
-    state = asdict(run.state) | {"phase": run.status}
-    return {"run": run.run_id, "started": str(run.manifest.get("started", "")), **state}
+    """A run's state, how long it took (None before its end is known), and the settings that its command changed."""
+    manifest, state = run.manifest, run.state
+    return {
+        "run": run.run_id,
+        "started": str(manifest.get("started", "")),
+        "took_s": _seconds(str(manifest.get("started", "")), state.updated),
+        "settings": _settings(manifest.get("command")),
+        **asdict(state),
+        "phase": run.status,
+    }
+
+
+def _seconds(started: str, updated: float) -> float | None:
+    try:
+        return max(0.0, updated - datetime.fromisoformat(started).timestamp()) if updated else None
+    except ValueError:
+        return None
+
+
+def _settings(command: object) -> list[str]:
+    """The values of ``--set`` in a command."""
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    found = [after for word, after in pairwise(words) if word == "--set"]
+    return found + [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
 
 
 def _engines(row: Mapping[str, Any]) -> str:

@@ -31,6 +31,7 @@ def scale(
     exits with 0.
     """
     from asyncrl_cli.core.errors import ConfigError, RunError
+    from asyncrl_cli.core.terminal import counted
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.directory import ACTIVE
     from asyncrl_cli.runs.scaling import request_engines
@@ -39,7 +40,7 @@ def scale(
     answer = request_engines(run, engines)
     if not answer.accepted:
         raise ConfigError(
-            f"the run refuses {engines} engines: {answer.message}",
+            f"the run refuses {counted(engines, 'engine')}: {answer.message}",
             location=run.run_id,
             hint=f"other bounds need a resume: asyncrl resume {run.argument} --set "
             f"'rollout.engines={{min: 1, max: {engines}}}'",
@@ -47,9 +48,11 @@ def scale(
     deadline = time.monotonic() + wait
     while (serving := run.state.engines.get("serving", 0)) != engines and time.monotonic() < deadline:
         if (status := run.status) not in ACTIVE:
-            raise RunError(f"the run ended before {engines} engines served, its phase is {status}", location=run.run_id)
+            raise RunError(
+                f"the run ended before {counted(engines, 'engine')} served, its phase is {status}", location=run.run_id
+            )
         time.sleep(POLL_S)
-    now = f"{serving} engine{'s' if serving != 1 else ''} serve{'s' if serving == 1 else ''}"
+    now = f"{counted(serving, 'engine')} serve{'s' if serving == 1 else ''}"
     if serving == engines:
         echo(f"{run.run_id}: {now}")
     else:

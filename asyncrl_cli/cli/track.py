@@ -9,6 +9,7 @@ import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.terminal import counted
 
 
 def track(
@@ -41,7 +42,7 @@ def track(
     target = target_of(spec.model_copy(update={"tracking": tracking}))
     sender = send_rest(run, target)
     report = ", the report" if sender.reported else ""
-    echo(f"sent     {sender.steps} steps, {sender.evaluations} evaluations{report}")
+    echo(f"sent     {counted(sender.steps, 'step')}, {counted(sender.evaluations, 'evaluation')}{report}")
     if sender.unreported:
         echo(f"report   cannot be made: {sender.unreported}")
     echo(f"to       {hide(target.uri)}")

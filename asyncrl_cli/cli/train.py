@@ -16,6 +16,9 @@ from asyncrl_cli.cli.running import Quiet
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.checks.finding import Finding, Status
 
+CALIBRATING_STEPS = 20
+"""`asyncrl plan` cannot be calibrated with a shorter run. Its machine's speed is not measured."""
+
 
 def train(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
@@ -47,14 +50,18 @@ def train(
 
     from asyncrl_cli.cli.running import drive, start_checks
     from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
+    from asyncrl_cli.system.processor_speed import processor_speed
 
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
+    # Before any process of the run competes for the processors.
+    speed = processor_speed() if shares_host(loaded.spec) and loaded.spec.stop.steps >= CALIBRATING_STEPS else None
     # After the checks: a spec that is refused leaves no folder behind (decision 0028).
     run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
-    run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec))
+    run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec, speed))
     drive(experiment, run, Start(), quiet)
 
 

@@ -15,6 +15,7 @@ from asyncrl_cli.cli.arguments import Overrides
 from asyncrl_cli.cli.doctor import show_finding
 from asyncrl_cli.cli.memory import parse_memory
 from asyncrl_cli.cli.output import debugging, echo, echo_json
+from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.checks.finding import Finding
@@ -173,15 +174,11 @@ def summary(loaded: LoadedSpec) -> str:
 
     spec = loaded.spec
     pipeline, rollout, trainer = spec.pipeline, spec.rollout, spec.trainer
-    number = count_range(rollout.min_engines, rollout.max_engines)
-    engines = f"{number} engine{'s' if number != '1' else ''} on {'GPU' if rollout.gpus_per_engine else 'CPU'}"
-    ranks = f"{_count(trainer.ranks, 'trainer rank')} on {'GPU' if trainer.gpus_per_rank else 'CPU'}"
+    engines = counted(count_range(rollout.min_engines, rollout.max_engines), "engine")
+    engines += f" on {'GPU' if rollout.gpus_per_engine else 'CPU'}"
+    ranks = f"{counted(trainer.ranks, 'trainer rank')} on {'GPU' if trainer.gpus_per_rank else 'CPU'}"
     return (
-        f"{spec.name} runs {_count(spec.stop.steps, 'step')} of {_count(pipeline.groups_per_step, 'group')} of "
-        f"{_count(rollout.group_size, 'rollout')}, {pipeline.mode} with staleness of at most {pipeline.max_staleness}, "
-        f"with {engines} and {ranks}"
+        f"{spec.name} runs {counted(spec.stop.steps, 'step')} of {counted(pipeline.groups_per_step, 'group')} of "
+        f"{counted(rollout.group_size, 'rollout')}, {pipeline.mode} with staleness of at most "
+        f"{pipeline.max_staleness}, with {engines} and {ranks}"
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -15,6 +15,7 @@ from itertools import chain, groupby
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.decoding import Decoder, open_decoder
 from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
 from asyncrl_cli.journal.progress import progress
@@ -61,9 +62,9 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
         f"run      {run.run_id}, {run.status}",
         f"progress {found.progress.step} of {settings.total_steps} batches taken, "
         f"weight version {found.progress.version}",
-        f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
-        f"{settings.groups_per_step} groups of {settings.group_size} per step, a version every "
-        f"{settings.publish_every} step(s)",
+        f"bound    at most {counted(settings.max_staleness, 'version')} (on_stale: {settings.on_stale}), "
+        f"{counted(settings.groups_per_step, 'group')} of {settings.group_size} per step, a version every "
+        f"{counted(settings.publish_every, 'step')}",
         "",
         *table(
             ("groups", "count", "ended rollouts", "tokens", "median age", "oldest", ""),
@@ -170,7 +171,7 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> 
         raise RunError(
             f"no group has the id or the prompt uid {name!r}",
             location=run.run_id,
-            hint="`asyncrl inspect buffer --state running` lists groups; so do --min-reward and --stale-over",
+            hint=f"list groups, or use --min-reward or --stale-over: asyncrl inspect buffer {run.argument} --limit 20",
         )
     page = _group_page(run, connection, group_record(connection, found[-1]))
     if len(found) > 1:
@@ -192,7 +193,7 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
         raise RunError(
             f"nothing is recorded of rollout {rollout_id} yet",
             location=run.run_id,
-            hint=f"`asyncrl inspect buffer --group {group_id}` shows what is recorded of its group",
+            hint=f"see the records of its group: asyncrl inspect buffer {run.argument} --group {group_id}",
         )
     return _group_page(run, connection, replace(record, rollouts=rollouts))
 
@@ -231,11 +232,12 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
 
 def _when(row: GroupRow, bound: int) -> str:
     text = f"admitted {moment(row.admitted_at)} at version {row.version}"
+    if row.staleness is None:
+        return text
+    age = counted(row.staleness, "version")
     if row.step is not None:
-        return f"{text}; taken in step {row.step + 1}, {row.staleness} version(s) later (bound {bound})"
-    if row.staleness is not None:
-        return f"{text}, {row.staleness} version(s) ago; to be taken by version {row.version + bound}"
-    return text
+        return f"{text}; taken in step {row.step + 1}, {age} later (bound {bound})"
+    return f"{text}, {age} ago; to be taken by version {row.version + bound}"
 
 
 def _prompt_lines(record: GroupRecord) -> Iterator[str]:
@@ -337,8 +339,8 @@ def _size(sequences: Sequence[Sequence[Segment]]) -> str:
     context = sum(len(segment.ids) for sequence in sequences for segment in sequence if segment.version == CONTEXT)
     if not context:
         return ""
-    calls = f" in {sum(map(_calls, sequences))} call(s), {context} of context"
-    return f"{calls}, {len(sequences) - 1} branch(es)" if len(sequences) > 1 else calls
+    calls = f" in {counted(sum(map(_calls, sequences)), 'call')}, {context} of context"
+    return f"{calls}, {counted(len(sequences) - 1, 'branch')}" if len(sequences) > 1 else calls
 
 
 def _judgement(rollout: RolloutRecord) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, duration, moment, table
 from asyncrl_cli.runs.checkpoints import Checkpoint, Damage, verify
 from asyncrl_cli.runs.directory import RunDirectory
@@ -21,9 +22,11 @@ def list_page(
     checkpoints: Sequence[Checkpoint],
     reasons: Mapping[int, Sequence[str]],
     accuracies: Mapping[int, float],
+    saved: Mapping[int, float],
 ) -> Page:
-    """All checkpoints of a run. Only names and sizes of their files are looked at."""
-    document = [_document(checkpoint, reasons, accuracies) for checkpoint in checkpoints]
+    """All checkpoints of a run; ``saved``: unix times by step, from the journal. Only names and sizes of their files
+    are looked at."""
+    document = [_document(checkpoint, reasons, accuracies, saved) for checkpoint in checkpoints]
     now = time.time()
     rows = [
         (
@@ -47,9 +50,10 @@ def show_page(
     checkpoint: Checkpoint,
     reasons: Mapping[int, Sequence[str]],
     accuracies: Mapping[int, float],
+    saved: Mapping[int, float],
 ) -> Page:
     """One checkpoint with its files. Only names and sizes of them are looked at."""
-    row = _document(checkpoint, reasons, accuracies)
+    row = _document(checkpoint, reasons, accuracies, saved)
     trainer = checkpoint.trainer()
     files = {
         path.relative_to(checkpoint.folder).as_posix(): path.stat().st_size
@@ -61,7 +65,7 @@ def show_page(
         f"step        {checkpoint.step}",
         f"folder      {row['folder']}",
         f"saved       {moment(row['saved_at'])}, {duration(time.time() - row['saved_at'])} ago",
-        f"trainer     {trainer.ranks} rank(s), ZeRO-{trainer.zero_stage}, {trainer.dtype}",
+        f"trainer     {counted(trainer.ranks, 'rank')}, ZeRO-{trainer.zero_stage}, {trainer.dtype}",
         f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
         f"kept        {', '.join(row['kept']) or NOT_KEPT}",
         f"files       {damage_text(verify(checkpoint, contents=False)) or 'ok'}",
@@ -77,13 +81,17 @@ def damage_text(damages: Sequence[Damage]) -> str:
 
 
 def _document(
-    checkpoint: Checkpoint, reasons: Mapping[int, Sequence[str]], accuracies: Mapping[int, float]
+    checkpoint: Checkpoint,
+    reasons: Mapping[int, Sequence[str]],
+    accuracies: Mapping[int, float],
+    saved: Mapping[int, float],
 ) -> dict[str, Any]:
     return {
         "step": checkpoint.step,
         "folder": str(checkpoint.folder.absolute()),
         "bytes": checkpoint.size,
-        "saved_at": checkpoint.saved_at,
+        # The journal's time: a copied folder has the time of its copy.
+        "saved_at": saved.get(checkpoint.step, checkpoint.saved_at),
         "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
         "accuracy": accuracies.get(checkpoint.step),
         "kept": list(reasons[checkpoint.step]),

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, duration, moment, number, paragraph, table
 from asyncrl_cli.journal.events import Event, Reader
 from asyncrl_cli.journal.history import History
@@ -38,8 +39,10 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
         "manifest": manifest,
         "history": None,
     }
+    # The version that engines serve, as on every page; ``state`` has the trainer's, which may still be on its way.
+    version = state.version if history is None else history.progress.version
     lines = [
-        f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {state.version}",
+        f"run      {run.run_id}, {run.status}, step {state.step} of {state.steps}, weight version {version}",
         *([f"reason   {state.reason}"] if state.reason else []),
         *([f"engines  {engines_text(state)}"] if state.engines and run.status in ACTIVE else []),
         *_manifest_lines(manifest),
@@ -108,7 +111,8 @@ def _work(history: History) -> Iterator[str]:
     if not work.seconds:
         yield "no step is trained yet"
         return
-    yield f"trained  {work.steps} steps in {duration(work.seconds)}, {number(work.seconds / work.steps)} s per step"
+    per_step = f"{number(work.seconds / work.steps)} s per step"
+    yield f"trained  {counted(work.steps, 'step')} in {duration(work.seconds)}, {per_step}"
     yield (
         f"tokens   trained {work.trained_tokens:,} ({work.trained_tokens / work.seconds:,.0f}/s), "
         f"generated {work.generated_tokens:,} ({work.generated_tokens / work.seconds:,.0f}/s)"

@@ -4,26 +4,26 @@ with `--search`, the best allocations of GPUs.
 
 from __future__ import annotations
 
+import platform
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import WIDTH, Page, number, paragraph, table
 from asyncrl_cli.plan.comparison import Line
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import Part, Prediction
+from asyncrl_cli.plan.prediction import Prediction, bound_text, changes_text, less, limit_text, savings_text
 from asyncrl_cli.plan.scenario import Planned
 from asyncrl_cli.plan.search import Found
 from asyncrl_cli.plan.simulator import Outcome
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.manifest import SPEED
 from asyncrl_cli.sizing.parts import Device, shown
 
-BINDS: Mapping[Part, str] = {
-    "trainer": "the trainer: it trains nearly all the time, so that more or faster engines change nothing",
-    "engines": "the engines: the trainer waits for groups, and engines have work all the time",
-    "tail": "the tail: the trainer waits for the longest rollouts, while engines have places to spare",
-    "publish": "publishes: writing weights and loading them",
-}
+SAME_SPEED = 0.05
+"""Smaller differences of the processors' speed are not reported."""
 LABEL = 9
 """Columns of a line's label."""
 TRAINER = {
@@ -36,21 +36,28 @@ TRAINER = {
 }
 
 
-def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequence[Device]) -> Page:
-    """A prediction for the spec of this name; ``memory``: what its GPUs hold, where that is known."""
+def plan_page(
+    name: str, predicted: Prediction, by_length: Mapping[float, float], planned: Planned, memory: Sequence[Device]
+) -> Page:
+    """A prediction for the spec of this name.
+
+    Args:
+        by_length: seconds of a step by the factor on lengths.
+        memory: contents of its GPUs' memory, where they are known.
+    """
     title, scenario, guesses = f"{name}, predicted", planned.scenario, planned.guesses
     outcome = predicted.outcome
     settings = scenario.settings
     lengths = predicted.lengths
     lines = [
         title,
-        f"runs     {settings.groups_per_step} groups of {settings.group_size} a step, max_staleness "
-        f"{settings.max_staleness}, {scenario.engines} engine(s) of {scenario.slots} rollouts",
+        f"runs     {counted(settings.groups_per_step, 'group')} of {settings.group_size} a step, max_staleness "
+        f"{settings.max_staleness}, {counted(scenario.engines, 'engine')} of {counted(scenario.slots, 'rollout')}",
         f"lengths  mean {number(lengths['mean'])} tokens, 99 % below {number(lengths['p99'] + 1)}, longest "
         f"{number(lengths['longest'])}, {lengths['at_limit']:.1%} at the limit",
         "",
         f"step     {_seconds(outcome.step_s)}; with lengths "
-        + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in predicted.spans.items()),
+        + ", ".join(f"{factor - 1:+.0%}: {_seconds(step_s)}" for factor, step_s in by_length.items()),
         f"tokens   {number(outcome.trained_tokens)} a second in batches, {number(outcome.generated_tokens)} generated",
         f"speed    {predicted.ratio_to_sync:.2f} times that of max_staleness 0, whose step takes "
         f"{_seconds(predicted.sync.step_s)}",
@@ -61,10 +68,11 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
         f"{number(outcome.running)} rollouts at once",
         "stale    " + _staleness(outcome),
         f"bounds   {', '.join(f'{bound}: {_seconds(step_s)}' for bound, step_s in predicted.bounds.items())}",
-        f"         max_staleness {predicted.free} is the smallest that costs no time (within 2 %)",
+        f"         {bound_text(predicted)}",
         "",
-        f"binds    {BINDS[predicted.binds]}",
-        *_changes(predicted),
+        f"limit    {limit_text(predicted)}",
+        f"         {savings_text(predicted)}",
+        f"helps    {changes_text(predicted)}",
     ]
     lines += [f"memory   {device.name}: {_memory(device)}" for device in memory]
     lines += [f"guess    {guess}" for guess in guesses]
@@ -75,10 +83,11 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
         "sync": outcome_document(predicted.sync),
         "ratio_to_sync": predicted.ratio_to_sync,
         "lengths": dict(lengths),
-        "step_s_by_length_factor": {str(factor): step_s for factor, step_s in predicted.spans.items()},
+        "step_s_by_length_factor": {str(factor): step_s for factor, step_s in by_length.items()},
         "step_s_by_max_staleness": {str(bound): step_s for bound, step_s in predicted.bounds.items()},
         "least_free_max_staleness": predicted.free,
-        "binds": predicted.binds,
+        "limit": predicted.limit,
+        "savings": dict(predicted.savings),
         "changes": [asdict(change) for change in predicted.changes],
         "memory": [
             {"device": device.name, "count": device.count, "bytes": device.total, "capacity": device.capacity}
@@ -92,7 +101,7 @@ def plan_page(name: str, predicted: Prediction, planned: Planned, memory: Sequen
 def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
     """What was measured in a run, with residuals, and how well its own steps are simulated."""
     costs, trainer = measured.costs, measured.trainer
-    text = [f"measured in {run_id}, over {measured.observed.steps} steps"]
+    text = [f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}"]
     if (engine := measured.engine) is not None:
         text.append(
             f"engine   an iteration takes {1e3 * engine.fixed_s:.2f} ms + {1e6 * engine.per_sequence_s:.0f} us a "
@@ -127,15 +136,15 @@ def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) 
 
 
 def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, float], own_s: float) -> Page:
-    """A prediction beside what a run measured. ``parts``: by how much the step changes when a part is replaced by what
-    was measured; ``own_s``: the step simulated with everything replaced."""
+    """A prediction next to a run's measurements. ``parts``: change of the step's seconds when one part is replaced by
+    the measured one; ``own_s``: the step simulated with everything replaced."""
     measured_s = lines[0].measured
-    rows = [(name, f"{seconds:+.3f}") for name, seconds in parts.items() if name != "together"]
-    rows.append(("not in the model", f"{measured_s - own_s:+.3f}"))
+    rows = [(name, f"{seconds:+.3f} s") for name, seconds in parts.items() if name != "together"]
+    rows.append(("not in the model", f"{measured_s - own_s:+.3f} s"))
     text = [
         *comparison_table(f"against {run_id}", lines),
         "",
-        *table(("if this had been as measured", "step s"), rows),
+        *table(("if this had been as measured", "step"), rows),
     ]
     document = {
         "run": run_id,
@@ -144,6 +153,31 @@ def comparison_page(run_id: str, lines: Sequence[Line], parts: Mapping[str, floa
         "not_in_the_model_s": measured_s - own_s,
     }
     return Page(document, text)
+
+
+def machine_page(calibration: RunDirectory, now: object, step_s: float) -> Page:
+    """Whether the processors are as fast as they were when ``calibration`` ran.
+
+    Args:
+        now: their speed at the time that the prediction is for, as in the manifest; anything else: not known.
+        step_s: the predicted step.
+    """
+    then, host = calibration.manifest.get(SPEED), calibration.manifest.get("host")
+    document: dict[str, Any] = {"then": then, "now": now, "step_s": None}
+    if not isinstance(then, float) or not isinstance(now, float):
+        text = "the speed of the processors was not recorded, so it may have changed since the run was measured"
+    elif host != platform.node():
+        text = f"the run was measured on {host}, and this machine may be faster or slower"
+    else:
+        slower = then / now
+        document["step_s"] = slower * step_s
+        text = f"the processors are as fast as when the run was measured, within {SAME_SPEED:.0%}"
+        if abs(slower - 1) > SAME_SPEED:
+            text = (
+                f"the processors take {less(1 - slower)} time for the same work than when the run was measured: expect "
+                f"a step of about {_seconds(slower * step_s)} instead of {_seconds(step_s)}"
+            )
+    return Page(document, _wrapped([f"machine  {text}"]))
 
 
 def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
@@ -167,7 +201,8 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
         for one in found.best
     ]
     lines = [
-        f"{found.simulated} allocations of {gpus} GPUs simulated, {found.too_large} do not fit into memory; the best:",
+        f"{counted(found.simulated, 'allocation')} of {gpus} GPUs simulated; more that do not fit into memory: "
+        f"{found.too_large}. The best:",
         "",
         *table(header, rows, left=()),
     ]
@@ -194,12 +229,19 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
 
 
 def comparison_table(title: str, lines: Sequence[Line]) -> list[str]:
-    """Predicted beside measured."""
-    rows = [
-        (line.name, f"{line.predicted:.3g}", f"{line.measured:.3g}", f"{line.off:+.3f}", "" if line.fits else "off")
-        for line in lines
-    ]
+    """Predictions next to measurements, each with its unit."""
+    rows = [(line.name, *_compared(line), "" if line.fits else "does not fit") for line in lines]
     return table((title, "predicted", "measured", "difference", ""), rows)
+
+
+def _compared(line: Line) -> tuple[str, str, str]:
+    match line.unit:
+        case "s":
+            return _seconds(line.predicted), _seconds(line.measured), f"{line.off:+.1%}"
+        case "share":
+            return f"{line.predicted:.1%}", f"{line.measured:.1%}", f"{100 * line.off:+.1f} points"
+        case "versions":
+            return f"{line.predicted:.2f}", f"{line.measured:.2f}", f"{line.off:+.2f} versions"
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:
@@ -228,15 +270,6 @@ def _staleness(outcome: Outcome) -> str:
     total = outcome.staleness.total()
     shares = ", ".join(f"{age}: {groups / total:.0%}" for age, groups in sorted(outcome.staleness.items()))
     return f"mean {outcome.mean_staleness:.2f} versions ({shares})"
-
-
-def _changes(predicted: Prediction) -> list[str]:
-    if not predicted.changes:
-        return ["helps    none of the settings that were tried shortens a step by 3 %"]
-    return [
-        f"{'helps    ' if not at else '         '}{change.setting}: {_seconds(change.step_s)} ({change.gain:.0%} less)"
-        for at, change in enumerate(predicted.changes)
-    ]
 
 
 def _seconds(seconds: float) -> str:

@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, paragraph, table
 from asyncrl_cli.inspect.plan_page import outcome_document
-from asyncrl_cli.inspect.what_if import WhatIf
+from asyncrl_cli.inspect.what_if import Reproduced
 from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, together
 from asyncrl_cli.plan.from_journal import Calibration
+from asyncrl_cli.plan.prediction import Prediction, bound_text, less, limit_text
 from asyncrl_cli.runs.directory import RunDirectory
 
 ROWS = 20
@@ -34,10 +37,10 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
     where = report.progress
     settings = where.settings
     lines = [
-        f"run      {run.run_id}, {run.status}, {len(report.steps)} batches taken"
+        f"run      {run.run_id}, {run.status}, {counted(len(report.steps), 'batch')} taken"
         + (f" from step {where.first_step + 1} on" if where.first_step else ""),
-        f"bound    at most {settings.max_staleness} versions (on_stale: {settings.on_stale}), "
-        f"a version every {settings.publish_every} step(s)",
+        f"bound    at most {counted(settings.max_staleness, 'version')} (on_stale: {settings.on_stale}), "
+        f"a version every {counted(settings.publish_every, 'step')}",
     ]
     document: dict[str, Any] = {
         "run": run.run_id,
@@ -105,14 +108,14 @@ def _verdict(report: Report) -> Iterator[str]:
     if any(step.dropped for step in report.steps):
         yield "tokens of some steps were dropped (journal.keep): they are not in the columns of tokens"
     if report.late:
-        yield f"late     {report.late} groups were trained past the bound, which on_stale: train allows"
+        yield f"late     {counted(report.late, 'group')} trained past the bound, which on_stale: train allows"
     if not report.violations:
         late = "except for the late groups, " if report.late else ""
         yield f"proof    {late}the bound held: {report.groups:,} groups have a staleness of 0 to {bound} versions,"
         yield f"         and none of {report.tokens:,} tokens is older than its group"
         return
     more = " or more" if len(report.violations) == MOST_VIOLATIONS else ""
-    yield f"VIOLATED the guarantee does not hold: {len(report.violations)}{more} row(s) violate it"
+    yield f"VIOLATED the guarantee does not hold: {counted(f'{len(report.violations)}{more}', 'row')} violate it"
     for violation in report.violations[:VIOLATIONS_SHOWN]:
         step = "" if violation.step is None else f"step {violation.step + 1}, "
         group = "" if violation.group_id is None else f"group {violation.group_id}: "
@@ -121,9 +124,17 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  (the first {VIOLATIONS_SHOWN}; --json has more)"
 
 
-def with_what_if(page: Page, measured: Calibration, found: WhatIf, max_staleness: int) -> Page:
-    """The page with the estimate for another bound below it."""
+def with_what_if(
+    page: Page,
+    measured: Calibration,
+    found: Reproduced,
+    max_staleness: int,
+    predicted: Prediction | None,
+) -> Page:
+    """Add an estimate for another bound, and the limit of the run's speed. ``predicted`` is None if the simulation does
+    not reproduce the run."""
     observed, bound = measured.observed, measured.settings.max_staleness
+    outcomes = {bound: found.outcome, max_staleness: found.under(max_staleness)}
     seconds = sum(observed.trainer.values())
     rows = [
         (
@@ -143,20 +154,22 @@ def with_what_if(page: Page, measured: Calibration, found: WhatIf, max_staleness
                 f"{outcome.mean_staleness:.2f}",
                 str(max(outcome.staleness)),
             )
-            for at, outcome in found.outcomes.items()
+            for at, outcome in outcomes.items()
         ),
     ]
     header = ("what if", "bound", "step", "trainer waits", "mean staleness", "max")
-    ratio = found.outcomes[max_staleness].step_s / found.outcomes[bound].step_s
-    if found.misfit is None:
-        claim = (
-            f"With bound {max_staleness} a step would take {ratio:.0%} of the time that it takes with bound {bound}."
-        )
+    ratio = outcomes[max_staleness].step_s / found.outcome.step_s
+    if predicted is not None:
+        claims = [
+            f"With bound {max_staleness}, a step would take {less(1 - ratio)} time than with bound {bound}.",
+            bound_text(predicted),
+            limit_text(predicted),
+        ]
     else:
-        claim = (
+        claims = [
             "The recorded steps are not reproduced within 10 %, so this says nothing of the run; what fits least: "
             f"{found.misfit}."
-        )
+        ]
     assumptions = [line.format(steps=observed.steps, bound=bound) for line in ASSUMPTIONS]
     document = page.document | {
         "what_if": {
@@ -169,13 +182,17 @@ def with_what_if(page: Page, measured: Calibration, found: WhatIf, max_staleness
                 "waited_share": observed.trainer["waiting"] / seconds,
                 "mean_staleness": observed.mean_staleness,
             },
-            "simulated": [{"max_staleness": at} | outcome_document(outcome) for at, outcome in found.outcomes.items()],
+            "simulated": [{"max_staleness": at} | outcome_document(outcome) for at, outcome in outcomes.items()],
             "reproduced": found.misfit is None,
             "misfit": found.misfit,
             "time_relative_to_own_bound": ratio,
+            "least_free_max_staleness": predicted.free if predicted else None,
+            "limit": predicted.limit if predicted else None,
         }
     }
-    return Page(document, [*page.lines, "", *table(header, rows), *paragraph(claim), *assumptions])
+    return Page(
+        document, [*page.lines, "", *table(header, rows), *chain.from_iterable(map(paragraph, claims)), *assumptions]
+    )
 
 
 def _staleness_document(step: StepStaleness) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from asyncrl_cli.core.terminal import plain_text
+from asyncrl_cli.core.terminal import counted, plain_text
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, open_decoder, reference_text, tokens_of
 from asyncrl_cli.inspect.pages import duration, moment, number
@@ -172,9 +172,10 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
     reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
     step = "" if group.row.step is None else f", step {group.row.step + 1}"
-    behind = "" if group.row.staleness is None else f", {group.row.staleness} version(s) behind"
+    behind = "" if group.row.staleness is None else f", {counted(group.row.staleness, 'version')} behind"
+    tokens = counted(rollout.tokens, "token")
     text = plain_text()
-    text.append(f"rollout {name}, {group.row.state}: {reward}, {rollout.tokens} tokens{step}{behind}\n", style="bold")
+    text.append(f"rollout {name}, {group.row.state}: {reward}, {tokens}{step}{behind}\n", style="bold")
     text.append(plain_text(f"{content_text(group.prompt.content)}\n\n", "dim"))
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     for token in shown:

@@ -1,30 +1,34 @@
-"""A run under another staleness bound: its own lengths and costs, simulated (docs/planning.md). For the page of
-`asyncrl staleness` and the advice of the report, which have the spec of a run as plain values."""
+"""A recorded run, simulated with its own lengths and costs (docs/planning.md). For `asyncrl staleness` and the report,
+which have the spec of a run as plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
 from asyncrl_cli.plan.comparison import Line, compare, misfit
 from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import with_bound
+from asyncrl_cli.plan.prediction import STEPS, Devices, Prediction, predict, with_bound
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
-
-STEPS = 40
-"""Steps that are simulated, after the buffer has filled."""
 
 
 @dataclass(frozen=True, slots=True)
-class WhatIf:
-    """Simulated outcomes by bound, the recorded one first, and how far that is from what was measured. ``misfit`` names
-    the part that does not fit; the others mean nothing then."""
+class Reproduced:
+    """A recorded run, simulated: its scenario, the outcome, and how far that is from what was measured. ``misfit``
+    names the part that does not fit; no prediction holds then."""
 
-    outcomes: Mapping[int, Outcome]
+    scenario: Scenario
+    outcome: Outcome
     lines: tuple[Line, ...]
     misfit: str | None
+
+    def under(self, max_staleness: int) -> Outcome:
+        """The outcome with another staleness bound."""
+        if max_staleness == self.scenario.settings.max_staleness:
+            return self.outcome
+        return simulate(with_bound(self.scenario, max_staleness), STEPS)
 
 
 def shares_host(spec: Mapping[str, Any]) -> bool:
@@ -47,11 +51,20 @@ def recorded_scenario(spec: Mapping[str, Any], measured: Calibration) -> Scenari
     )
 
 
-def what_if(spec: Mapping[str, Any], measured: Calibration, bounds: Iterable[int]) -> WhatIf:
-    """Simulate the run under its own bound and under others."""
+def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
+    """Simulate the run as it was."""
     recorded = recorded_scenario(spec, measured)
     own = simulate(recorded, STEPS)
     lines = compare(own, measured.observed)
-    others = {bound: simulate(with_bound(recorded, bound), STEPS) for bound in bounds}
-    outcomes = {measured.settings.max_staleness: own} | others
-    return WhatIf(outcomes, lines, misfit(lines, own, measured.observed))
+    return Reproduced(recorded, own, lines, misfit(lines, own, measured.observed))
+
+
+def recorded_prediction(spec: Mapping[str, Any], scenario: Scenario) -> Prediction:
+    """The prediction for a recorded run, as `asyncrl plan` makes it for the same spec."""
+    longest = max(rollout.response for group in scenario.groups for rollout in group.rollouts)
+    devices = Devices.of(
+        value_at(spec, "rollout.gpus_per_engine") or 0,
+        value_at(spec, "trainer.gpus_per_rank") or 0,
+        setting(spec, "trainer.ranks", 1),
+    )
+    return predict(scenario, setting(spec, "rollout.max_response_tokens", longest), devices)

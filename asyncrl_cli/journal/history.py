@@ -108,10 +108,9 @@ def step_metrics(connection: sqlite3.Connection, step: int) -> dict[str, float]:
 
 def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
     """The rows of metrics.jsonl (steps from 1), for all steps of which metrics are recorded."""
-    for step, at, metrics, version in connection.execute(
-        "SELECT step + 1, trained_at, metrics, "
-        "(SELECT coalesce(max(version), 0) FROM publishes WHERE publishes.step <= batches.step + 1) "
-        "FROM batches WHERE metrics IS NOT NULL"
+    for step, version, at, metrics in connection.execute(
+        "SELECT step + 1, (step + 1) / (SELECT value ->> 'publish_every' FROM meta WHERE key = 'settings'), "
+        "trained_at, metrics FROM batches WHERE metrics IS NOT NULL"
     ):
         yield {"step": step, "version": version, "time": at, **metrics_of(metrics)}
 

@@ -95,7 +95,7 @@ class Monitor:
         """A fault is recorded; its kind is that of the journal, such as ``engine``."""
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """A step (counted from 1) is done; ``version`` is the newest weight version. docs/metrics.md describes the
+        """A step (counted from 1) is done; ``version`` is the weights' version after it. docs/metrics.md describes the
         metrics."""
 
     def evaluated(self, result: EvaluationResult) -> None:

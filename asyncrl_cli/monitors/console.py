@@ -9,7 +9,7 @@ from dataclasses import replace
 from threading import Event, Thread, local
 from typing import IO, TYPE_CHECKING, Protocol, cast
 
-from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.dashboard import Shown, panel
 from asyncrl_cli.inspect.watching import look
 from asyncrl_cli.monitors.base import EvaluationResult, Monitor
@@ -75,7 +75,7 @@ class PlainView(Monitor):
         several = f"  pass@{result.samples} {result.pass_at[-1]:.3f}" if result.pass_at else ""
         self._print(
             f"held-out {result.kind} accuracy {result.accuracy:.3f}{several} at step {result.step}"
-            f" ({result.prompts} prompts, {result.mean_length:.1f} tokens)"
+            f" ({counted(result.prompts, 'prompt')}, {result.mean_length:.1f} tokens)"
         )
 
     def _print(self, text: str) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.core.errors import DataError, RunError, UserError
 from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.prompt_filter import PromptFilter
 from asyncrl_cli.monitors.base import Ending, Monitor
@@ -135,7 +136,7 @@ def _failure(error: BaseException) -> Ending:
 def _in_short(run: RunDirectory, outcome: Outcome) -> str:
     """The result of a run in one line."""
     accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(outcome.accuracy.items())]
-    return f"finished {run.state.step} steps in {outcome.seconds:.0f} s{''.join(accuracies)}"
+    return f"finished {counted(run.state.step, 'step')} in {outcome.seconds:.0f} s{''.join(accuracies)}"
 
 
 async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, start: Start, stop: Stop) -> Outcome:

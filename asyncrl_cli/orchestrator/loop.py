@@ -154,7 +154,7 @@ class Orchestrator:
         """
         if self._in_flight is not None:
             taken, training = self._in_flight
-            self._steps.report(taken, await training, None, self._trainer.version)
+            self._steps.report(taken, await training, None)
         # A checkpoint after the next step no longer has the weights of this version, and a resumed run publishes every
         # version that the journal lacks.
         await self._finish_publish()
@@ -206,7 +206,7 @@ class Orchestrator:
                     await self._finish_publish()
             publish_s = time.monotonic() - trained_at
             published, self._published = self._published, None
-            self._steps.report(taken, report, published, self._trainer.version, publish_s, self._publish_wait_s)
+            self._steps.report(taken, report, published, publish_s, self._publish_wait_s)
             self._spawn(self._steps.flush())
             # Only now: while it is set, an interrupted run has to report the step itself (``settle``).
             self._in_flight = None
@@ -297,7 +297,7 @@ class Orchestrator:
         self._watchdog.caught_up()
         self._reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         if self._steps.reported <= batch.step < self._opening.step:
-            self._steps.report(Taken(batch, self._opening.counts, 0.0), report, None, self._trainer.version)
+            self._steps.report(Taken(batch, self._opening.counts, 0.0), report, None)
             self._spawn(self._steps.flush())
 
     def _note_stall(self, wait: Wait) -> None:

@@ -106,6 +106,7 @@ class StepRecorder:
         self._without_update = 0
         self._fault = ""
         self._float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
+        self._publish_every = spec.pipeline.publish_every
         self._task_names = task_names(spec.task)
         self._clock = StepClock(client)
         self._prompts = prompts
@@ -119,13 +120,11 @@ class StepRecorder:
         taken: Taken,
         report: StepReport,
         published: PublishRecord | None,
-        version: int,
         publish_s: float = 0.0,
         publish_wait_s: float = 0.0,
     ) -> None:
-        """Report a trained step; it is recorded by the time ``flush`` returns. ``version``: the version that engines
-        serve now. ``publish_s``: seconds that the trainer spent on the publish after the step; in ``publish_wait_s`` of
-        them it waited before it could write."""
+        """Report a trained step; it is recorded by the time ``flush`` returns. ``publish_s``: seconds that the trainer
+        spent on the publish after the step; in ``publish_wait_s`` of them it waited before it could write."""
         step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(taken.batch, report, published, window, taken.counts, self._task_names)
         metrics["time/publish_s"] = publish_s
@@ -137,7 +136,7 @@ class StepRecorder:
             metrics["data/filtered_prompts"] = float(self._prompts.filter.filtered)
         self._warn_of_gap(step + 1, report)
         self._count_updates(step, metrics)
-        self._reporter.stepped(step + 1, version, metrics, time.time())
+        self._reporter.stepped(step + 1, (step + 1) // self._publish_every, metrics, time.time())
         self.reported = step + 1
         self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
 

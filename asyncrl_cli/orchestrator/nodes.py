@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
 from asyncrl_cli.spec.sharing import shares_gpus
 
@@ -140,9 +141,7 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
                 hint="add a node that has them, or lower the threads and GPUs of one engine or rank",
             )
     needed = " and ".join(
-        f"{count} {what}{'s' if count > 1 else ''} of {amounts(wants)}"
-        for count, wants, what in parts.values()
-        if count
+        f"{counted(count, what)} of {amounts(wants)}" for count, wants, what in parts.values() if count
     )
     found = most_engines(usable["engines"], usable["trainer"], engine_wants(spec), bundle_wants(spec), ranks)
     if found is None or found < engines:
@@ -158,7 +157,7 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
             location="cluster",
             hint="add nodes to the cluster first, or lower rollout.engines, trainer.ranks or their threads and GPUs",
         )
-    return f"room for {needed} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    return f"room for {needed} on {counted(len(nodes), 'node')}"
 
 
 def most_engines(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from asyncrl_cli.plan.from_journal import Calibration, Observed
 from asyncrl_cli.plan.prediction import STEPS
@@ -20,10 +21,11 @@ STALENESS_WITHIN = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One quantity, simulated and measured. ``off``, the error, is relative for the step, and absolute for shares and
-    staleness."""
+    """One quantity, simulated and measured. ``off``, the error, is relative for seconds, and absolute for shares and
+    versions."""
 
     name: str
+    unit: Literal["s", "share", "versions"]
     predicted: float
     measured: float
     off: float
@@ -40,7 +42,7 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     measured = {part: spent / seconds for part, spent in observed.trainer.items()}
     waits = outcome.share("groups", "missing", "other")
     lines = [
-        Line("step s", outcome.step_s, observed.step_s, outcome.step_s / observed.step_s - 1, STEP_WITHIN),
+        Line("step", "s", outcome.step_s, observed.step_s, outcome.step_s / observed.step_s - 1, STEP_WITHIN),
         _share("trainer trains", outcome.share("training"), measured["training"]),
         _share("trainer publishes", outcome.share("publishing", "publish"), measured["publishing"]),
         _share("trainer waits", waits, measured["waiting"]),
@@ -48,11 +50,11 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     if observed.engines_idle is not None:
         lines.append(_share("engines idle", outcome.engines_idle, observed.engines_idle))
     stale = outcome.mean_staleness, observed.mean_staleness
-    return (*lines, Line("mean staleness", *stale, stale[0] - stale[1], STALENESS_WITHIN))
+    return (*lines, Line("mean staleness", "versions", *stale, stale[0] - stale[1], STALENESS_WITHIN))
 
 
 def _share(name: str, predicted: float, measured: float) -> Line:
-    return Line(name, predicted, measured, predicted - measured, SHARES_WITHIN)
+    return Line(name, "share", predicted, measured, predicted - measured, SHARES_WITHIN)
 
 
 def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:

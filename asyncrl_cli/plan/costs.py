@@ -6,7 +6,7 @@ Constants are measured (plan/from_journal.py) or follow from data sheets (plan/d
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 
 
@@ -69,6 +69,15 @@ class TrainerCost:
         """Seconds of a step on rollouts of so many tokens, prompts included, while engines are idle. ``longest``: the
         tokens of the longest rollout."""
         return self.per_step_s + max(self.per_token_s * tokens * self.trained_share, self.longest_token_s * longest)
+
+    def faster(self, factor: float) -> TrainerCost:
+        """Return a trainer that is ``factor`` times as fast."""
+        return replace(
+            self,
+            per_step_s=self.per_step_s / factor,
+            per_token_s=self.per_token_s / factor,
+            longest_token_s=self.longest_token_s / factor,
+        )
 
 
 @dataclass(frozen=True, slots=True)

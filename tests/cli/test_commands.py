@@ -9,6 +9,7 @@ import re
 import secrets
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,12 @@ def filled(tmp_path: Path) -> Path:
     """Runs in every state; ``driven`` is driven by this process."""
     runs_dir = tmp_path / "runs"
     accuracy = {"greedy": 0.75, "sampled": 0.5}
-    make_run(runs_dir, "done", "2026-01-01T00:00:00+00:00", phase="finished", step=10, steps=10, accuracy=accuracy)
+    done = make_run(
+        runs_dir, "done", "2026-01-01T00:00:00+00:00", phase="finished", step=10, steps=10, accuracy=accuracy
+    )
+    manifest = done.manifest | {"command": ["asyncrl", "train", "a.yaml", "--set", "trainer.ranks=2", "--set=seed=1"]}
+    done.write_json("manifest.json", manifest)
+    done.write_json("state.json", asdict(done.state) | {"updated": 1767225600.0 + 720})
     make_run(runs_dir, "killed", "2026-01-02T00:00:00+00:00", phase="running", step=4, steps=10)
     make_run(runs_dir, "stopped", "2026-01-03T00:00:00+00:00", phase="interrupted", step=5, steps=10)
     make_run(runs_dir, "broken", "2026-01-04T00:00:00+00:00", phase="failed", step=0, steps=10, reason="no memory")
@@ -150,16 +156,20 @@ def test_runs_show_their_status(filled: Path) -> None:
     done = asyncrl("runs", cwd=filled)
     assert (done.returncode, done.stderr) == (0, "")
     header, *lines = done.stdout.splitlines()
-    assert header.split() == ["run", "phase", "step", "engines", "greedy", "sampled", "started"]
-    assert [line.split() for line in lines] == [
-        ["done", "finished", "10/10", "-", "0.750", "0.500", "2026-01-01T00:00:00+00:00"],
-        ["killed", "died", "4/10", "-", "-", "-", "2026-01-02T00:00:00+00:00"],
-        ["stopped", "interrupted", "5/10", "-", "-", "-", "2026-01-03T00:00:00+00:00"],
-        ["broken", "failed", "0/10", "-", "-", "-", "2026-01-04T00:00:00+00:00"],
-        ["early", "died", "0/10", "-", "-", "-", "2026-01-05T00:00:00+00:00"],
-        ["driven", "running", "9/1000", "1/2", "-", "-", "2026-01-06T00:00:00+00:00"],
-        ["damaged", "died", "0/0", "-", "-", "-", "2026-01-07T00:00:00+00:00"],
+    assert header.split() == ["run", "phase", "step", "engines", "greedy", "sampled", "took", "started", "settings"]
+    reason = lines.pop(4)
+    assert reason == "    no memory", "below the run that failed"
+    assert [line.split()[:6] for line in lines] == [
+        ["done", "finished", "10/10", "-", "0.750", "0.500"],
+        ["killed", "died", "4/10", "-", "-", "-"],
+        ["stopped", "interrupted", "5/10", "-", "-", "-"],
+        ["broken", "failed", "0/10", "-", "-", "-"],
+        ["early", "died", "0/10", "-", "-", "-"],
+        ["driven", "running", "9/1000", "1/2", "-", "-"],
+        ["damaged", "died", "0/0", "-", "-", "-"],
     ]
+    assert lines[0].endswith("  12 min  2026-01-01 00:00:00  trainer.ranks=2 seed=1"), "its settings distinguish it"
+    assert lines[6].endswith("  -  2026-01-07 00:00:00")
     columns = [header.index(word) for word in ("phase", "started")]
     assert all(line[column - 1] == " " != line[column] for line in lines for column in columns), "columns line up"
 
@@ -175,6 +185,7 @@ def test_runs_as_json(filled: Path) -> None:
     }
     assert [row["phase"] for row in rows[1:]] == ["died", "interrupted", "failed", "died", "running", "died"]
     assert rows[3]["reason"] == "no memory"
+    assert (rows[0]["took_s"], rows[0]["settings"]) == (720, ["trainer.ranks=2", "seed=1"])
 
 
 # -- scale
@@ -256,7 +267,7 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
     done = asyncrl("train", "spec.yaml", *options, cwd=tmp_path, environment=hidden)
     assert done.returncode == 2
     found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert "needs 1 GPU (1 engines × 0 + 1 ranks × 1), and this machine has no GPU" in found["devices"]["found"]
+    assert "needs 1 GPU (1 engine × 0 + 1 rank × 1), and this machine has no GPU" in found["devices"]["found"]
     assert found["task and data"]["found"].startswith(f"{tmp_path}/leaves.py:1: importing the task called sys.exit(3)")
     assert "model 'org/model'" in found["model files"]["found"] or "'org/model'" in found["model files"]["found"]
     assert found["tokenizer"]["found"] == "not checked, as it needs model files, which failed"

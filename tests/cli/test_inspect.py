@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def test_an_episode_shows_context_apart_from_sampled_text(
     assert "prompt   of an episode: see the context of its rollouts" in lines
     at = next(at for at, line in enumerate(lines) if line.startswith("rollout 0-1"))
     assert lines[at:] == [
-        "rollout 0-1: reward 1; 16 tokens in 3 call(s), 8 of context, 1 branch(es), ended by the model",
+        "rollout 0-1: reward 1; 16 tokens in 3 calls, 8 of context, 1 branch, ended by the model",
         "  metrics: seconds 0.5, turns 3",
         "  context, 3 tokens",
         "  > 3+4",
@@ -274,7 +275,7 @@ def test_an_episode_shows_context_apart_from_sampled_text(
         "  version 0, 4 tokens, log-prob mean -0.250, lowest -0.250",
         "    ans<eos>",
         '    | "a" -0.25 "n" -0.25 "s" -0.25 "<eos>" -0.25',
-        "  branch 1: another conversation of the same rollout in 1 call(s), 3 of context",
+        "  branch 1: another conversation of the same rollout in 1 call, 3 of context",
         "  context, 3 tokens",
         "  > 3+4",
         "  version 0, 8 tokens, log-prob mean -0.250, lowest -0.250",
@@ -341,7 +342,7 @@ def test_unknown_groups_and_rollouts(run: RecordedRun, asyncrl: Any) -> None:
     assert (
         asyncrl("inspect", "buffer", "--rollout", "0-9")[2]
         == "error: nothing is recorded of rollout 0-9 yet\n --> run-1\n"
-        "hint: `asyncrl inspect buffer --group 0` shows what is recorded of its group\n"
+        "hint: see the records of its group: asyncrl inspect buffer run-1 --group 0\n"
     )
 
 
@@ -427,6 +428,12 @@ def test_a_runs_history(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     assert len(document["history"]["starts"]) == 2
 
 
+def test_pages_agree_on_the_version_that_engines_serve(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+    RunDirectory(tmp_path / "runs/run-1").update(version=5)  # the trainer's version: its publish is in flight
+    for page in ("run", "buffer"):
+        assert re.search(r"weight version 4$", asyncrl("inspect", page)[1], re.MULTILINE), page
+
+
 def test_a_run_that_is_driven_is_running(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     driver = RunDirectory(tmp_path / "runs/run-1")
     driver.lock()
@@ -453,7 +460,7 @@ def test_a_violated_bound_ends_with_1(run: RecordedRun, asyncrl: Any) -> None:
     write(run, "UPDATE groups SET version = 0 WHERE step = 4")
     code, out, _ = asyncrl("staleness")
     assert code == 1
-    assert "VIOLATED the guarantee does not hold: 2 row(s) violate it\n  step 5, group " in out
+    assert "VIOLATED the guarantee does not hold: 2 rows violate it\n  step 5, group " in out
     assert "admitted at version 0, trained at version 4: 4 versions later, and the bound is 2" in out
     code, out, _ = asyncrl("staleness", "--json")
     assert code == 1
@@ -468,7 +475,7 @@ def test_late_groups_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         run.step()
     code, out, _ = asyncrl("staleness")
     assert code == 0
-    assert "late     1 groups were trained past the bound, which on_stale: train allows" in out
+    assert "late     1 group trained past the bound, which on_stale: train allows" in out
 
 
 def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:
@@ -496,7 +503,7 @@ def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
     assert (recorded["max_staleness"], as_it_was["max_staleness"], as_it_would["max_staleness"]) == (2, 2, 0)
     assert as_it_would["step_s"] > as_it_was["step_s"]
     assert estimate["time_relative_to_own_bound"] == as_it_would["step_s"] / as_it_was["step_s"]
-    assert estimate["assumptions"] and ("With bound 0 a step would take" in out) is estimate["reproduced"]
+    assert estimate["assumptions"] and ("With bound 0, a step would take" in out) is estimate["reproduced"]
 
 
 def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asyncrl: Any) -> None:

@@ -1,4 +1,4 @@
-"""Simulated runs whose bottleneck is known."""
+"""Simulated runs with a known limit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.inspect.report.bottleneck import Part
 from asyncrl_cli.journal.schema import FILE, open_for_writing
+from asyncrl_cli.plan.prediction import Part
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Outcome
 from asyncrl_cli.records.rewards import Scored
@@ -24,9 +24,10 @@ from tests.buffer.recorded_run import RecordedRun, make_run, settings
 @dataclass(frozen=True, slots=True)
 class Situation:
     """Durations in seconds: of a group's generation (every seventh group: ``straggler_s``) and its reward (one scorer),
-    and of a step's training and publish; the groups that run at once; and the bottleneck that results."""
+    and of a step's training and publish; the groups that run at once; and the limit of its speed (None: no
+    simulation reproduces it)."""
 
-    bottleneck: Part
+    limit: Part | None
     group_s: float = 2.0
     straggler_s: float | None = None
     reward_s: float = 0.0
@@ -37,11 +38,11 @@ class Situation:
 
 
 SITUATIONS: Mapping[str, Situation] = {
-    "slow trainer": Situation("training", train_s=20.0, engines_busy=0.2),
-    "slow engines": Situation("generation", group_s=30.0, at_once=2),
-    "slow reward": Situation("reward", reward_s=10.0, engines_busy=0.2),
-    "slow publishing": Situation("publishing", publish_s=20.0),
-    "tight bound": Situation("due", straggler_s=20.0, engines_busy=0.9),
+    "slow trainer": Situation("trainer", train_s=20.0, engines_busy=0.2),
+    "slow engines": Situation("engines", group_s=30.0, at_once=2),
+    "slow reward": Situation(None, reward_s=10.0, engines_busy=0.2),
+    "slow publishing": Situation("publish", publish_s=20.0),
+    "tight bound": Situation("bound", straggler_s=20.0, engines_busy=0.9),
 }
 
 

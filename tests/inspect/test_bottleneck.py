@@ -1,8 +1,7 @@
-"""What limited the speed of a run: the rule itself, and simulated runs whose bottleneck is known."""
+"""The limit of a run's speed: how the trainer spent its time, and runs with a known limit."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,68 +11,30 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.buffer.batches import Batch
 from asyncrl_cli.buffer.ledger import Ledger
-from asyncrl_cli.inspect.report.bottleneck import (
-    FOR_BATCHES,
-    OTHER_WAITS,
+from asyncrl_cli.cli.app import main
+from asyncrl_cli.inspect.report.evidence import (
     PARTS,
-    TRAINER_BOUND,
     Activity,
-    Circumstances,
-    Part,
-    bottleneck,
-    helpful,
+    TrainerPart,
+    activity,
+    besides,
+    breakdown,
+    enough_finished,
     split_wait,
+    trainer_time,
 )
-from asyncrl_cli.inspect.report.evidence import activity, circumstances, enough_finished, trainer_time
 from asyncrl_cli.inspect.report.summary import summarize
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import step_spans
-from asyncrl_cli.plan.prediction import predict
+from asyncrl_cli.plan.prediction import advice
 from asyncrl_cli.records.groups import BufferSettings
 from tests.buffer.recorded_run import STARTED, RecordedRun, settings
 from tests.inspect.made_runs import SITUATIONS, made_run
-from tests.inspect.quickstart_run import quickstart_run
-from tests.plan.scenarios import scenario
+from tests.inspect.quickstart_run import SPEC, quickstart_run
 
 TIMES = st.floats(0, 1000, allow_nan=False).map(lambda value: round(value, 3))
-SHARE = st.none() | st.floats(0, 1)
-EPISODES = {"rollout": {"engines": 1, "max_running_rollouts": 64}, "evaluation": {"every": 10, "fix_version": True}}
-
-
-def circumstance(**changes: Any) -> Circumstances:
-    usual = {"spec": {}, "max_staleness": 2, "episodic": False, "steps": 100, "most_rollouts": 8}
-    return Circumstances(**(usual | changes))
-
-
-@st.composite
-def activities(draw: st.DrawFn) -> Activity:
-    weights = draw(st.lists(st.floats(0, 1), min_size=len(PARTS), max_size=len(PARTS)).filter(lambda w: sum(w) > 0.01))
-    trainer = {part: weight / sum(weights) for part, weight in zip(PARTS, weights, strict=True)}
-    return Activity(trainer, draw(SHARE), draw(SHARE), draw(SHARE))
-
-
-@given(activities(), st.integers(0, 8))
-def test_the_largest_wait_is_named_and_training_only_when_little_else_is_left(spent: Activity, bound: int) -> None:
-    found = bottleneck(spent, circumstance(max_staleness=bound))
-    assert found.share == spent.trainer[found.part]
-    assert f"{found.share:.0%}" in found.sentence
-    assert found.advice.endswith(".")
-    if found.part == "training":
-        assert spent.trainer["training"] + spent.trainer["publishing"] >= TRAINER_BOUND
-    else:
-        kinds = [FOR_BATCHES, *((part,) for part in OTHER_WAITS)]
-        largest = max(sum(spent.trainer[part] for part in kind) for kind in kinds)
-        (kind,) = [kind for kind in kinds if found.part in kind]
-        assert sum(spent.trainer[part] for part in kind) == pytest.approx(largest)
-        assert found.share == max(spent.trainer[part] for part in kind)
-
-
-@given(activities(), st.sampled_from(FOR_BATCHES + OTHER_WAITS), st.floats(0, 1))
-def test_a_wait_that_takes_more_stays_the_bottleneck(spent: Activity, more: Part, by: float) -> None:
-    grown = {part: (share + (by if part == more else 0.0)) / (1 + by) for part, share in spent.trainer.items()}
-    if bottleneck(spent, circumstance()).part == more:
-        assert bottleneck(Activity(grown, None, None, None), circumstance()).part == more
+EVALUATED = {"evaluation": {"every": 10, "fix_version": True}}
 
 
 @given(TIMES, TIMES, TIMES, TIMES, TIMES, TIMES)
@@ -95,7 +56,7 @@ def test_a_wait_is_cut_without_a_rest(
         ((0, 10, 12, 10, 10, 0), {"generation": 10, "due": 0, "reward": 0, "saving": 0, "between": 0}),
     ],
 )
-def test_waits(times: tuple[float, ...], cut: dict[Part, float]) -> None:
+def test_waits(times: tuple[float, ...], cut: dict[TrainerPart, float]) -> None:
     assert split_wait(*times) == cut
 
 
@@ -140,44 +101,10 @@ def test_waiting_for_due_groups_is_what_the_ledger_calls_missing(
     assert asked == enough
 
 
-def test_the_advice_goes_by_what_engines_and_disk_did_and_fits_the_run() -> None:
-    def advice(part: Part, spec: Any = EPISODES, others: Any = (), **changes: Any) -> str:
-        shares = {"engines_busy": None, "engines_paused": None, "journal_busy": None} | dict(others)
-        spent = Activity(dict.fromkeys(PARTS, 0.0) | {part: 1.0}, **shares)
-        return bottleneck(spent, circumstance(spec=spec, **changes)).advice
-
-    idle, busy = {"engines_busy": 0.1}, {"engines_busy": 0.9}
-    assert "rollout.engines" in advice("generation", others=busy)
-    assert "max_running_rollouts" not in advice("generation", others=busy)
-    assert "max_running_rollouts" in advice("generation", others=busy, most_rollouts=64)
-    assert "task.episode.workers" in advice("generation", others=idle, episodic=True)
-    assert "episode" not in advice("generation", others=idle), "the run has no episodes"
-    assert "take turns" in advice("generation", others=idle, max_staleness=0)
-    assert "take turns" in advice("training", max_staleness=0)
-    assert "take turns" not in advice("training") + advice("reward", max_staleness=0)
-    assert "disk" in advice("between", others={"journal_busy": 0.9})
-    assert "evaluation.every" in advice("between") and "evaluation.fix_version" in advice("between")
-    assert "evaluation" not in advice("between", spec={})
-    assert "weight_update" in advice("publishing", spec={})
-    assert "weight_update" not in advice("publishing", spec={"pipeline": {"weight_update": "keep"}})
-
-
-def test_the_estimate_of_a_larger_bound_is_quoted() -> None:
-    shares = dict.fromkeys(PARTS, 0.0) | {"due": 0.3, "training": 0.7}
-
-    own = predict(scenario(), 300, alone=True, steps=2)
-
-    def advice(*others: tuple[int, float]) -> str:
-        at = circumstance().max_staleness
-        prediction = replace(own, bounds={at: 1.0} | dict(others)) if others else None
-        return bottleneck(Activity(shares, None, None, None), circumstance(prediction=prediction)).advice
-
-    text = advice((3, 0.9), (4, 0.71), (6, 0.7))
-    assert text.startswith("With pipeline.max_staleness 4, a step would have taken 71% of its time.")
-    assert "an estimate" in text and "--what-if 4" in text
-    assert "would not have helped" in advice((3, 0.99), (6, 0.96))
-    assert "max_staleness" not in advice()
-    assert helpful(circumstance()) is None
+def spending(part: TrainerPart, **shares: float) -> Activity:
+    """A trainer that did only one thing."""
+    known = {"engines_busy": None, "engines_paused": None, "journal_busy": None} | shares
+    return Activity(dict.fromkeys(PARTS, 0.0) | {part: 1.0}, **known)
 
 
 def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +113,27 @@ def test_groups_that_were_generated_in_vain_are_mentioned(tmp_path: Path, monkey
     for _ in range(12):
         run.step()
     with snapshot(tmp_path / FILE) as connection:
-        known = circumstances(connection, {}, list(step_spans(connection, 1)), of)
-    assert known is not None and known.requeued > 0.1 and known.rejected == 0
-    spent = Activity(dict.fromkeys(PARTS, 0.0) | {"generation": 1.0}, None, None, None)
-    assert f"{known.requeued:.2f} were cancelled" in bottleneck(spent, known).advice
-    assert "0.50 were rejected" in bottleneck(spent, circumstance(rejected=0.5)).advice
-    assert "rejected" not in bottleneck(spent, circumstance()).advice
+        text = " ".join(besides(connection, {}, list(step_spans(connection, 1)), of, spending("training")))
+    assert "were cancelled and started again" in text and "rejected" not in text
+
+
+def test_what_no_simulation_has_is_mentioned_where_it_took_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = settings(max_staleness=2)
+    run = RecordedRun(tmp_path / FILE, monkeypatch, of, lambda g: 2.0, 4)
+    for _ in range(12):
+        run.step()
+
+    def text(spent: Activity, spec: Any = EVALUATED) -> str:
+        with snapshot(tmp_path / FILE) as connection:
+            return " ".join(besides(connection, spec, list(step_spans(connection, 1)), of, spent))
+
+    assert text(spending("training")) == text(spending("generation")) == ""
+    assert "checkpoints.every" in text(spending("saving"))
+    assert "faster local disk" in text(spending("between", journal_busy=0.9))
+    assert "evaluation.every" in text(spending("between")) and "evaluation.fix_version" in text(spending("between"))
+    assert "asyncrl timeline" in text(spending("between"), {})
 
 
 def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,43 +144,50 @@ def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monk
     with snapshot(tmp_path / FILE) as connection:
         times = trainer_time(connection, list(step_spans(connection, 1)), 2)
     spent, start = activity(times, {}), activity(times[:3], {})
-    assert spent is not None and bottleneck(spent, circumstance()).part == "training"
-    assert start is not None and bottleneck(start, circumstance()).part != "training"
+    assert spent is not None and max(spent.trainer, key=lambda part: spent.trainer[part]) == "training"
+    assert start is not None and max(start.trainer, key=lambda part: start.trainer[part]) != "training"
+    assert breakdown(spent).startswith("The trainer's time: training ")
 
 
-def test_waits_for_batches_count_together() -> None:
-    """The shares of a quickstart on a busy machine, in which publishing was the largest single wait."""
-    shares = dict.fromkeys(PARTS, 0.0) | {"training": 0.57, "publishing": 0.13, "due": 0.12, "reward": 0.1}
-    found = bottleneck(Activity(shares | {"generation": 0.08}, None, None, None), circumstance())
-    assert found.part == "due"
-    assert "waited for batches 30% of its time, and the largest part of that (12%)" in found.sentence
-
-
-def test_a_short_run_is_mostly_its_start() -> None:
-    spent = Activity(dict.fromkeys(PARTS, 0.0) | {"generation": 1.0}, None, None, None)
-    assert "Only 3 step(s)" in bottleneck(spent, circumstance(steps=3)).sentence
-    assert "Only" not in bottleneck(spent, circumstance(steps=10)).sentence
-
-
-def test_the_quickstart_was_limited_by_its_bound(tmp_path: Path) -> None:
-    """With the times of the first 40 steps of a real run of specs/quickstart.yaml."""
+def test_the_engines_limited_the_quickstart_and_every_command_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real run, with the times of its requests. A larger bound saves 6 % there, and more engines 34 %."""
     run = quickstart_run(tmp_path)
-    found = summarize(run).bottleneck
-    assert found is not None
-    assert found.part == "due"
-    assert "The staleness bound limited the speed" in found.sentence
-    assert "max_staleness" in found.advice and "episode" not in found.advice
+    found = summarize(run)
+    assert not isinstance(found.prediction, str)
+    assert found.prediction.limit == "engines"
+    limit, _, bound, _ = advice(found.prediction)
+    answer = found.answers[1]
+    assert answer.answer == limit and bound in answer.more
+    assert limit.startswith("The engines limit the speed: with twice as many, a step would take 3")
+    for command in (
+        ("staleness", "--what-if", "4"),
+        ("plan", str(SPEC), "--calibrate-from", "latest"),
+    ):
+        monkeypatch.setattr("sys.argv", ["asyncrl", *command, "--runs-dir", str(tmp_path)])
+        with pytest.raises(SystemExit):
+            main()
+        printed = " ".join(capsys.readouterr().out.split())
+        assert limit in printed and bound in printed, command
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_the_bottleneck_of_a_made_run_is_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     situation = SITUATIONS[name]
     run = made_run(tmp_path, monkeypatch, situation)
-    found = summarize(run).bottleneck
-    assert found is not None
-    assert (found.part, found.share > 0.4) == (situation.bottleneck, True)
-    quoted = "would have taken" in found.advice
-    assert quoted is (name == "tight bound"), "a larger bound helps only there"
+    summary = summarize(run)
+    if situation.limit is None:
+        # One reward at a time: the simulator has no queue of rewards.
+        assert summary.prediction == (
+            "the simulator does not reproduce the recorded steps within 10 % (the worst part: engines)"
+        )
+        assert summary.answers[1].answer.startswith("Not known: the simulator does not reproduce")
+        assert "waiting for rewards" in summary.answers[1].more[0]
+    else:
+        assert not isinstance(summary.prediction, str)
+        assert summary.prediction.limit == situation.limit
+        assert summary.answers[1].answer == advice(summary.prediction)[0]
 
 
 def test_the_trainers_time_is_the_runs_without_what_it_was_down(
@@ -254,13 +203,11 @@ def test_the_trainers_time_is_the_runs_without_what_it_was_down(
     with snapshot(tmp_path / FILE) as connection:
         spans = list(step_spans(connection, 1))
         times = trainer_time(connection, spans, 2)
-        known = circumstances(connection, {}, spans, settings(max_staleness=2))
     spent = [sum(time.seconds.values()) for time in times]
     assert sum(spent[:4]) == pytest.approx(crashed - STARTED)
     assert sum(spent[4:]) == pytest.approx(run.now - spans[4].taken_at)
     waited = sum(time.seconds["generation"] + time.seconds["due"] for time in times[:4])
     assert waited == pytest.approx(sum(run.waited[:4]))
-    assert known is not None and known.steps == 8
     found = activity(times, {})
     assert found is not None and sum(found.trainer.values()) == pytest.approx(1.0)
     assert activity([], {}) is None

@@ -61,6 +61,37 @@ def test_a_run_whose_accuracy_fell_again_says_so() -> None:
     assert text.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in text
 
 
+def test_a_healthy_quickstart_learned_to_the_end() -> None:
+    """Many small evaluations between two large ones: the best of the small ones is above both by chance."""
+    small = [0.977, 0.984, 0.992, 0.969, 0.984, 0.992, 0.984, 0.977, 0.984, 0.992, 0.977, 0.984, 0.969]
+    run = [evaluation(0, 0.191), *(evaluation(10 + 10 * at, each, 128) for at, each in enumerate(small))]
+    text, tone = learned([], [*run, evaluation(140, 0.955)], {})
+    assert tone == "good" and text.startswith("Yes: ")
+    assert "from 0.191 (0.159 to 0.227, 512 prompts) at step 0 to 0.955" in text and "512 prompts) at step 140" in text
+
+
+def test_a_collapse_is_seen_in_the_small_evaluations_too() -> None:
+    run = [evaluation(0, 0.2), evaluation(50, 0.95, 128), evaluation(130, 0.5, 128), evaluation(140, 0.6)]
+    text, _ = learned([], run, {})
+    assert text.startswith("Yes, but not to the end") and "At step 50 it was 0.950" in text and "at step 130" in text
+
+
+@pytest.mark.parametrize(("evaluations", "falls"), [(2, True), (30, False)])
+def test_the_best_of_many_evaluations_must_differ_more(evaluations: int, falls: bool) -> None:
+    middle = [evaluation(at, 0.95 if at == 1 else 0.8, 128) for at in range(1, evaluations)]
+    text, _ = learned([], [evaluation(0, 0.2, 128), *middle, evaluation(100, 0.844, 128)], {})
+    assert text.startswith("Yes, but not to the end") is falls
+
+
+def test_evaluations_of_other_prompts_are_not_compared() -> None:
+    text, _ = learned([], [evaluation(0, 0.2, 64), evaluation(10, 0.9, 512)], {})
+    assert "no two held-out evaluations" in text or text.startswith("Inconclusive: too few steps")
+
+
+def test_a_run_that_ended_before_its_first_step_learned_nothing() -> None:
+    assert learned([], [], {}, ended=True) == ("The run ended before its first step.", "plain")
+
+
 def test_the_leading_evaluations_are_the_greedy_ones_or_those_of_most_points() -> None:
     sampled = [evaluation(at, 0.5, kind="sampled") for at in (0, 10)]
     others = [evaluation(at, 0.5, kind="hard:greedy") for at in (0, 5, 10)]
@@ -81,7 +112,7 @@ def test_without_held_out_accuracy_the_training_reward_decides() -> None:
 
 def test_few_steps_are_inconclusive_and_shown() -> None:
     assert learned([0.309, 0.35, 0.324], [], {}) == (
-        "Inconclusive: only 3 steps are trained. Mean training reward by step: 0.309, 0.350, 0.324.",
+        "Inconclusive: only 3 steps trained. Mean training reward by step: 0.309, 0.350, 0.324.",
         "plain",
     )
     assert "too few steps" in learned([], [], {})[0]

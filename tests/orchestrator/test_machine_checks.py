@@ -47,7 +47,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_gpus_that_are_there_are_counted(two_gpus: None) -> None:
     found = machine.check_devices(changed("rollout", gpus_per_engine=2))
-    assert found == "2 GPUs wanted (1 engines × 2 + 1 ranks × 0), 2 × H200 there"
+    assert found == "2 GPUs wanted (1 engine × 2 + 1 rank × 0), 2 × H200 there"
 
 
 @pytest.mark.parametrize(

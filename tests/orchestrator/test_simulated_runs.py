@@ -96,6 +96,8 @@ class Finished:
                     self._check_tokens(batch, group.version, rollout)
         rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "every step is reported once"
+        every = self.spec.pipeline.publish_every
+        assert [row["version"] for row in rows] == [row["step"] // every for row in rows]
         state = self.simulation.run.state
         assert (state.phase, state.step) == ("finished", STEPS)
         sets = {f"{name}:greedy" for name in self.spec.evaluation.sets}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.cli.app import main
+from asyncrl_cli.inspect.plan_page import comparison_table, machine_page
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.plan.comparison import compare, error_parts, misfit
+from asyncrl_cli.plan.comparison import Line, compare, error_parts, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import binding, predict
+from asyncrl_cli.plan.prediction import NOTICEABLE, Devices, advice, predict, spans
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.generation import EngineRequest
+from asyncrl_cli.system.processor_speed import processor_speed
 from tests.buffer.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
-from tests.plan.scenarios import scenario
+from tests.plan.scenarios import lengths, scenario
 from tests.plan.scenarios import settings as small
 
 DURATIONS: tuple[Callable[[int], float], ...] = (
@@ -163,32 +166,91 @@ def test_without_their_tokens_steps_beside_evaluations_do_not_count(
 # -- what is predicted
 
 
-def test_what_binds() -> None:
+def in_situation(name: str) -> Scenario:
+    """A run that this limits."""
     usual = scenario(small(8, 4))
     costs = usual.costs
-    trained = replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=9.0)))
-    assert binding(simulate(trained), 64) == "trainer"
-    slow = replace(usual, costs=replace(costs, publish=replace(costs.publish, held_s=9.0)))
-    assert binding(simulate(slow), 64) == "publish"
-    quick = replace(
-        usual, slots=8, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=0.01, per_token_s=0))
+    quick = replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=0.01, per_token_s=0)))
+    long = replace(usual.groups[0], rollouts=tuple(replace(one, response=30_000) for one in usual.groups[0].rollouts))
+    return {
+        "trainer": replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_step_s=9.0))),
+        "publish": replace(usual, costs=replace(costs, publish=replace(costs.publish, held_s=9.0))),
+        "engines": replace(quick, slots=8),
+        "bound": replace(scenario(small(8, 1), lengths(60, 0.9, 400)), slots=256),
+        "tail": replace(usual, groups=(long, *usual.groups[1:60]), slots=256),
+        "ranks": replace(usual, costs=replace(costs, trainer=replace(costs.trainer, per_token_s=0.01))),
+    }[name]
+
+
+@pytest.mark.parametrize("part", ["trainer", "publish", "engines", "bound", "tail"])
+def test_what_limits_a_run_is_what_shortens_it_most(part: str) -> None:
+    of = in_situation(part)
+    found = predict(of, 30_000, Devices(2, 1, 4), steps=12)
+    assert found.limit == part, found.savings
+    limit, _, bound, helps = advice(found)
+    assert f"a step would take {found.savings[found.limit]:.0%} less time." in limit
+    assert bound.startswith(f"max_staleness {found.free} is the smallest that costs no noticeable time")
+    # One source: the bound limits exactly where another one would be enough, and is proposed exactly there.
+    assert (found.free > found.bound) is (found.savings["bound"] > NOTICEABLE)
+    assert (found.free > found.bound) is (f"pipeline.max_staleness={found.free}" in helps)
+
+
+@pytest.mark.parametrize(("own_s", "limits"), [(1.05, False), (1.06, True), (1.5, True)])
+def test_a_bound_whose_removal_saves_five_percent_does_not_limit(own_s: float, limits: bool) -> None:
+    found = predict(scenario(small(8, 2)), 300, None, steps=2)
+    found = replace(
+        found,
+        bounds={2: own_s, 4: 1.0},
+        savings=dict.fromkeys(found.savings, 0.0) | {"bound": 1 - 1 / own_s},
     )
-    assert binding(simulate(quick), 8) == "engines"
-    tail = replace(usual.groups[0], rollouts=tuple(replace(one, response=3000) for one in usual.groups[0].rollouts))
-    tailed = replace(usual, settings=small(8, 1), groups=(tail, *usual.groups[1:60]), slots=256)
-    assert binding(simulate(tailed), 256) == "tail"
+    assert (found.limit, found.free) == (("bound", 4) if limits else (None, 2))
+    assert ("No part alone limits the speed" in advice(found)[0]) is not limits
 
 
 def test_a_prediction_is_consistent() -> None:
-    found = predict(scenario(small(8, 2)), 300, alone=True, steps=12)
+    found = predict(scenario(small(8, 2)), 300, Devices(2, 1, 4), steps=12)
     assert found.bounds[2] == found.outcome.step_s
-    assert found.bounds[found.free] <= 1.02 * min(found.bounds.values())
+    assert (1 - NOTICEABLE) * found.bounds[found.free] <= min(found.bounds.values())
     assert found.ratio_to_sync > 1
-    assert list(found.spans.values()) == sorted(found.spans.values())
     assert all(change.step_s < found.outcome.step_s for change in found.changes)
+    by_length = spans(scenario(small(8, 2)), 300)
+    assert list(by_length.values()) == sorted(by_length.values())
+
+
+def test_a_change_says_how_many_gpus_it_adds() -> None:
+    of = replace(in_situation("engines"), engines=2)
+    (engines,) = [one for one in predict(of, 3000, Devices(2, 1, 4), steps=12).changes if one.more_gpus]
+    assert str(engines).startswith("rollout.engines=4 (needs 4 more GPUs): ") and str(engines).endswith("% less")
+    (ranks,) = [
+        one for one in predict(in_situation("ranks"), 3000, Devices(2, 1, 1), steps=12).changes if one.more_gpus
+    ]
+    assert str(ranks).startswith("trainer.ranks=2 (needs 1 more GPU): ")
+    assert not [one for one in predict(of, 3000, None, steps=12).changes if "engines" in one.setting]
+
+
+def test_slow_rewards_cost_time_that_a_larger_bound_hides() -> None:
+    usual = scenario(small(8, 2))
+    slow = replace(usual, costs=replace(usual.costs, overheads=replace(usual.costs.overheads, settle_s=10.0)))
+    found = predict(slow, 300, None, steps=12)
+    assert found.limit == "bound" and found.savings["rewards"] > 0.3
+    assert "rewards twice as fast" in advice(found)[1]
 
 
 # -- the command
+
+
+def test_every_value_of_a_comparison_has_its_unit() -> None:
+    lines = (
+        Line("step", "s", 1.1, 1.0, 0.1, 0.1),
+        Line("trainer waits", "share", 0.4, 0.42, -0.02, 0.1),
+        Line("mean staleness", "versions", 2.0, 1.7, 0.3, 0.2),
+    )
+    rows = [" ".join(row.split()) for row in comparison_table("against run-1", lines)[1:]]
+    assert rows == [
+        "step 1.1 s 1 s +10.0%",
+        "trainer waits 40.0% 42.0% -2.0 points",
+        "mean staleness 2.00 1.70 +0.30 versions does not fit",
+    ]
 
 
 @pytest.fixture
@@ -196,6 +258,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     """Run a command line in this process: its exit code, stdout and stderr."""
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("asyncrl_cli.system.processor_speed.SECONDS", 0.01)
     (tmp_path / "spec.yaml").write_text(SPEC)
 
     def run(*arguments: str) -> tuple[object, str, str]:
@@ -219,7 +282,7 @@ def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_plan_from_a_run(run_folder: Path, asyncrl: Any) -> None:
     code, out, _ = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--set", "pipeline.max_staleness=3")
     assert code == 0, out
-    assert "its own steps" in out and "max_staleness 3" in out and "binds" in out
+    assert "its own steps" in out and "max_staleness 3" in out and "limit  " in out
     code, out, _ = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest", "--compare", "latest", "--json")
     document = json.loads(out)
     assert code == 0
@@ -227,6 +290,32 @@ def test_plan_from_a_run(run_folder: Path, asyncrl: Any) -> None:
     assert document["plan"]["outcome"]["step_s"] == pytest.approx(
         document["comparison"]["lines"][0]["measured"], rel=0.1
     )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "says"),
+    [
+        (
+            100.0,
+            80.0,
+            "take 25% more time for the same work than when the run was measured: expect a step of about 2.5 s",
+        ),
+        (100.0, 125.0, "take 20% less time"),
+        (100.0, 98.0, "are as fast as when the run was measured, within 5%"),
+        (None, 98.0, "was not recorded"),
+    ],
+)
+def test_a_machine_that_became_slower_is_reported(tmp_path: Path, then: float | None, now: float, says: str) -> None:
+    run = make_run(tmp_path)
+    run.write_json("manifest.json", {"host": platform.node(), "processor_speed": then})
+    page = machine_page(run, now, 2.0)
+    assert says in " ".join(" ".join(page.lines).split())
+    run.write_json("manifest.json", {"host": "elsewhere", "processor_speed": 100.0})
+    assert "was measured on elsewhere" in " ".join(machine_page(run, 80.0, 2.0).lines)
+
+
+def test_the_speed_is_measured_in_processor_time() -> None:
+    assert processor_speed(0.02) > 1
 
 
 def test_another_model_is_refused(run_folder: Path, asyncrl: Any) -> None:

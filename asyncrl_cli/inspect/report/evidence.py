@@ -1,5 +1,7 @@
-"""What the bottleneck is inferred from, read from a run's journal: how the trainer spent its time, step by step, and
-the circumstances on which advice depends.
+"""How the trainer of a recorded run spent its time, step by step: training, or waiting for exactly one thing. The
+report prints it below the advice (plan/prediction.py), with the costs that are not simulated.
+
+Invariant: the parts of ``split_wait`` add up to the wait.
 
 A step's window runs from the end of the step before to its own end. Time in which the run was down belongs to no
 window. A reward that comes within 0.2 s is recorded together with its rollout, so its time counts as generation.
@@ -10,19 +12,43 @@ Steps are counted from 0 here, as in the journal.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
-from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, PARTS, Activity, Circumstances, Part, split_wait
-from asyncrl_cli.inspect.resolved import setting
-from asyncrl_cli.inspect.what_if import recorded_scenario, shares_host, what_if
+from asyncrl_cli.inspect.resolved import value_at
+from asyncrl_cli.inspect.what_if import recorded_prediction, reproduced, shares_host
 from asyncrl_cli.journal.events import Checkpoint, Start
+from asyncrl_cli.journal.history import first_start
 from asyncrl_cli.journal.progress import dropped_groups
 from asyncrl_cli.journal.step_timeline import StepSpan, finished_groups, first_publish, last_groups
-from asyncrl_cli.plan.from_journal import Calibration, calibrate
-from asyncrl_cli.plan.prediction import Prediction, predict
+from asyncrl_cli.plan.from_journal import calibrate
+from asyncrl_cli.plan.prediction import Prediction
 from asyncrl_cli.records.groups import BufferSettings
+
+TrainerPart = Literal["training", "publishing", "generation", "due", "reward", "saving", "between"]
+"""Waits: ``generation``: fewer groups had finished than a batch needs. ``due``: enough had finished, but groups that
+would have missed their deadline had not (the staleness bound). ``reward``: the batch's last group was generated and not
+scored. ``between``: the batch was complete, and the loop was held up by something else, such as an evaluation."""
+PARTS: tuple[TrainerPart, ...] = get_args(TrainerPart)
+
+NAMES: Mapping[TrainerPart, str] = {
+    "training": "training",
+    "publishing": "publishing weights",
+    "generation": "waiting for enough finished groups",
+    "due": "waiting for groups that were due",
+    "reward": "waiting for rewards",
+    "saving": "saving checkpoints",
+    "between": "other waits",
+}
+FEW_STEPS = 10
+"""With fewer steps, the noise of the training reward cannot be estimated, and most of the time is the run's start."""
+MUCH = 0.1
+"""A cost that is not simulated is mentioned from this share of the trainer's time, or this number per group, on."""
+IDLE = 0.5
+"""Engines that had requests for less of the time than this were idle."""
+BOUND_BY_DISK = 0.5
+"""A journal that was written for more of the time than this delays commits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +56,46 @@ class StepTime:
     """The seconds of one step's window by what the trainer did in them."""
 
     step: int
-    seconds: Mapping[Part, float]
+    seconds: Mapping[TrainerPart, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Shares of the time, 0 to 1: ``trainer`` has every part and sums to 1; the others are independent of it, and None
+    where they were not recorded."""
+
+    trainer: Mapping[TrainerPart, float]
+    engines_busy: float | None
+    engines_paused: float | None
+    journal_busy: float | None
+
+
+def split_wait(
+    asked_at: float,
+    taken_at: float,
+    enough_at: float,
+    generated_at: float,
+    scored_at: float,
+    saving_s: float = 0.0,
+) -> dict[TrainerPart, float]:
+    """The seconds from when the trainer was free to when it had its batch, by what it waited for.
+
+    ``enough_at`` is when as many groups had finished as a batch has; ``generated_at`` and ``scored_at`` are when the
+    batch's last group had all tokens, and all rewards; a checkpoint took ``saving_s`` in between.
+    """
+    taken_at = max(asked_at, taken_at)
+    generated_at = min(max(generated_at, asked_at), taken_at)
+    enough_at = min(max(enough_at, asked_at), generated_at)
+    scored_at = min(max(scored_at, generated_at), taken_at)
+    complete = taken_at - scored_at
+    saving = min(saving_s, complete)
+    return {
+        "generation": enough_at - asked_at,
+        "due": generated_at - enough_at,
+        "reward": scored_at - generated_at,
+        "saving": saving,
+        "between": complete - saving,
+    }
 
 
 def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], groups_per_step: int) -> list[StepTime]:
@@ -104,38 +169,67 @@ def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity
     )
 
 
-SIMULATED_STEPS = 12
-"""Steps that are simulated with each setting: few, so that a report is made within seconds."""
-
-
-def circumstances(
-    connection: sqlite3.Connection, spec: Mapping[str, Any], spans: Sequence[StepSpan], settings: BufferSettings
-) -> Circumstances | None:
-    """None before a trained step."""
-    if not spans:
-        return None
-    trained = len(spans) * settings.groups_per_step
-    dropped = {state: sum(counts.values()) for state, counts in dropped_groups(connection).items()}
+def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:
+    """The prediction for a recorded run, or the reason why there is none."""
     try:
-        measured = calibrate(connection, shares_host(spec))
-    except ValueError:  # too few steps, or a damaged journal, which has batches without groups
-        measured = None
-    return Circumstances(
-        spec=spec,
-        max_staleness=settings.max_staleness,
-        episodic=any("response/calls_mean" in span.metrics for span in spans),
-        steps=len(spans),
-        most_rollouts=measured.concurrency if measured else 0,
-        rejected=dropped["rejected"] / trained,
-        requeued=dropped["requeued"] / trained,
-        prediction=_prediction(spec, measured) if measured else None,
+        found = reproduced(spec, calibrate(connection, shares_host(spec)))
+    except ValueError as error:  # too few steps, or a damaged journal, which has batches without groups
+        return str(error)
+    if found.misfit is not None:
+        return f"the simulator does not reproduce the recorded steps within 10 % (the worst part: {found.misfit})"
+    return recorded_prediction(spec, found.scenario)
+
+
+def breakdown(spent: Activity) -> str:
+    """How the trainer spent its time, in a sentence."""
+    parts = sorted((part for part in PARTS if spent.trainer[part] >= 0.005), key=lambda part: -spent.trainer[part])
+    return f"The trainer's time: {', '.join(f'{NAMES[part]} {spent.trainer[part]:.0%}' for part in parts)}."
+
+
+def besides(
+    connection: sqlite3.Connection,
+    spec: Mapping[str, Any],
+    spans: Sequence[StepSpan],
+    settings: BufferSettings,
+    spent: Activity,
+) -> Iterator[str]:
+    """Large costs that are not simulated: the start, evaluations, checkpoints, the disk, groups generated in vain."""
+    began, begun = first_start(connection), spans[0].taken_at
+    share = (begun - began) / (spans[-1].ended_at - began)
+    if share >= MUCH:
+        yield f"The first batch was taken {begun - began:.0f} s after the start, {share:.0%} of the run's time."
+    if spent.trainer["saving"] >= MUCH:
+        yield "Checkpoints cost time: save less often (`checkpoints.every`), or to a faster disk."
+    if spent.trainer["between"] >= MUCH:
+        yield _less_between(spec, spent)
+    dropped = {state: sum(counts.values()) for state, counts in dropped_groups(connection).items()}
+    trained = len(spans) * settings.groups_per_step
+    if dropped["rejected"] >= MUCH * trained:
+        yield (
+            f"For each trained group, {dropped['rejected'] / trained:.2f} were rejected (`asyncrl inspect buffer` has "
+            "the reasons). Prompts whose rollouts are not all correct or all wrong waste less (`data.curriculum`, "
+            "`data.filter`)."
+        )
+    if dropped["requeued"] >= MUCH * trained:
+        yield (
+            f"For each trained group, {dropped['requeued'] / trained:.2f} were cancelled and started again "
+            "(`on_stale: requeue`): a larger `pipeline.max_staleness` avoids that."
+        )
+    episodic = any("response/calls_mean" in span.metrics for span in spans)
+    if episodic and spent.engines_busy is not None and spent.engines_busy < IDLE and settings.max_staleness:
+        yield (
+            f"Engines had no request for {1 - spent.engines_busy:.0%} of the time: look at environments and agents "
+            "(`task.episode.workers`, `task.episode.concurrency`)."
+        )
+
+
+def _less_between(spec: Mapping[str, Any], spent: Activity) -> str:
+    if (spent.journal_busy or 0.0) > BOUND_BY_DISK:
+        return "The journal was being written most of the time: put the runs folder on a faster local disk."
+    if not value_at(spec, "evaluation.every"):
+        return "Other waits cost time: the timeline (`asyncrl timeline`) shows what ran between two steps."
+    unfixed = " and switch `evaluation.fix_version` off" if value_at(spec, "evaluation.fix_version") else ""
+    return (
+        "Other waits cost time, mostly for evaluations: evaluate less often or on fewer prompts (`evaluation.every`, "
+        f"`evaluation.prompts`){unfixed}."
     )
-
-
-def _prediction(spec: Mapping[str, Any], measured: Calibration) -> Prediction | None:
-    """None where the simulator does not reproduce what was recorded."""
-    if what_if(spec, measured, ()).misfit is not None:
-        return None
-    longest = max(rollout.response for group in measured.groups for rollout in group.rollouts)
-    limit = setting(spec, "rollout.max_response_tokens", longest)
-    return predict(recorded_scenario(spec, measured), limit, not shares_host(spec), SIMULATED_STEPS)

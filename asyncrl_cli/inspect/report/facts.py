@@ -9,9 +9,10 @@ from datetime import datetime
 from statistics import median
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import count_range, number
-from asyncrl_cli.inspect.report.bottleneck import Activity
 from asyncrl_cli.inspect.report.curves import mean
+from asyncrl_cli.inspect.report.evidence import Activity
 from asyncrl_cli.inspect.report.findings import leading_series, with_interval
 from asyncrl_cli.inspect.report.recorded_files import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
 from asyncrl_cli.inspect.resolved import engine_counts, value_at
@@ -70,7 +71,7 @@ def _run(of: Sources) -> dict[str, str]:
         "phase": of.phase,
         "steps trained": f"{work.steps:,} of {of.past.progress.settings.total_steps:,}",
         "started": f"{started} on {manifest.get('host', UNKNOWN)}",
-        "wall time": wall + (f", stops before {again} resume(s) included" if again else ""),
+        "wall time": wall + (f", stops before {counted(again, 'resume')} included" if again else ""),
         "of that, training steps": clock(work.seconds),
         "machine": f"{manifest.get('cpus', UNKNOWN)} CPU cores",
         "code": f"asyncrl {manifest.get('asyncrl', UNKNOWN)}, Python {manifest.get('python', UNKNOWN)}",
@@ -93,10 +94,10 @@ def _setup(spec: Mapping[str, Any]) -> dict[str, str]:
         "task": ", ".join(tasks),
         "algorithm": f"{at('algorithm.preset')}, correction {at('algorithm.correction.preset')}",
         "batch": f"{at('pipeline.groups_per_step')} groups × {at('rollout.group_size')} rollouts a step, "
-        f"{at('trainer.minibatches')} minibatch(es), {at('trainer.epochs')} epoch(s)",
+        f"{counted(at('trainer.minibatches'), 'minibatch')}, {counted(at('trainer.epochs'), 'epoch')}",
         "learning rate": f"{at('trainer.optimizer.learning_rate')}, {kind}",
         "pipeline": f"{at('pipeline.mode')}, staleness at most {at('pipeline.max_staleness')} "
-        f"({at('pipeline.on_stale')}), a version every {at('pipeline.publish_every')} step(s)",
+        f"({at('pipeline.on_stale')}), a version every {counted(at('pipeline.publish_every'), 'step')}",
         "engines": f"{count_range(*engine_counts(spec))}, each with {engine}",
         "trainer ranks": f"{at('trainer.ranks')}, each with {rank}",
         "training in": f"{at('trainer.dtype')}, ZeRO stage {at('trainer.zero_stage')}",
@@ -120,7 +121,7 @@ def _model(spec: Mapping[str, Any]) -> str:
 
 def _devices(spec: Mapping[str, Any], gpus: str, threads: str) -> str:
     count = value_at(spec, gpus)
-    return f"{count} GPU(s)" if count else f"{value_at(spec, threads) or UNKNOWN} CPU thread(s)"
+    return counted(f"{count:g}", "GPU") if count else counted(str(value_at(spec, threads) or UNKNOWN), "CPU thread")
 
 
 def _held_out(of: Sources) -> dict[str, str]:

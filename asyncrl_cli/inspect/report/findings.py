@@ -1,9 +1,11 @@
 """What a report says first, in sentences: did the run learn, what limited its speed, was it ever too stale, and what
 failed.
 
-Learning: held-out accuracy decides where there is any; training reward otherwise. Held-out accuracy is a share of
-prompts, so its uncertainty follows from their number: intervals are Wilson's, differences of two evaluations
-Newcombe's (1998, method 10), both at 95 %. Evaluations share their prompts, which makes a real difference easier to see
+Learning: held-out accuracy decides where there is any; training reward otherwise. Only evaluations with the same number
+of prompts are compared: those are the same prompts. Held-out accuracy is a share of prompts, so its uncertainty follows
+from their number: intervals are Wilson's, differences of two evaluations Newcombe's (1998, method 10), both at 95 %.
+The highest of several evaluations is high by chance, too, so its difference from the last one is tested at a level that
+is divided by their number (Bonferroni). Evaluations share their prompts, which makes a real difference easier to see
 than these intervals say: they err towards "inconclusive".
 """
 
@@ -14,15 +16,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import attrgetter
+from statistics import NormalDist
 from typing import Any, Literal
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import number
-from asyncrl_cli.inspect.report.bottleneck import FEW_STEPS, Bottleneck
+from asyncrl_cli.inspect.report.evidence import FEW_STEPS
 from asyncrl_cli.inspect.resolved import value_at
 from asyncrl_cli.inspect.staleness_page import mean_age
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.staleness import Report, together
-from asyncrl_cli.plan.prediction import Prediction
+from asyncrl_cli.plan.prediction import Prediction, advice
 
 Tone = Literal["good", "bad", "plain"]
 
@@ -37,40 +41,34 @@ class Answer:
     more: tuple[str, ...] = ()
 
 
-def limited(found: Bottleneck | None) -> Answer:
-    """What limited the speed, and what to change."""
+def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> Answer:
+    """Say which part limited the speed, and how to change that.
+
+    Args:
+        found: the prediction for the run, or the reason why there is none.
+        recorded: sentences on how the trainer spent its time; empty before the first step.
+    """
     question = "What limited its speed?"
-    if found is None:
-        return Answer(question, "No step is trained yet.", "plain")
-    return Answer(question, found.sentence, "plain", (found.breakdown, found.advice))
+    if not recorded:
+        return Answer(question, _no_step(ended), "plain")
+    if isinstance(found, str):
+        return Answer(question, f"Not known: {found}.", "plain", tuple(recorded))
+    limit, *more = advice(found)
+    step = f"A step takes {found.outcome.step_s:.3g} s in the simulation; without staleness {found.sync.step_s:.3g} s."
+    return Answer(question, limit, "plain", (*more, step, *recorded))
 
 
-def other_settings(found: Prediction | None) -> Answer:
-    """How fast the run would be with other settings, simulated."""
-    question = "How fast would it be with other settings?"
-    if found is None:
-        return Answer(question, "Not known: the simulator does not reproduce the recorded steps within 10 %.", "plain")
-    changes = [
-        f"With {change.setting} a step would take {change.gain:.0%} less ({change.step_s:.3g} s)."
-        for change in found.changes
-    ]
-    spans = ", ".join(f"{factor - 1:+.0%}: {step_s:.3g} s" for factor, step_s in found.spans.items())
-    return Answer(
-        question,
-        f"A simulated step takes {found.outcome.step_s:.3g} s, {found.ratio_to_sync:.2f} times as fast as without "
-        f"staleness; max_staleness {found.free} is the smallest that costs no time.",
-        "plain",
-        (*(changes or ["No other setting that was tried saves 3 %."]), f"With other lengths of responses: {spans}."),
-    )
+def _no_step(ended: bool) -> str:
+    return "The run ended before its first step." if ended else "No step is trained yet."
 
 
-def stale(report: Report) -> Answer:
+def stale(report: Report, ended: bool) -> Answer:
     """Whether the bound on staleness held."""
     question = "Was it ever too stale?"
     settings = report.progress.settings
-    bound = f"{settings.max_staleness} version(s)"
+    bound = counted(settings.max_staleness, "version")
     if not report.steps:
-        return Answer(question, "No batch is taken yet.", "plain")
+        return Answer(question, _no_step(ended), "plain")
     ages = together(report.steps).groups
     mean = number(mean_age(ages) or 0.0)
     measured = f"their staleness was {mean} versions on average and {max(ages, default=0)} at most"
@@ -78,7 +76,7 @@ def stale(report: Report) -> Answer:
         first = report.violations[0]
         return Answer(
             question,
-            f"YES: the guarantee is violated ({len(report.violations)} row(s)); the first: {first.what}.",
+            f"YES: the guarantee is violated ({counted(len(report.violations), 'row')}); the first: {first.what}.",
             "bad",
         )
     if report.late:
@@ -97,15 +95,15 @@ def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str) -> A
     if phase == "died" and not reason:
         ended = "The run's process died. "
     if not by_kind:
-        return Answer(
-            question, f"{ended}{'' if ended else 'Nothing. '}No part had a fault.", "bad" if ended else "good"
-        )
+        return Answer(question, ended.strip() or "Nothing: no part had a fault.", "bad" if ended else "good")
     counts = ", ".join(f"{count} × {kind}" for kind, count in by_kind.items())
     survived = "" if ended else " The run continued after each."
     return Answer(question, f"{ended}Faults: {counts}; the first: {first}.{survived}", "bad" if ended else "plain")
 
 
-Z = 1.96
+LEVEL = 0.05
+"""The probability with which noise alone counts as a difference."""
+Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 """Standard errors on each side of an interval of 95 %."""
 SURE = 2.0
 """Standard errors of the difference by which two means differ when it is not noise."""
@@ -115,17 +113,17 @@ Verdict = tuple[str, Tone]
 """An answer, and whether it is good news."""
 
 
-def wilson(accuracy: float, prompts: int) -> tuple[float, float]:
+def wilson(accuracy: float, prompts: int, z: float = Z) -> tuple[float, float]:
     """The interval of an accuracy that was measured on so many prompts."""
     n = max(1, prompts)
-    middle = (accuracy + Z**2 / (2 * n)) / (1 + Z**2 / n)
-    half = Z / (1 + Z**2 / n) * math.sqrt(accuracy * (1 - accuracy) / n + Z**2 / (4 * n**2))
+    middle = (accuracy + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z / (1 + z**2 / n) * math.sqrt(accuracy * (1 - accuracy) / n + z**2 / (4 * n**2))
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def change(before: Evaluation, after: Evaluation) -> Direction:
+def change(before: Evaluation, after: Evaluation, z: float = Z) -> Direction:
     """Whether the accuracy of two evaluations differs beyond their noise."""
-    low, high = wilson(before.accuracy, before.prompts), wilson(after.accuracy, after.prompts)
+    low, high = wilson(before.accuracy, before.prompts, z), wilson(after.accuracy, after.prompts, z)
     difference = after.accuracy - before.accuracy
     if difference > math.hypot(after.accuracy - high[0], low[1] - before.accuracy):
         return "rose"
@@ -159,13 +157,25 @@ def trend(values: Sequence[float]) -> Trend | None:
     return Trend(first, last, "rose" if last > first else "fell")
 
 
-def learned(rewards: Sequence[float], evaluations: Sequence[Evaluation], spec: Mapping[str, Any]) -> Verdict:
-    """Whether the run learned, in sentences. ``rewards`` are the mean training rewards by step."""
+def learned(
+    rewards: Sequence[float], evaluations: Sequence[Evaluation], spec: Mapping[str, Any], ended: bool = False
+) -> Verdict:
+    """Say whether the run learned. ``rewards`` are the mean training rewards by step."""
+    if not rewards and ended:
+        return _no_step(ended), "plain"
     series = leading_series(evaluations)
-    if len(series) > 1:
+    if any(len(some) > 1 for some in same_prompts(series)):
         verdict, tone = _held_out(series)
         return f"{verdict} {_seen(rewards, spec)}".strip(), tone
     return _by_reward(rewards, spec, series)
+
+
+def same_prompts(series: Sequence[Evaluation]) -> list[list[Evaluation]]:
+    """The evaluations of equal prompts, each by step; the sets with the most prompts first."""
+    by_prompts: dict[int, list[Evaluation]] = {}
+    for one in series:
+        by_prompts.setdefault(one.prompts, []).append(one)
+    return [by_prompts[prompts] for prompts in sorted(by_prompts, reverse=True)]
 
 
 def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
@@ -177,19 +187,30 @@ def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
 
 
 def _held_out(series: Sequence[Evaluation]) -> Verdict:
-    first, last = series[0], series[-1]
-    best = max(series, key=lambda one: one.accuracy)
+    several = [some for some in same_prompts(series) if len(some) > 1]
+    # Those that show most of the run; with the most prompts, if several do.
+    compared = max(several, key=lambda some: some[-1].after_step - some[0].after_step)
+    first, last = compared[0], compared[-1]
     what = f"held-out accuracy ({first.kind})"
     went = f"from {with_interval(first)} at step {first.after_step} to {with_interval(last)} at step {last.after_step}."
     match change(first, last):
         case "rose":
-            if change(best, last) == "fell":
-                peak = f"At step {best.after_step} it was {with_interval(best)}."
+            if peak := next(filter(None, map(_fell_again, several)), None):
                 return f"Yes, but not to the end: {what} rose {went} {peak}", "plain"
             return f"Yes: {what} rose {went}", "good"
         case "fell":
             return f"No: {what} fell {went}", "bad"
     return f"Inconclusive: {what} did not change beyond its noise, {went}", "plain"
+
+
+def _fell_again(same: Sequence[Evaluation]) -> str:
+    """Say that the last of these evaluations is worse than the best one by more than noise; empty if it is not."""
+    *earlier, last = same
+    best = max(earlier, key=lambda one: one.accuracy)
+    if change(best, last, NormalDist().inv_cdf(1 - LEVEL / 2 / len(earlier))) != "fell":
+        return ""
+    now = f", and {with_interval(last)} at step {last.after_step}"
+    return f"At step {best.after_step} it was {with_interval(best)}{now}."
 
 
 def with_interval(evaluation: Evaluation) -> str:
@@ -213,7 +234,10 @@ def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any], series: Sequen
         return "Inconclusive: too few steps are trained.", "plain"
     if len(known) < FEW_STEPS:
         seen = ", ".join(f"{reward:.3f}" for reward in known)
-        return f"Inconclusive: only {len(known)} steps are trained. Mean training reward by step: {seen}.", "plain"
+        return (
+            f"Inconclusive: only {counted(len(known), 'step')} trained. Mean training reward by step: {seen}.",
+            "plain",
+        )
     went = f"{found.first:.3f} to {found.last:.3f} (first and last tenth of the steps)"
     basis = "There are no two held-out evaluations to compare, so this is based on the training reward."
     if reasons := not_comparable(spec):

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.flatten import flatten
-from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.pages import moment, number
 from asyncrl_cli.inspect.report.charts import Chart, curve_charts, sections
 from asyncrl_cli.inspect.report.summary import RunSummary
@@ -40,7 +40,7 @@ def render(runs: Sequence[RunSummary]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["moment"] = moment
+    environment.filters |= {"moment": moment, "counted": counted}
     charts: dict[str, Chart] = {}
 
     def drawn(chart: Chart) -> str:

@@ -8,14 +8,13 @@ from itertools import pairwise
 from typing import Any
 from zlib import crc32
 
-from asyncrl_cli.inspect.report.bottleneck import NAMES, PARTS, Part
 from asyncrl_cli.inspect.report.charts import Chart, Key, short
 from asyncrl_cli.inspect.report.curves import in_parts
-from asyncrl_cli.inspect.report.evidence import StepTime
+from asyncrl_cli.inspect.report.evidence import NAMES, PARTS, StepTime, TrainerPart
 from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
-PART_COLOURS: Mapping[Part, str] = dict(
+PART_COLOURS: Mapping[TrainerPart, str] = dict(
     zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#999999"), strict=True)
 )
 RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")

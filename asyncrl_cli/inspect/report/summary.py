@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.inspect.decoding import open_decoder
-from asyncrl_cli.inspect.report.bottleneck import Bottleneck, bottleneck
 from asyncrl_cli.inspect.report.charts import SERIES, Chart
 from asyncrl_cli.inspect.report.curves import Curves, curves
-from asyncrl_cli.inspect.report.evidence import StepTime, activity, circumstances, trainer_time
+from asyncrl_cli.inspect.report.evidence import StepTime, activity, besides, breakdown, prediction, trainer_time
 from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
-from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, other_settings, stale
+from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, stale
 from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
 from asyncrl_cli.inspect.report.run_charts import (
     histogram_chart,
@@ -34,7 +33,8 @@ from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import Report, staleness_report
 from asyncrl_cli.journal.step_timeline import StepSpan, step_spans
-from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.plan.prediction import Prediction
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 if TYPE_CHECKING:
     import sqlite3
@@ -45,11 +45,12 @@ SHARES = ("share/engines_busy", "share/engines_paused", "share/journal_busy")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run. ``facts`` have the same names for every run; ``held_out`` are answers before and after training."""
+    """One run. ``facts`` have the same names for every run; ``held_out`` are answers before and after training;
+    ``prediction`` may be the reason why there is none."""
 
     run_id: str
     answers: tuple[Answer, ...]
-    bottleneck: Bottleneck | None
+    prediction: Prediction | str
     facts: Facts
     curves: Curves
     charts: tuple[Chart, ...]
@@ -72,27 +73,27 @@ def summarize(run: RunDirectory) -> RunSummary:
         staleness = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, _shares(spans))
-        known = circumstances(connection, spec, spans, settings)
-        found = bottleneck(spent, known) if spent and known else None
+        found = prediction(connection, spec)
+        recorded = [breakdown(spent), *besides(connection, spec, spans, settings, spent)] if spent else []
         course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
         decoder = open_decoder(run)
         faults = first_failures(connection, FAULTS_SHOWN)
         charts = tuple(_charts(connection, times, staleness))
         chosen = samples(connection, decoder)
     phase = run.status
+    ended = phase not in ACTIVE
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
     first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
     both = newest(files, "greedy")
     return RunSummary(
         run_id=run.run_id,
         answers=(
-            Answer("Did it learn?", *learned(rewards, past.evaluations, spec)),
-            limited(found),
-            other_settings(known.prediction if known else None),
-            stale(staleness),
+            Answer("Did it learn?", *learned(rewards, past.evaluations, spec, ended)),
+            limited(found, recorded, ended),
+            stale(staleness, ended),
             failed(phase, run.state.reason, past.failures_by_kind, first),
         ),
-        bottleneck=found,
+        prediction=found,
         facts=facts(Sources(run, phase, past, spans, spent, spec, files, machine)),
         curves=course,
         charts=charts,

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
 from asyncrl_cli.monitors.mlflow.outbox import Outbox
 from asyncrl_cli.monitors.mlflow.sender import FINISHED, STATUS, Sender, Target, failure, target_of
@@ -143,7 +144,7 @@ class Mlflow(Monitor):
             model = f", {target.model} version {outbox.version}" if target.model and status == FINISHED else ""
             return f"run {outbox.sent.run_id} in experiment {target.experiment}{model}"
         steps = len(outbox.steps())
-        kept = f"{steps} step{'s' if steps > 1 else ''}" if steps else "the rest"
+        kept = counted(steps, "step") if steps else "the rest"
         return f"{kept} kept, not sent ({problem}); later: asyncrl track {run.argument}"
 
     def _more(self) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import memory_without_weights
@@ -172,7 +173,7 @@ def _visible(value: str, installed: int) -> int:
 
 def gpus(count: int) -> str:
     """Such as ``no GPU``, ``2 GPUs``."""
-    return f"{count or 'no'} GPU{'s' if count > 1 else ''}"
+    return counted(count, "GPU") if count else "no GPU"
 
 
 def _gpu_sum(spec: ExperimentSpec) -> str:
@@ -180,7 +181,8 @@ def _gpu_sum(spec: ExperimentSpec) -> str:
     if shares_gpus(spec):
         return f"each for an engine and a rank, {rollout.gpus_per_engine:g} + {trainer.gpus_per_rank:g}"
     return (
-        f"{rollout.min_engines} engines × {rollout.gpus_per_engine} + {trainer.ranks} ranks × {trainer.gpus_per_rank}"
+        f"{counted(rollout.min_engines, 'engine')} × {rollout.gpus_per_engine} + {counted(trainer.ranks, 'rank')} × "
+        f"{trainer.gpus_per_rank}"
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.hosts import shared_folder, verdicts
 from asyncrl_cli.orchestrator.checks.hosts.probe import (
@@ -113,7 +114,7 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
         with connected(address):
             nodes = live_nodes()
             hosts = _hosts(spec, nodes)
-            found = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''} at {address}"
+            found = f"{counted(len(nodes), 'node')} at {address}"
             if spec is not None:
                 found = f"{found}, {len(hosts)} for this run; {check_resources(spec, nodes, *Actors.of(spec))}"
             yield Finding("cluster", "ok", found)
