@@ -24,6 +24,8 @@ class Command(TyperCommand):
     A command with --set also takes `KEY=VALUE` without it, as other trainers do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # for the shell's completion, which has no place for an error
+            return super().parse_args(ctx, args)
         try:
             return super().parse_args(ctx, list(self._with_overrides(ctx, args)))
         except UsageError as error:
@@ -91,7 +93,7 @@ class Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         names = {name for param in self.get_params(ctx) for name in param.opts}
         first = args[0].partition("=")[0] if args else ""
-        if first.startswith("--") and first not in names:
+        if first.startswith("--") and first not in names and not ctx.resilient_parsing:
             hint = f"options of a command come after its name: {ctx.command_path} COMMAND {first}"
             raise UsageError(f"No such option: {first}\nhint: {hint}", ctx=ctx)
         return super().parse_args(ctx, args)

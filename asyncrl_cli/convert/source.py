@@ -98,7 +98,7 @@ def words(arguments: Sequence[str]) -> list[str]:
     if len(arguments) != 1 or os.path.exists(arguments[0]):
         return list(arguments)
     try:
-        line = shlex.split(arguments[0].replace("\\\n", " "))
+        line = shlex.split(arguments[0].replace("\\\n", " "), comments=True)
         # An override may have spaces, too: `data.train_files=[a, b]`.
         return line if launched(line, "trl") or "=" not in "".join(line[:1]) else list(arguments)
     except ValueError as error:

@@ -97,7 +97,7 @@ def overrides_of(line: list[str]) -> list[str]:
     rest = iter(line[end:])
     for word in rest:
         if not word.startswith("-"):
-            kept.append(word)
+            kept += [] if word == "$@" else [word]  # a script's own arguments
             continue
         name, equals, value = word.partition("=")
         value = value if equals else next(rest, "")

@@ -209,8 +209,8 @@ def dtype(key: str) -> Callable[[Source], str]:
 
 
 def is_complete(source: Source) -> bool:
-    """Whether this is the output of `--cfg job`, which also has the keys that no user wrote."""
-    return any(name.endswith("_target_") for name in source.given)
+    """Whether this is the output of `--cfg job` or a copy of verl's own file, which have keys that no user wrote."""
+    return "data.return_raw_input_ids" in source.given or any(name.endswith("_target_") for name in source.given)
 
 
 def critic_differs(source: Source) -> bool:

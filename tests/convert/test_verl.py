@@ -260,6 +260,11 @@ def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
     assert converted(GRPO).unsupported == []
 
 
+def test_a_whole_script_may_be_an_argument() -> None:
+    script = "#!/bin/bash\n# verl's example\nset -x\npython3 -m verl.trainer.main_ppo \\\n  a=1 \\\n  b='[x, y]' $@\n"
+    assert overrides_of(words([script])) == ["a=1", "b=[x, y]"]
+
+
 def test_image_columns_of_a_complete_configuration_are_to_check() -> None:
     """Each complete configuration has them, also if its data has no images."""
     conversion = converted([], next(file for file in FILES if file.stem == "ppo_trainer"))
@@ -303,6 +308,7 @@ def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, overrides:
         ("X=1 ray job submit -- python3 -m recipe.dapo.main_dapo --config-name ppo_trainer a=1", ["a=1"]),
         ("python verl/trainer/main_ppo.py a=x.py", ["a=x.py"]),
         ("config.yaml a=1", ["config.yaml", "a=1"]),
+        ("python3 -m verl.trainer.main_ppo a=1 $@", ["a=1"]),
     ],
 )
 def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) -> None:

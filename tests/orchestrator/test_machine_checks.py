@@ -15,6 +15,7 @@ from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
 from asyncrl_cli.orchestrator.checks import machine
 from asyncrl_cli.orchestrator.checks.finding import Finding
+from asyncrl_cli.orchestrator.checks.start import Check, _result
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 
@@ -200,3 +201,12 @@ def test_a_folder_that_ray_deletes_with_its_job_is_refused(tmp_path: Path) -> No
 def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="File name too long"):
         machine.check_run_folder(spec().model_copy(update={"runs_dir": tmp_path / ("x" * 300)}))
+
+
+def test_a_check_without_one_of_its_packages_names_it() -> None:
+    def look() -> str:
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")
+
+    with pytest.raises(ConfigError, match="the package peft is not installed") as refused:
+        _result(Check("algorithm", look))
+    assert "asyncrl[lora]" in refused.value.hint

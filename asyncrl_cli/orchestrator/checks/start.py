@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError, TaskError, UserError
-from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.core.imports import large_imports, missing_package
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import row_location
@@ -356,6 +356,8 @@ def _result(check: Check) -> str | Finding:
     except UserError:
         raise
     except Exception as error:  # libraries raise such errors for unusual values
+        if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
+            raise missing from None
         message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         hint = "change that part of the spec, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error
