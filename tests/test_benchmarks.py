@@ -17,9 +17,9 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 LIMIT_S = 900.0
 SMALLEST = {
     "against_trl.py": f"--steps 6 --asyncrl {Path(sys.executable).with_name('asyncrl')}",
-    "async_vs_sync.py": "--steps 6",
+    "async_vs_sync.py": "--steps 12",
     "driver_load.py": "--engines 1 --slots 8 --tokens 50 --rate 500 --seconds 2 --warm-up 3",
-    "efficiency.py": "--steps 8",
+    "efficiency.py": "--steps 12",
     "gateway.py": "--requests 64 --concurrent 8",
     "gateway_attacks.py": "--mb 1 --at-once 2",
     "gpu_report": "--device cpu --only numerics",
