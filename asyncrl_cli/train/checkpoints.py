@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import random
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -48,6 +49,16 @@ class Counters:
     optimizer_steps: int
 
 
+def _zero_stage(enum: object, name: str) -> object:
+    """Stand for ``getattr`` in a checkpoint: Python 3.11.0 to 3.11.3 pickle the member of an enum as such a call."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    members: Mapping[str, object] = ZeroStageEnum.__members__
+    if enum is not ZeroStageEnum or name not in members:
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr is called with other arguments")
+    return members[name]
+
+
 @contextmanager
 def reading_tensors(folder: Path) -> Iterator[None]:
     """Inside the block, torch reads tensors and plain values from files and runs no code in them.
@@ -55,8 +66,6 @@ def reading_tensors(folder: Path) -> Iterator[None]:
     A file of torch is a pickle, which can name any function and have it called. Whoever made the checkpoint in
     ``folder`` could run code here. Raises ``RunError`` when a file in it asks for more than a few harmless classes.
     """
-    import pickle
-
     import numpy as np
     from deepspeed.runtime.fp16.loss_scaler import LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -69,7 +78,8 @@ def reading_tensors(folder: Path) -> Iterator[None]:
     before = os.environ.get(FORCE_TENSORS)
     os.environ[FORCE_TENSORS] = "1"  # DeepSpeed passes weights_only=False, and torch lets this variable win
     try:
-        with safe_globals([LossScaler, ZeroStageEnum, fragment_address, *of_arrays]):
+        enums = [ZeroStageEnum, (_zero_stage, "builtins.getattr")]
+        with safe_globals([LossScaler, fragment_address, *enums, *of_arrays]):
             yield
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", str(error))

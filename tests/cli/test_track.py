@@ -60,7 +60,7 @@ def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: 
     uri = f"sqlite:///{tmp_path}/runs/mlflow.db"
     mlflow_run = json.loads((run.path / "mlflow.json").read_text())["run_id"]
     assert first.stdout.splitlines() == [
-        "sent     3 steps, 1 evaluations, the report",
+        "sent     3 steps, 1 evaluation, the report",
         f"to       {uri}",
         f"MLflow   run {mlflow_run} in experiment asyncrl",
     ]
@@ -108,7 +108,7 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, t
     finally:
         server.stop()
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("sent     3 steps, 1 evaluations\nreport   cannot be made: runs/")
+    assert done.stdout.startswith("sent     3 steps, 1 evaluation\nreport   cannot be made: runs/")
 
 
 def test_a_run_that_is_driven_is_refused(run: RunDirectory, tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(
 
 
 @pytest.mark.parametrize(
-    ("status", "text"), [("FINISHED", "Nothing. No part had a fault."), ("FAILED", "The run failed: no disk.")]
+    ("status", "text"), [("FINISHED", "Nothing: no part had a fault."), ("FAILED", "The run failed: no disk.")]
 )
 def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, status: str, text: str) -> None:
     tracker = Tracker(whole, local(tmp_path))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import TrainerSpec
-from asyncrl_cli.train.checkpoints import find_source, load_state, to_universal
+from asyncrl_cli.train.checkpoints import find_source, load_state, reading_tensors, to_universal
 from asyncrl_cli.train.model.export import consolidate, export_model
 
 
@@ -123,6 +124,31 @@ def test_resume_runs_no_code_from_a_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="more than tensors"):
             load_state(engine, source, 0)
     assert not (tmp_path / "made").exists()
+
+
+class Attribute:
+    """An object that is pickled as a call of ``getattr``."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._arguments = arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._arguments
+
+
+def test_enums_of_older_pythons_are_read_and_no_other_attributes(tmp_path: Path) -> None:
+    """Python 3.11.0 to 3.11.3 pickle the member of an enum as ``getattr(class, name)``."""
+    file = tmp_path / "state.pt"
+
+    def read(*arguments: Any) -> object:
+        torch.save(Attribute(*arguments), file)
+        with reading_tensors(tmp_path):
+            return torch.load(file)
+
+    assert read(ZeroStageEnum, "weights") is ZeroStageEnum.weights
+    for arguments in ((ZeroStageEnum, "mro"), (ZeroStageEnum, "__init__"), (torch.Tensor, "backward")):
+        with pytest.raises(RunError, match="more than tensors"):
+            read(*arguments)
 
 
 @pytest.mark.slow
