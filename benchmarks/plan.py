@@ -59,7 +59,14 @@ def main() -> None:
     """Run, predict, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="steps of each run")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=RUNS,
+        default=list(RUNS),
+        metavar="NAME",
+        help=f"of {', '.join(RUNS)}; always {CALIBRATION} and sync",
+    )
     parser.add_argument("--learn", action="store_true", help="keep the quickstart's learning rate")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     arguments = parser.parse_args()
@@ -69,7 +76,7 @@ def main() -> None:
         if not arguments.learn:
             usual.append("trainer.optimizer.learning_rate=1e-8")
         runs = {}
-        for name, changes in ((name, RUNS[name]) for name in RUNS if name in {CALIBRATION, *arguments.only}):
+        for name, changes in ((name, RUNS[name]) for name in RUNS if name in {CALIBRATION, "sync", *arguments.only}):
             runs[name] = _train([*usual, *changes])
             print(f"{name}: ran, {time.monotonic() - began:.0f} s so far", file=sys.stderr)
         documents = {name: _plan([*usual, *RUNS[name]], runs[CALIBRATION], run) for name, run in runs.items()}
