@@ -45,7 +45,7 @@ test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not stack and not nightly" -n logical --dist loadfile --no-loadscope-reorder
 
 # What takes hours: rare combinations, the fault campaign, agent libraries in bulk, the spec fuzzer.
-nightly: install faults
+nightly: test-setup faults
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 200 --agents all
@@ -87,9 +87,9 @@ against-trl: install $(VENV)-parity/.installed
 	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS)
 
 # Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
-# DEVICE=cpu runs the same in small, in ten minutes on two cores.
+# DEVICE=cpu runs the same in small, in ten minutes on two cores. MODEL=FOLDER measures a saved model, too.
 gpu: install
-	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S)
+	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S) $(if $(MODEL),--model $(MODEL))
 
 docs: install
 	$(BIN)/python -m asyncrl_cli.spec.reference > docs/spec.md
