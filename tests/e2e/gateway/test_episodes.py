@@ -287,8 +287,8 @@ def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) ->
     assert {ended[kind] == {"rejected"} for kind in ("never returns", "floods", "ends its process")} == {True}
     for kind in ("prints", "leaves children", "is correct"):
         assert "taken" in ended[kind] and not reasons[kind], kind
-    logs = sum(log.stat().st_size for log in run.glob("logs/episode-worker-*.log"))
-    assert 16_000_000 < logs < 100_000_000, "16 MiB for each of a few processes"
+    logs = sum(log.stat().st_size for log in run.glob("logs/episode-worker-*.log*"))
+    assert 16_000_000 < logs < 100_000_000, "at most 32 MiB for each of a few workers"
     left = [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "987"]]
     assert left == []
 
