@@ -56,7 +56,7 @@ class JournalFile:
             self._connection.executemany(sql, (parameters for _, parameters in alike))
 
     def close(self) -> None:
-        """Close the file; what is noted and not committed is lost. Raises ``JournalError`` when it is not in place."""
+        """Close the file, without uncommitted writes. Raises ``JournalError`` when it is not in place."""
         try:
             self._check_files()
         finally:

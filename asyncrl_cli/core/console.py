@@ -12,7 +12,7 @@ from asyncrl_cli.core.terminal import printable
 
 
 class PlainConsole(Console):
-    """Shows every text as it is: markup is text, and a control character is shown as an escape.
+    """Shows every text literally: markup is text, and a control character is shown as an escape.
 
     This holds for everything that it draws, so no caller can forget it.
     """

@@ -218,7 +218,7 @@ class Engine:
             return await self._load(version, path, policy, on_pause)
 
     async def measured_cache(self) -> int:
-        """Bytes of the key-value cache for which vLLM has found room on its GPU."""
+        """Size of the key-value cache that vLLM chose for its GPU, in bytes."""
         return int((await self._vllm.collective_rpc("measured_cache"))[0])
 
     async def _set_up_sampling(self) -> None:

@@ -39,7 +39,7 @@ class WorkerExtension(vllm_worker.WorkerExtension):
         return sample_by_position(self.model_runner, self.vllm_config)
 
     def measured_cache(self) -> int:
-        """Bytes of the key-value cache for which vLLM has found room on the GPU."""
+        """Size of the key-value cache that vLLM chose for the GPU, in bytes."""
         return self.available_kv_cache_memory_bytes
 
 

@@ -72,7 +72,7 @@ def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
 
 
 def training_changes(changed: str) -> list[str]:
-    """The changes, of those joined by commas, that give other weights to a batch that is trained again."""
+    """The comma-separated changes that change the weights of a batch that is trained again."""
     return re.findall(r"(?:^|, )((?:trainer|algorithm)\.[\w.]+=[^,]*)", changed)
 
 

@@ -99,7 +99,7 @@ class StartChecks:
         self._sized: SizedModel | None = None
 
     def __enter__(self) -> StartChecks:
-        self._open.enter_context(stop_on_signals())  # first: otherwise a signal ends the process at once
+        self._open.enter_context(stop_on_signals())  # first: otherwise a signal ends the process immediately
         self._folder = self._open.enter_context(running_reaper(Path(os.devnull), "check-"))
         return self
 

@@ -23,7 +23,7 @@ def text_field(prompt: Prompt, name: str) -> str:
 
 
 def texts_field(prompt: Prompt, name: str) -> list[str]:
-    """A field of the row that is a text or a number, or a list in which each of these is right.
+    """A field of the row: a text or a number, or a list of accepted ones.
 
     Raises ``MissingField``, also for an empty list.
     """
