@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.records.prompt import Prompt
@@ -113,6 +114,16 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     (folder / "spec.yaml").write_text(
         f"model: {{path: some/model}}\ntask: {judge}\ndata: {{train: {{path: rows.jsonl}}}}\nstop: {{steps: 1}}\n"
     )
-    with StartChecks(load_spec(folder / "spec.yaml").spec, folder, pytest.fail, thorough=True) as checks:
-        (found,) = [finding for finding in checks._found({"task and data", "rewards"}) if finding.check == "rewards"]
-    assert (found.status, "Connection error" in found.found) == ("warning", True), found
+
+    def found(*overrides: str) -> Finding:
+        spec = load_spec(folder / "spec.yaml", overrides).spec
+        with StartChecks(spec, folder, pytest.fail, thorough=True) as checks:
+            (one,) = [finding for finding in checks._found({"task and data", "rewards"}) if finding.check == "rewards"]
+        return one
+
+    alone = found()
+    assert (alone.status, "Connection error" in alone.found) == ("warning", True), alone
+    with_own = found(
+        f"evaluation.sets={{hard: {{data: {{path: {folder}/rows.jsonl}}, task: {{use: 'tried_task:nothing'}}}}}}"
+    )
+    assert (with_own.status, "returned None" in with_own.found) == ("failure", True), "the other tasks are tried"

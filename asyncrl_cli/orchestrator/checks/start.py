@@ -212,19 +212,19 @@ class StartChecks:
             else:
                 own = experiment.tasks[name], chosen.task, [experiment.sets[name]]
                 tasks[f"evaluation.sets.{name}.task"] = own
-        found = []
+        found, warned = [], False
         for location, (loaded, task, of_task) in tasks.items():
             try:
                 tried = try_task(loaded, task, self._search_path, of_task, location, thorough=self._thorough)
             except TaskError as error:
                 if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
                     raise
-                # Of a ready task not the code is wrong but its surroundings: a judge that does not run yet.
-                return Finding(
-                    "rewards", "warning", f"{location}: {error.message}", "a run loses the groups of such rows"
-                )
+                # A ready task's code is right, but its judge may not run yet. The other tasks are still tried.
+                warned = True
+                tried = error.message
             found.append(f"{location}: {tried}")
-        return "; ".join(found)
+        text = "; ".join(found)
+        return Finding("rewards", "warning", text, "a run loses the groups of such rows") if warned else text
 
     def _load_tokenizer(self) -> str:
         with large_imports():
