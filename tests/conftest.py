@@ -53,7 +53,7 @@ LONG = (
     "cluster/test_preflight.py",
     "train/test_step.py",
     "cluster/test_hosts.py",
-    "doctor/test_doctor.py",
+    "checks/test_doctor.py",
     "rollout/test_segments.py",
     "train/test_adapters_and_references.py",
     "cli/test_track.py",

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl_cli.checks.machine import wanted_gpus
 from asyncrl_cli.journal.schema import FILE, open_for_writing
-from asyncrl_cli.orchestrator.checks.machine import wanted_gpus
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sharing import engines_sleep, shares_gpus
 

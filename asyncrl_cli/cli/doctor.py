@@ -13,7 +13,7 @@ from asyncrl_cli.cli.output import echo, echo_json
 from asyncrl_cli.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from asyncrl_cli.orchestrator.checks.finding import Finding
+    from asyncrl_cli.checks.finding import Finding
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 INDENT = 23
@@ -58,7 +58,7 @@ def doctor(
     elif quick and deep:
         raise typer.BadParameter("choose one of --quick and --deep", param_hint="--deep")
     else:
-        from asyncrl_cli.doctor.checks import examine
+        from asyncrl_cli.checks.doctor import examine
 
         found = examine(runs_dir, quick, deep)
     if not show_findings(found, "healthy", as_json):
@@ -66,15 +66,15 @@ def doctor(
 
 
 def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
-    from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster
+    from asyncrl_cli.checks.hosts.examine import examine_cluster
 
     return examine_cluster(address or "auto", None, runs_dir, 0)
 
 
 def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
     """The checks of a start of the spec on the cluster. ``address`` takes precedence over the spec's."""
+    from asyncrl_cli.checks.start import MODEL_CHECKS
     from asyncrl_cli.cli.running import start_checks
-    from asyncrl_cli.orchestrator.checks.start import MODEL_CHECKS
     from asyncrl_cli.spec.load import load_spec
 
     spec = load_spec(file, () if address is None else (f"cluster.address={address}",)).spec

@@ -54,7 +54,7 @@ def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
 
 def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
     """Estimate a spec's memory; ``config_folder`` is that of ``model_config``."""
-    from asyncrl_cli.orchestrator.checks.memory import estimate_memory, refuse, warnings
+    from asyncrl_cli.checks.memory import estimate_memory, refuse, warnings
     from asyncrl_cli.sizing.estimate import excesses
     from asyncrl_cli.sizing.model import size_model
 

@@ -45,6 +45,8 @@ def replay(
     spec = load_recorded(run.path, overrides or ()).spec
     changed = check_changes(before, spec)
 
+    from asyncrl_cli.checks.hosts.examine import check_cluster
+    from asyncrl_cli.orchestrator.cluster import Actors
     from asyncrl_cli.orchestrator.replay import ReplayedStep, ReplayPlan, changes_since, recorded_steps
     from asyncrl_cli.orchestrator.replay import replay as train_again
 
@@ -76,6 +78,7 @@ def replay(
     if not as_json:
         echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
     logs = writable_folder(run.path / "logs" / "replay")
+    check_cluster(spec, Actors(0, spec.trainer.ranks), logs, progress)
     train_again(ReplayPlan(run, spec, search_path(run), logs, checkpoint, first - 1, end), progress, show)
     if changed:
         echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)

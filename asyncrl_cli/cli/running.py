@@ -14,8 +14,8 @@ from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
+    from asyncrl_cli.checks.start import StartChecks
     from asyncrl_cli.monitors.outlet import Terminal
-    from asyncrl_cli.orchestrator.checks.start import StartChecks
     from asyncrl_cli.orchestrator.experiment import Experiment
     from asyncrl_cli.orchestrator.launch import Outcome, Start
     from asyncrl_cli.runs.directory import RunDirectory
@@ -31,7 +31,7 @@ def start_checks(
     references: Mapping[tuple[str, ...], str] | None = None,
 ) -> StartChecks:
     """All checks of a start. Checks that take long print a notice to standard error."""
-    from asyncrl_cli.orchestrator.checks.start import StartChecks
+    from asyncrl_cli.checks.start import StartChecks
 
     return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,7 +43,10 @@ def serve(
     changes = [*(overrides or ()), *listen]
     served = _of_spec(Path(target), changes, step) if _is_spec(target) else _of_run(runs_dir, target, changes, step)
 
+    from asyncrl_cli.checks.hosts.examine import check_cluster
+    from asyncrl_cli.checks.prompts import missing_in_template
     from asyncrl_cli.monitors.outlet import run_terminal
+    from asyncrl_cli.orchestrator.cluster import Actors
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.orchestrator.serving import serve as run_server
 
@@ -57,8 +60,15 @@ def serve(
             shown = printable(f"{text}\n")
             terminal.out.draw(shown, shown)  # `write` would mask the key
 
+        def model(temporary: Path) -> Path:
+            folder = served.model(temporary)
+            if warning := missing_in_template(served.spec, folder):
+                say(warning)
+            return folder
+
+        check_cluster(served.spec, Actors(served.spec.rollout.min_engines, 0), served.logs, say)
         try:
-            run_server(served, ready, say, say)
+            run_server(replace(served, model=model), ready, say, say)
         except Interrupted:
             say("stopped")
             raise typer.Exit(INTERRUPTED) from None

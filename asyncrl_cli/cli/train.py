@@ -14,7 +14,7 @@ from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 if TYPE_CHECKING:
-    from asyncrl_cli.orchestrator.checks.finding import Finding, Status
+    from asyncrl_cli.checks.finding import Finding, Status
 
 CALIBRATING_STEPS = 20
 """`asyncrl plan` cannot be calibrated with a shorter run. Its machine's speed is not measured."""
@@ -67,8 +67,8 @@ def train(
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
     """The problems of the spec, then the findings of the start checks. Raises ``SpecError`` unless ``as_json``."""
+    from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.cli.running import start_checks
-    from asyncrl_cli.orchestrator.checks.finding import Finding
     from asyncrl_cli.spec.load import load_spec
     from asyncrl_cli.spec.problems import SpecError
 

@@ -18,7 +18,7 @@ from asyncrl_cli.cli.output import debugging, echo, echo_json
 from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
-    from asyncrl_cli.orchestrator.checks.finding import Finding
+    from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.spec.load import LoadedSpec
     from asyncrl_cli.spec.problems import Problem
 

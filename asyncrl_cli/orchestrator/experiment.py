@@ -10,6 +10,7 @@ from typing import Any
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.loader import Stage, stages_of
 from asyncrl_cli.monitors.base import Monitor
+from asyncrl_cli.orchestrator.placement import ExaminerFactory
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Split, is_episodic
@@ -28,7 +29,7 @@ class Experiment:
         episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
         tasks: the run's task by the name "", and the tasks of further evaluation sets by theirs.
         monitors: those that ``tracking`` enables, such as TensorBoard; not started.
-        replica_bytes: the size of one weight version in bytes; 0 if it is not known.
+        examiner: makes the examiner of hosts that join during the run; None for a run on one machine.
     """
 
     spec: ExperimentSpec
@@ -40,7 +41,7 @@ class Experiment:
     episodic: frozenset[str] = frozenset()
     tasks: Mapping[str, Any] = field(default_factory=dict)
     monitors: Sequence[Monitor] = ()
-    replica_bytes: int = 0
+    examiner: ExaminerFactory | None = None
 
     @classmethod
     def load(

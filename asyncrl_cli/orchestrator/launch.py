@@ -26,7 +26,6 @@ from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
-from asyncrl_cli.orchestrator.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engine_source import RayEngines
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
@@ -203,10 +202,8 @@ async def _start(
 
     budget = RestartBudget(spec.pipeline.max_restarts, record_fault, reporter.warn)
     newcomers = None
-    if spec.cluster.address is not None:
-        newcomers = Newcomers(
-            *(spec, run.path, experiment.replica_bytes), lambda: ranks.nodes, budget.note, reporter.warn
-        )
+    if experiment.examiner is not None:
+        newcomers = experiment.examiner(run.path, lambda: ranks.nodes, budget.note, reporter.warn)
     factory = ActorFactory(spec, run.path, experiment.search_path, examiner=newcomers)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
     initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from asyncrl_cli.core.errors import RunError
@@ -39,6 +40,21 @@ class Examiner(Protocol):
 
     async def usable(self, nodes: Collection[str]) -> bool:
         """Whether actors may start on all of these nodes. Nodes that fail the check are in ``avoided`` afterwards."""
+        ...
+
+
+class ExaminerFactory(Protocol):
+    """Makes the examiner of a run."""
+
+    def __call__(
+        self,
+        folder: Path,
+        rank_nodes: Callable[[], Collection[str]],
+        note: Callable[[str, str, str], Awaitable[None]],
+        warn: Callable[[str], None],
+    ) -> Examiner:
+        """``folder`` is the run's, ``rank_nodes()`` are the nodes of the trainer ranks, from which a host gets its
+        weights. ``note`` gets what is wrong with a node, as a fault's kind, part and message."""
         ...
 
 

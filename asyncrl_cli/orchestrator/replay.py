@@ -19,7 +19,6 @@ from asyncrl_cli.journal.progress import checksum, steps_trained
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, explained, open_for_reading, reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, while_ray_lives
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
@@ -88,11 +87,9 @@ class ReplayPlan:
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
-    """Train recorded batches again. Raises ``RunError`` when a batch is no longer in the journal or a rank dies, and
-    ``ConfigError`` when the hosts of a cluster cannot work together."""
+    """Train recorded batches again. Raises ``RunError`` when a batch is no longer in the journal or a rank dies."""
     actors = Actors(0, plan.spec.trainer.ranks)
     with ray_cluster(plan.spec, plan.logs, actors):
-        check_joined(plan.spec, actors, plan.logs, progress)
         asyncio.run(while_ray_lives(_replay(plan, progress, show), "replay again"))
 
 

@@ -15,11 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.hosts.examine import check_joined
-from asyncrl_cli.orchestrator.checks.prompts import check_template
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
@@ -112,7 +108,6 @@ def serve(
     try:
         actors = Actors(served.spec.rollout.min_engines, 0)
         with stop_on_signals() as stop, ray_cluster(served.spec, served.logs, actors):
-            check_joined(served.spec, actors, served.logs, warn)
             asyncio.run(_serve(served, ready, status, warn, stop))
     except KeyboardInterrupt:  # before an event loop handled signals
         raise Interrupted from None
@@ -134,12 +129,6 @@ async def _serve(
         status("reading the model")
         folder = await asyncio.to_thread(served.model, temporary / "model")
         tokenizer = await asyncio.to_thread(load_tokenizer, folder, spec.model.chat_template)
-        if tokenizer.chat_template is not None:  # without one there are only completions
-            template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
-            reasoning = spec.rollout.reasoning_parser is not None
-            found = await asyncio.to_thread(check_template, template, tokenizer, episodic=True, reasoning=reasoning)
-            if isinstance(found, Finding):
-                warn(f"{found.found}. {found.hint}")
         decode = decoder(tokenizer, end_tokens(folder, tokenizer), spec.task.special_tokens == "shown")
         client = client_of(spec, engines, decode)
         keeper = EngineKeeper(client, _OwnWeights())

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import yaml
 from common import ASYNCRL, metrics
 
+from asyncrl_cli.checks.machine import installed_gpus
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.orchestrator.checks.machine import installed_gpus
 from gpu_report.peak import PeakMemory
 
 Device = Literal["cuda", "cpu"]

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.checks import machine, start
+from asyncrl_cli.checks.deep import small_spec
+from asyncrl_cli.checks.start import StartChecks
 from asyncrl_cli.core.errors import ConfigError, UserError
-from asyncrl_cli.doctor.deep_checks import small_spec
-from asyncrl_cli.orchestrator.checks import machine, start
-from asyncrl_cli.orchestrator.checks.start import StartChecks
 from asyncrl_cli.rollout.engine_settings import engine_config
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.doctor.checks import IMPORTS
+from asyncrl_cli.checks.doctor import IMPORTS
 from tests.contracts.objects import OBJECTS, RESULTS
 
 ASYNCRL = Path(__file__).parents[2] / "asyncrl_cli"
@@ -70,7 +70,7 @@ def all_uses() -> tuple[list[Use], list[Unknown]]:
             uses += found
             unknown += missing
     for program in IMPORTS.values():  # used by `asyncrl doctor`
-        found, missing = uses_in(program, "doctor/checks.py")
+        found, missing = uses_in(program, "checks/doctor.py")
         uses += found
         unknown += missing
     return uses, unknown

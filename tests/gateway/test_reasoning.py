@@ -11,6 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.prompts import check_special_tokens
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.reasoning import (
     FORMS,
@@ -21,8 +23,6 @@ from asyncrl_cli.gateway.reasoning import (
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
 from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.gateway.vllm_parsers import ParserError
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.prompts import check_special_tokens
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.response_text import decoder

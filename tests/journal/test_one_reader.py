@@ -12,7 +12,7 @@ import pytest
 import asyncrl_cli
 
 PACKAGE = Path(asyncrl_cli.__file__).parent
-OWN_DATABASE = "doctor/checks.py"
+OWN_DATABASE = "checks/doctor.py"
 """Measures a disk with a temporary database of its own."""
 WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE|DROP|ALTER|CREATE)\b")
 

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from stand_ins import spec
 
+from asyncrl_cli.checks import machine
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.checks import machine
 from asyncrl_cli.orchestrator.nodes import (
     SHOWN_NODES,
     Node,

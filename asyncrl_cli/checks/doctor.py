@@ -25,10 +25,9 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from asyncrl_cli import __version__
-from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.doctor import deep_checks
-from asyncrl_cli.orchestrator.checks.finding import Finding, Status
-from asyncrl_cli.orchestrator.checks.machine import (
+from asyncrl_cli.checks import deep
+from asyncrl_cli.checks.finding import Finding, Status
+from asyncrl_cli.checks.machine import (
     GIB,
     available_memory,
     driver_problem,
@@ -37,6 +36,7 @@ from asyncrl_cli.orchestrator.checks.machine import (
     installed_gpus,
     package_problem,
 )
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
@@ -86,7 +86,7 @@ print("ANSWER", ray.__version__)
 """Programs that show that a library can be used, each in its own process. Argument: ``cuda`` or ``cpu``, the device to
 use. The line with ANSWER counts."""
 DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
-"""Libraries of which ``--deep`` starts what a run starts, by the name of the program in deep_checks.py."""
+"""Libraries of which ``--deep`` starts what a run starts, by the name of the program in deep.py."""
 DEEP_S = 300.0
 """Seconds that one of these may take."""
 
@@ -364,7 +364,7 @@ def try_import(name: str, program: str, gpu: bool, limit_s: float = IMPORT_S) ->
 def try_deeply(name: str, gpu: bool, limit_s: float = DEEP_S) -> Finding:
     """Start what a run starts of a library, on a model made for it, in a separate process as ``try_import`` does."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
-        program, options = ["-m", deep_checks.__name__, DEEP[name]], ["--gpu"] if gpu else []
+        program, options = ["-m", deep.__name__, DEEP[name]], ["--gpu"] if gpu else []
         shown = shlex.join([sys.executable, *program, f"/tmp/{DEEP[name]}", *options])
         hint = f"see `{shown}`; `make install` installs the pinned versions"
         return _try(name, [*program, f"{folder}/model", *options], {"TMPDIR": folder}, limit_s, "within", hint)

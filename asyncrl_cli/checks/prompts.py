@@ -8,16 +8,18 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.checks.finding import Finding
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, syntax_tree
-from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
-from asyncrl_cli.train.model.tokenizer import templates_texts
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts
 
 SPREAD = 1000
 """Number of prompts of one pass over a split, evenly spread, when not all can be tried in time."""
@@ -157,6 +159,18 @@ def check_template(
         return "; ".join(notes)
     hint = "use another one (model.chat_template), unless the agent or environment needs none of this"
     return Finding("chat template", "warning", "; ".join(notes), hint)
+
+
+def missing_in_template(spec: ExperimentSpec, folder: Path) -> str:
+    """Return a warning if conversations with the model in ``folder`` may have something that its chat template leaves
+    out."""
+    tokenizer = load_tokenizer(folder, spec.model.chat_template)
+    if tokenizer.chat_template is None:  # then there are only completions
+        return ""
+    template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
+    reasoning = spec.rollout.reasoning_parser is not None
+    found = check_template(template, tokenizer, episodic=True, reasoning=reasoning)
+    return f"{found.found}. {found.hint}" if isinstance(found, Finding) else ""
 
 
 def _because(why: str) -> str:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from stand_ins import Notes, run, spec
 
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.hosts import newcomers
+from asyncrl_cli.checks.hosts.examine import Host
+from asyncrl_cli.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.hosts import newcomers
-from asyncrl_cli.orchestrator.checks.hosts.examine import Host
-from asyncrl_cli.orchestrator.checks.hosts.newcomers import Newcomers
 from asyncrl_cli.orchestrator.nodes import Node
+from tests.orchestrator.stand_ins import Notes, run, spec
 
 SILENT = Finding("connections", "failure", "new -> head: head gave no answer", "open the ports")
 SLOW = Finding("connections", "warning", "slow: 3 MB/s", "use the faster network")
@@ -34,7 +34,7 @@ class Scene:
         budget = self.notes.budget()
         self.now = 0.0
         self.newcomers = Newcomers(
-            *(spec(), Path("run"), 7), lambda: ("ranks", "ranks"), budget.note, budget.warn, lambda: self.now
+            *(spec(), 7, Path("run")), lambda: ("ranks", "ranks"), budget.note, budget.warn, lambda: self.now
         )
 
     def node(self, name: str) -> Node:

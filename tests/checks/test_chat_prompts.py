@@ -11,13 +11,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from asyncrl_cli.core.errors import ConfigError, DataError
-from asyncrl_cli.data import chat_template
-from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.data.sources import read_source, row_location
-from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.prompts import (
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.prompts import (
     check_prompts,
     check_reply_end,
     check_template,
@@ -25,6 +20,11 @@ from asyncrl_cli.orchestrator.checks.prompts import (
     first_prompt,
     template_variables,
 )
+from asyncrl_cli.core.errors import ConfigError, DataError
+from asyncrl_cli.data import chat_template
+from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec

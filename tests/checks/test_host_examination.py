@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stand_ins import spec
 
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.hosts import examine
+from asyncrl_cli.checks.hosts.examine import Host, examine_cluster, hosts_for, refuse
+from asyncrl_cli.checks.machine import GIB
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.hosts import examine
-from asyncrl_cli.orchestrator.checks.hosts.examine import Host, examine_cluster, hosts_for, refuse
-from asyncrl_cli.orchestrator.checks.machine import GIB
 from asyncrl_cli.orchestrator.cluster import Actors
 from asyncrl_cli.orchestrator.nodes import Node
 from asyncrl_cli.spec.sections import NodeSelector
+from tests.orchestrator.stand_ins import spec
 
 NODES = (
     Node("1" * 40, "10.0.0.1", "head", {}, {}),

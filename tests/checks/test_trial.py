@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.start import StartChecks
+from asyncrl_cli.checks.trial import try_task
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.start import StartChecks
-from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.load import load_spec

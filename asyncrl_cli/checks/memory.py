@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, shown

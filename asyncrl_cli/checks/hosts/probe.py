@@ -16,8 +16,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
+from asyncrl_cli.checks.hosts import shared_folder
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.orchestrator.checks.hosts import shared_folder
 
 CONNECT_S = 5.0
 """Seconds for a connection and its first answer."""
@@ -189,7 +189,7 @@ def _facts(port: int) -> Facts:
     from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
     from asyncrl_cli import __version__
-    from asyncrl_cli.orchestrator.checks.machine import available_memory, driver_problem
+    from asyncrl_cli.checks.machine import available_memory, driver_problem
     from asyncrl_cli.runs.manifest import code_checksum, package_versions
 
     versions = {"asyncrl": __version__, "python": platform.python_version(), **package_versions()}

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.model import check_model, check_served
+from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.core.errors import ConfigError, DataError
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.model import check_model, check_served
-from asyncrl_cli.orchestrator.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.orchestrator.launch import _encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt

@@ -14,11 +14,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.checks import engine as engine_checks
+from asyncrl_cli.checks import machine as machine_checks
+from asyncrl_cli.checks import memory as memory_checks
+from asyncrl_cli.checks import model as model_checks
+from asyncrl_cli.checks import prompts as prompt_checks
+from asyncrl_cli.checks.finding import Finding, joined
+from asyncrl_cli.checks.hosts.examine import examine_cluster, refuse
+from asyncrl_cli.checks.hosts.newcomers import Newcomers
+from asyncrl_cli.checks.trial import try_task
 from asyncrl_cli.core.errors import ConfigError, TaskError, UserError
 from asyncrl_cli.core.imports import large_imports, missing_package
 from asyncrl_cli.core.user_code import CODE_S, user_code
@@ -28,14 +37,6 @@ from asyncrl_cli.gateway.reasoning import check_reasoning_parser
 from asyncrl_cli.gateway.tool_calls import check_tool_parser
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.load import load_monitors
-from asyncrl_cli.orchestrator.checks import engine as engine_checks
-from asyncrl_cli.orchestrator.checks import machine as machine_checks
-from asyncrl_cli.orchestrator.checks import memory as memory_checks
-from asyncrl_cli.orchestrator.checks import model as model_checks
-from asyncrl_cli.orchestrator.checks import prompts as prompt_checks
-from asyncrl_cli.orchestrator.checks.finding import Finding, joined
-from asyncrl_cli.orchestrator.checks.hosts.examine import examine_cluster, refuse
-from asyncrl_cli.orchestrator.checks.trial import try_task
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -119,8 +120,9 @@ class StartChecks:
                 self._notice(f"{found.check}: {found.found}. {found.hint}")
         refuse(self._hosts(), self._notice)
         assert self._experiment is not None
-        self._experiment.replica_bytes = self._replica_bytes
-        return self._experiment
+        if self._spec.cluster.address is None:
+            return self._experiment
+        return replace(self._experiment, examiner=partial(Newcomers, self._spec, self._replica_bytes))
 
     def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
         """What each check found, including failures. With ``only``: only these checks, and those of the cluster's

@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from asyncrl_cli.checks.finding import Finding
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.checks.hosts import probe, shared_folder
+from asyncrl_cli.checks.hosts.probe import HostProbe, Speed, Target, failure_of
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.orchestrator.checks.hosts import probe, shared_folder
-from asyncrl_cli.orchestrator.checks.hosts.probe import HostProbe, Speed, Target, failure_of
 
 HERE = "127.0.0.1"
 

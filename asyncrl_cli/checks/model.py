@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.checks.finding import Finding
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.orchestrator.checks.finding import Finding
 from asyncrl_cli.sizing.model import SizedModel, sized, without_weights
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.rules.model import UNSERVED

@@ -1,6 +1,6 @@
 """Has vLLM check a spec's engine settings, without starting an engine.
 
-    python -m asyncrl_cli.orchestrator.checks.engine SPEC FOLDER PARENT
+    python -m asyncrl_cli.checks.engine SPEC FOLDER PARENT
 
 FOLDER has the model's config and tokenizer. The process ends when the one with the id PARENT does. The line with ANSWER
 is the result; a line with MISTAKE is a JSON list: message, location, hint.

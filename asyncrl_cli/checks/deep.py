@@ -1,6 +1,6 @@
 """One engine and one trainer on a small model: the programs of `asyncrl doctor --deep`.
 
-    python -m asyncrl_cli.doctor.deep_checks engine|trainer FOLDER [--gpu]
+    python -m asyncrl_cli.checks.deep engine|trainer FOLDER [--gpu]
 
 Each does what a run does, alone in its process, and writes its model to FOLDER: vLLM generates from the model's
 weights; DeepSpeed makes a step of ZeRO-3, after which the loss is lower. The line with ANSWER has the result.

@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.errors import ConfigError, RunError, UserError
-from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.hosts import shared_folder, verdicts
-from asyncrl_cli.orchestrator.checks.hosts.probe import (
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.hosts import shared_folder, verdicts
+from asyncrl_cli.checks.hosts.probe import (
     CONNECT_S,
     SAMPLE_S,
     Facts,
@@ -27,6 +25,8 @@ from asyncrl_cli.orchestrator.checks.hosts.probe import (
     Speed,
     Target,
 )
+from asyncrl_cli.core.errors import ConfigError, RunError, UserError
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.orchestrator.cluster import Actors, connected
 from asyncrl_cli.orchestrator.nodes import (
     Node,
@@ -123,11 +123,14 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
         yield Finding("cluster", "failure", f"{error.location}: {error.message}", error.hint)
 
 
-def check_joined(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Callable[[str], None]) -> None:
-    """The checks between the hosts of the cluster that is joined already, if the spec names one. ``notice`` gets the
-    warnings. Raises ``ConfigError`` with the first failure."""
+def check_cluster(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Callable[[str], None]) -> None:
+    """Make the checks between the hosts of the cluster, if the spec names one. ``notice`` gets the warnings.
+
+    Raises ``ConfigError`` with the first failure, and ``RunError`` when the cluster cannot be reached.
+    """
     if spec.cluster.address is not None:
-        refuse(examine_hosts(_hosts(spec, live_nodes(), actors), folder, 0), notice)
+        with connected(spec.cluster.address):
+            refuse(examine_hosts(_hosts(spec, live_nodes(), actors), folder, 0), notice)
 
 
 def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | None = None) -> list[Host]:

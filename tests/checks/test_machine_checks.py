@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stand_ins import spec
 
+from asyncrl_cli.checks import machine
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.start import Check, _result
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
-from asyncrl_cli.orchestrator.checks import machine
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.start import Check, _result
 from asyncrl_cli.spec.sections import ExperimentSpec
+from tests.orchestrator.stand_ins import spec
 
 
 def changed(section: str, **values: Any) -> ExperimentSpec:

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import permutations
 
-from asyncrl_cli.orchestrator.checks.finding import Finding, Status
-from asyncrl_cli.orchestrator.checks.hosts.probe import CONNECT_S, SAMPLE_BYTES, SAMPLE_S, Facts, Failure, Speed
-from asyncrl_cli.orchestrator.checks.machine import GIB
+from asyncrl_cli.checks.finding import Finding, Status
+from asyncrl_cli.checks.hosts.probe import CONNECT_S, SAMPLE_BYTES, SAMPLE_S, Facts, Failure, Speed
+from asyncrl_cli.checks.machine import GIB
 
 SLOW_BYTES_S = 50e6
 """A slower pair delays new weights: a model of 1 GiB takes more than 20 s."""

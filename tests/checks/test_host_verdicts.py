@@ -8,12 +8,12 @@ from itertools import combinations, permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.orchestrator.checks.finding import Finding
-from asyncrl_cli.orchestrator.checks.hosts import verdicts
-from asyncrl_cli.orchestrator.checks.hosts.examine import rounds
-from asyncrl_cli.orchestrator.checks.hosts.probe import Facts, Failure, Speed
-from asyncrl_cli.orchestrator.checks.hosts.verdicts import SHOWN, WHY, Offset
-from asyncrl_cli.orchestrator.checks.machine import GIB
+from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.hosts import verdicts
+from asyncrl_cli.checks.hosts.examine import rounds
+from asyncrl_cli.checks.hosts.probe import Facts, Failure, Speed
+from asyncrl_cli.checks.hosts.verdicts import SHOWN, WHY, Offset
+from asyncrl_cli.checks.machine import GIB
 
 VERSIONS = {"asyncrl": "0.2", "python": "3.11.9", "torch": "2.11.0+cpu", "ray": "2.60.0", "mlflow": "3.10"}
 FACTS = Facts(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True)
