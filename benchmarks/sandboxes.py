@@ -19,9 +19,8 @@ from contextlib import AsyncExitStack
 
 import psutil
 
+from asyncrl_cli.sandbox.commands import Kind, ShellSandbox, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind, ShellSandbox
 
 GATEWAY = "http://127.0.0.1:9/v1"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.tasks.shell_sandbox.trial import problem
+from asyncrl_cli.sandbox.trial import problem
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 LIMIT_S = 900.0

@@ -39,10 +39,10 @@ from asyncrl_cli.checks.machine import (
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
+from asyncrl_cli.sandbox.commands import WORK_FOLDER
+from asyncrl_cli.sandbox.judge import Check, Limits, run
+from asyncrl_cli.sandbox.trial import HINTS, choose, problem
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
-from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, choose, run
-from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER
-from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, problem
 
 MIN_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
 """Memory of the smallest run: one engine, one rank."""

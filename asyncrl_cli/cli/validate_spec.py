@@ -144,8 +144,8 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
     """A warning if this machine lacks the sandbox: the spec is valid, but a run may start on another machine only."""
     if (settings := loaded.spec.task.sandbox) is None:
         return
+    from asyncrl_cli.sandbox.trial import HINTS, missing
     from asyncrl_cli.spec.problems import Problem
-    from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, missing
 
     if reason := missing(settings.kind):
         message = f"this machine cannot start the sandbox: {reason}"

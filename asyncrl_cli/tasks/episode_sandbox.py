@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, AgentTask, EnvironmentTask, TaskMix, Use
-from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 
 def parameter_use(function: Callable[..., Any]) -> Use:
@@ -42,7 +42,7 @@ def sandbox_use(task: object) -> Use:
 
 def check_sandbox(task: object, spec: SandboxSpec | None, location: str = "task") -> None:
     """Raise ``TaskError`` for a sandbox that the task cannot use, that it lacks, or that cannot start here."""
-    from asyncrl_cli.tasks.shell_sandbox.trial import HINTS, problem
+    from asyncrl_cli.sandbox.trial import HINTS, problem
 
     uses = [sandbox_use(member) for member in (task.members.values() if isinstance(task, TaskMix) else [task])]
     location = f"{location}.sandbox"
@@ -77,7 +77,7 @@ async def episode_sandbox(task: object, spec: SandboxSpec | None, gateway: str) 
     if spec is None or sandbox_use(task) is Use.NO:
         yield None
         return
-    from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+    from asyncrl_cli.sandbox.commands import open_sandbox
 
     further = [""] if getattr(task, "sandbox_reads_spec_folder", False) else []
     readable = [str(_from_spec(path)) for path in (*spec.readable, *further)]

@@ -12,10 +12,9 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
-from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 ROW = frozenset({"prompt", "row", "example", "item", "record", "sample"})
 """Names of a reward function's parameter for the row."""

@@ -34,7 +34,7 @@ from asyncrl_cli.tasks.episode_sandbox import parameter_use
 from asyncrl_cli.tasks.play import LOOP
 
 if TYPE_CHECKING:
-    from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
+    from asyncrl_cli.sandbox.commands import BlockingSandbox
 
 Judge = Callable[[Prompt, str], float | RewardResult]
 

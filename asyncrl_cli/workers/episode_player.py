@@ -23,12 +23,11 @@ from weakref import WeakKeyDictionary, WeakSet
 from asyncrl_cli.core.user_code import defined_at
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
 from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
 from asyncrl_cli.tasks.play import play, try_environment
-from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 from asyncrl_cli.workers.messages import BEAT, BEAT_S, BLOCKED, GRACE_S, Play, Played, Retry
 from asyncrl_cli.workers.scoring import checked, failed
 

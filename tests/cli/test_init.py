@@ -11,9 +11,9 @@ import pytest
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.init import Template, templates
 from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.sandbox.trial import missing
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.schema import FILE, json_schema
-from asyncrl_cli.tasks.shell_sandbox.trial import missing
 
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()

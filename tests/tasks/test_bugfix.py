@@ -16,16 +16,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.commands import BlockingSandbox, Kind, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.ready.bugfix.functions import callable_of, library
 from asyncrl_cli.tasks.ready.bugfix.mutations import edits
 from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, Repository, Shape, make_repository, passes
 from asyncrl_cli.tasks.ready.bugfix.task import Bugfix
-from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
-from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind
-from tests.tasks.sandbox_kinds import KINDS, NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
 
 TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
 shapes = st.builds(

@@ -8,14 +8,14 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.commands import open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 from asyncrl_cli.tasks.ready.command import CommandFailed
-from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from tests.tasks.sandbox_kinds import NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = [pytest.mark.slow, NEEDS_BUBBLEWRAP]
 

@@ -20,14 +20,14 @@ import pytest
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure
+from asyncrl_cli.sandbox import trial
+from asyncrl_cli.sandbox.commands import Kind
 from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.shell_sandbox import trial
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play, Played
-from tests.tasks.sandbox_kinds import KINDS, NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
 
 pytestmark = [
     pytest.mark.slow,

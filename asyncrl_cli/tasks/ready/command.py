@@ -29,13 +29,13 @@ from pathlib import Path
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.spec.base import YEAR_S
 from asyncrl_cli.system.keeper import with_keeper
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, RewardResult, Use
 from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
-from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 KEPT = 2**16
 """Bytes of what a command prints, on either stream, that are kept: the last ones."""

@@ -13,9 +13,10 @@ import time
 from dataclasses import replace
 
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.sandbox.judge import Check, Limits, run
+from asyncrl_cli.sandbox.trial import Wanted, choose
 from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.ready.matching import texts_field
-from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, Wanted, choose, run
 
 FENCE = "```"
 LANGUAGES = ("", "python", "python3", "py")

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from asyncrl_cli.tasks.shell_sandbox.trial import problem
+from asyncrl_cli.sandbox.trial import problem
 from tests.e2e.conftest import ROOT
 
 AGENTS = Path(os.environ.get("ASYNCRL_AGENTS", ROOT / ".agents"))

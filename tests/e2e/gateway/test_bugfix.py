@@ -12,7 +12,7 @@ import yaml
 
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import ROOT, Runs, rows
-from tests.tasks.sandbox_kinds import NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = [pytest.mark.stack, NEEDS_BUBBLEWRAP]
 

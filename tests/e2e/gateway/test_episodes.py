@@ -22,7 +22,7 @@ from asyncrl_cli.records.generation import CONTEXT
 from tests.e2e.conftest import Runs, mark_of, processes_of, rows, until
 from tests.e2e.faults.parts import processes_of_part
 from tests.e2e.test_data import MIXTRAL
-from tests.tasks.sandbox_kinds import NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
 pytestmark = pytest.mark.stack
 

@@ -14,11 +14,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.ready.bugfix.task import Bugfix, left_in
 from asyncrl_cli.tasks.ready.command import CWD, Command
-from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import ShellSandbox
 
 
 class BugfixByCommand:

@@ -22,15 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult
+from asyncrl_cli.sandbox.judge import Limits, SandboxError
+from asyncrl_cli.sandbox.trial import Wanted, choose
 from asyncrl_cli.tasks.base import RewardResult, Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
 from asyncrl_cli.tasks.ready.bugfix import demonstrations
 from asyncrl_cli.tasks.ready.bugfix.mutations import KINDS, Kind
 from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, MODULES, README, Repository, Shape, make_repository
 from asyncrl_cli.tasks.ready.bugfix.verdict import passing
-from asyncrl_cli.tasks.sandbox.run_tests import Limits, SandboxError, Wanted, choose
-from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import CommandResult
 from asyncrl_cli.tasks.tools import ToolTask
 
 INSTRUCTION = (

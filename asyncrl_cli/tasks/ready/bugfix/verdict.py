@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Mapping
 
-from asyncrl_cli.tasks.sandbox.run_tests import Check, Kind, Limits, run
+from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
 
 MOST_CHARACTERS = 2**18
 """Of a file: longer ones count as broken."""

@@ -5,7 +5,7 @@
 - ``seccomp``: for machines without namespaces. Landlock closes the file system but for the same files and one folder.
 - ``none``: nothing is confined; the limits on time, memory, files and threads hold.
 
-In the first two, seccomp refuses every system call that ``syscall_filter`` does not name.
+In the first two, seccomp refuses every system call that ``filters`` does not name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.tasks.sandbox import calls, confine, program, syscall_filter, values
-from asyncrl_cli.tasks.sandbox.bubblewrap import (
+from asyncrl_cli.sandbox import calls, confine, filters, program, values
+from asyncrl_cli.sandbox.bubblewrap import (
     PACKAGES,
     SandboxError,
     bindings,
@@ -68,7 +68,7 @@ def missing(kind: Kind) -> str:
     if kind == "seccomp" and not confine.landlock_version():
         return "this kernel has no Landlock"
     try:
-        syscall_filter.program()
+        filters.program()
     except OSError as error:
         return f"libseccomp cannot be used ({error})"
     return ""
@@ -91,7 +91,7 @@ class SandboxProcess:
             "uid": uid,
             "landlock": kind == "seccomp",
             "removes": uid is None or _sees_other_users(),
-            "filter": None if kind == "none" else base64.b64encode(syscall_filter.program()).decode(),
+            "filter": None if kind == "none" else base64.b64encode(filters.program()).decode(),
             "packages": packages(),
             "readable": readable(),
             "folder": "/tmp" if kind == "bubblewrap" else folder,
@@ -229,7 +229,7 @@ def _bubblewrap(disk_mb: int) -> Sequence[str]:
     """bwrap and its arguments, without the command."""
     bound = {path: path for path in (*readable(), *packages())}
     files = [str(module.__file__) for module in MODULES]
-    bound |= {f"/box/asyncrl_cli/tasks/sandbox/{os.path.basename(path)}": path for path in files}
+    bound |= {f"/box/asyncrl_cli/sandbox/{os.path.basename(path)}": path for path in files}
     return [
         *namespaces(as_first_process=unused_uid() is None),
         *(["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"] if unused_uid() is not None else []),

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
+from asyncrl_cli.sandbox import gvisor
+from asyncrl_cli.sandbox.bubblewrap import bindings, devices, memory_folder, namespaces, unused_uid
+from asyncrl_cli.sandbox.settings import WORK_FOLDER
 from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.sandbox.bubblewrap import bindings, devices, memory_folder, namespaces, unused_uid
-from asyncrl_cli.tasks.shell_sandbox import gvisor
-from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER
 
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/mime.types")

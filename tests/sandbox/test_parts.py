@@ -11,9 +11,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncrl_cli.tasks.shell_sandbox import wire, work_files
-from asyncrl_cli.tasks.shell_sandbox.output import Output, text_of
-from asyncrl_cli.tasks.shell_sandbox.relay import inner_url
+from asyncrl_cli.sandbox import wire, work_files
+from asyncrl_cli.sandbox.output import Output, text_of
+from asyncrl_cli.sandbox.relay import inner_url
 
 NAMES = st.sampled_from(["a", "b", "..", ".", "", "link", "out", "file", "\0", "ä b"])
 PATHS = st.lists(NAMES, max_size=6).map("/".join) | st.text(max_size=12)

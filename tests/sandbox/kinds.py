@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncrl_cli.tasks.shell_sandbox.trial import problem
+from asyncrl_cli.sandbox.trial import problem
 
 _PROBLEMS = {kind: problem(kind) for kind in ("bubblewrap", "gvisor")}
 _SKIPS = {

@@ -19,13 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
+from asyncrl_cli.sandbox import bubblewrap
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
+from asyncrl_cli.sandbox.commands import BlockingSandbox, Kind, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.sandbox import bubblewrap
-from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError
-from asyncrl_cli.tasks.shell_sandbox.blocking import BlockingSandbox
-from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
-from asyncrl_cli.tasks.shell_sandbox.settings import Kind
-from tests.tasks.sandbox_kinds import KINDS, NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
 
 pytestmark = pytest.mark.slow
 
@@ -409,7 +407,7 @@ def test_output_without_end_is_bounded(sandbox: BlockingSandbox) -> None:
 
 ORDINARY = """
 import asyncio, os, sys
-from tests.tasks.test_shell_sandbox import *
+from tests.sandbox.test_commands import *
 SETTINGS = replace(SETTINGS, kind=sys.argv[1])
 assert os.getuid() == 65534
 
@@ -607,7 +605,7 @@ def test_closing_leaves_nothing(opened: Opener, gateway: Gateway) -> None:
 KILLED = """
 import asyncio, sys
 from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+from asyncrl_cli.sandbox.commands import open_sandbox
 
 LINE = "setsid sleep 161803 & echo began > /dev/tcp/127.0.0.1/18181; (trap '' TERM HUP; sleep 161803)"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import stat
 
-from asyncrl_cli.tasks.sandbox.syscall_filter import (
+from asyncrl_cli.sandbox.filters import (
     AF_UNIX,
     ALLOWED,
     IOCTL,

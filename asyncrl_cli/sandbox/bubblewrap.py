@@ -12,12 +12,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncrl_cli.tasks.sandbox import confine
+from asyncrl_cli.sandbox import confine
 
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
 """Beside Python, what it needs of the system."""
-PACKAGES = Path(__file__).parents[3]
+PACKAGES = Path(__file__).parents[2]
 """The folder that has this package."""
 OWN_IDS = range(0x70000000, 0x78000000)
 """User ids that no machine assigns."""

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from asyncrl_cli.tasks.shell_sandbox.settings import NO_VARIABLES, CommandResult, ShellSandbox
+from asyncrl_cli.sandbox.settings import NO_VARIABLES, CommandResult, ShellSandbox
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ raises ``SandboxError``; it never counts as wrong code.
 
 from __future__ import annotations
 
-import functools
 import os
 import select
 import tempfile
@@ -19,16 +18,13 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Literal, get_args
 
-from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox.bubblewrap import SandboxError
-from asyncrl_cli.tasks.sandbox.process import Kind, Limits, SandboxProcess, missing
-from asyncrl_cli.tasks.sandbox.program import BEGAN, PASSED
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
+from asyncrl_cli.sandbox.process import Kind, Limits, SandboxProcess
+from asyncrl_cli.sandbox.program import BEGAN, PASSED
 
-__all__ = ["Check", "Kind", "Limits", "SandboxError", "Wanted", "choose", "run"]
+__all__ = ["Check", "Kind", "Limits", "SandboxError", "run"]
 
-Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
 START_S = 30.0
 """Seconds that starting may take, on a busy machine."""
 LOOK_S = 0.05
@@ -41,35 +37,6 @@ class Check:
 
     code: str
     call: str | None = None
-
-
-@functools.cache
-def choose(wanted: Wanted = "auto") -> Kind:
-    """The kind of sandbox that is ``wanted``, or the strongest one that works here. It is tried.
-
-    Raises ``TaskError`` if it does not work.
-    """
-    if wanted not in get_args(Wanted):
-        raise TaskError(
-            f"there is no sandbox {wanted!r}",
-            location="task.options.sandbox",
-            hint=f"choose one of {', '.join(get_args(Wanted))}",
-        )
-    kinds: tuple[Kind, ...] = ("bubblewrap", "seccomp") if wanted == "auto" else (wanted,)
-    reasons = []
-    for kind in kinds:
-        if not (reason := missing(kind)):
-            try:
-                run("", [Check("")], Limits(), kind)
-                return kind
-            except SandboxError as error:
-                reason = str(error)
-        reasons.append(f"{kind}: {reason}")
-    raise TaskError(
-        f"no sandbox for the code of the model ({'; '.join(reasons)})",
-        hint="install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces; "
-        "with the option `sandbox: none` the code runs without a sandbox, with all that your user may do",
-    )
 
 
 def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[bool]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, get_args
 
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.sandbox import judge
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
+from asyncrl_cli.sandbox.process import missing as missing_of_judge
+from asyncrl_cli.sandbox.settings import WORK_FOLDER, Kind
 from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.sandbox.process import missing as missing_of_bubblewrap
-from asyncrl_cli.tasks.shell_sandbox.settings import WORK_FOLDER, Kind
 
+Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
 OLDEST_GVISOR = 20240729
 """The oldest version (a date) that works: in that of Debian 12, of 2022, `ls` fails, and it needs rights to start."""
 HINTS: dict[Kind, str] = {
@@ -22,11 +28,40 @@ HINTS: dict[Kind, str] = {
 COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
 
 
+@functools.cache
+def choose(wanted: Wanted = "auto") -> judge.Kind:
+    """The kind of sandbox that is ``wanted``, or the strongest one that works here. It is tried.
+
+    Raises ``TaskError`` if it does not work.
+    """
+    if wanted not in get_args(Wanted):
+        raise TaskError(
+            f"there is no sandbox {wanted!r}",
+            location="task.options.sandbox",
+            hint=f"choose one of {', '.join(get_args(Wanted))}",
+        )
+    kinds: tuple[judge.Kind, ...] = ("bubblewrap", "seccomp") if wanted == "auto" else (wanted,)
+    reasons = []
+    for kind in kinds:
+        if not (reason := missing_of_judge(kind)):
+            try:
+                judge.run("", [judge.Check("")], judge.Limits(), kind)
+                return kind
+            except SandboxError as error:
+                reason = str(error)
+        reasons.append(f"{kind}: {reason}")
+    raise TaskError(
+        f"no sandbox for the code of the model ({'; '.join(reasons)})",
+        hint="install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2), or allow user namespaces; "
+        "with the option `sandbox: none` the code runs without a sandbox, with all that your user may do",
+    )
+
+
 def missing(kind: Kind) -> str:
     """What this machine lacks for a kind of sandbox; "" if it may work."""
     if kind == "none":
         return ""
-    if reason := missing_of_bubblewrap("bubblewrap"):
+    if reason := missing_of_judge("bubblewrap"):
         return reason
     return _missing_of_gvisor() if kind == "gvisor" else ""
 
@@ -41,7 +76,7 @@ def problem(kind: Kind) -> str:
 
 
 async def _tried(kind: Kind) -> str:
-    from asyncrl_cli.tasks.shell_sandbox.sandbox import open_sandbox
+    from asyncrl_cli.sandbox.commands import open_sandbox
 
     try:
         async with open_sandbox(SandboxSpec(kind=kind, network="none")) as sandbox:

@@ -17,8 +17,8 @@ import sys
 import types
 from typing import Any
 
-from asyncrl_cli.tasks.sandbox.calls import Code, ProtocolError, Remote, Tests
-from asyncrl_cli.tasks.sandbox.confine import confine, limit_memory
+from asyncrl_cli.sandbox.calls import Code, ProtocolError, Remote, Tests
+from asyncrl_cli.sandbox.confine import confine, limit_memory
 
 MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest"}
 KNOWN = sys.stdlib_module_names | MODULES.keys()

@@ -11,7 +11,7 @@ import socket
 from contextlib import suppress
 from urllib.parse import urlsplit, urlunsplit
 
-from asyncrl_cli.tasks.shell_sandbox.settings import GATEWAY_PORT
+from asyncrl_cli.sandbox.settings import GATEWAY_PORT
 
 PIECE = 2**16
 

@@ -17,15 +17,16 @@ import psutil
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.tasks.sandbox import bubblewrap, process, run_tests
-from asyncrl_cli.tasks.sandbox.run_tests import Check, Kind, Limits, SandboxError, choose, run
-from tests.tasks import sandbox_attacks
+from asyncrl_cli.sandbox import bubblewrap, process, trial
+from asyncrl_cli.sandbox.judge import Check, Kind, Limits, SandboxError, run
+from asyncrl_cli.sandbox.trial import choose
+from tests.sandbox import attacks as hostile
 
 pytestmark = pytest.mark.slow
 
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
-ATTACKS = Path(sandbox_attacks.__file__)
+ATTACKS = Path(hostile.__file__)
 AS_SHARED_UID = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
 """Runs a command as an ordinary user who owns no files."""
 
@@ -63,7 +64,7 @@ def nothing_is_left() -> Any:
 def test_no_process_is_left_where_orphans_are_adopted(kind: Kind) -> None:
     script = (
         "import psutil\nfrom asyncrl_cli.system.process_tree import adopt_orphans\n"
-        "from asyncrl_cli.tasks.sandbox.run_tests import Check, Limits, run\nadopt_orphans()\n"
+        "from asyncrl_cli.sandbox.judge import Check, Limits, run\nadopt_orphans()\n"
         f"print(run('x = 1', [Check('assert x == 1')], Limits(), {kind!r}))\n"
         "print(psutil.Process().children(recursive=True))"
     )
@@ -82,10 +83,10 @@ def attacks(outside: Path, owner: int) -> str:
 
 def successful_attacks(outside: Path, kind: Kind) -> list[str]:
     code = attacks(outside, os.getpid())
-    names = [attack.__name__ for attack in sandbox_attacks.ATTACKS]
+    names = [attack.__name__ for attack in hostile.ATTACKS]
     passed = run(code, [Check(f"assert {name}() == ''") for name in names], LIMITS, kind)
     successful = [name for name, harmless in zip(names, passed, strict=True) if not harmless]
-    for name in (attack.__name__ for attack in sandbox_attacks.FATAL):
+    for name in (attack.__name__ for attack in hostile.FATAL):
         # The sandbox may have killed it: then it reports no success either.
         if run(code, [Check(f"assert {name}() != ''")], LIMITS, kind) == [True]:
             successful.append(name)
@@ -111,7 +112,7 @@ def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
     repository, packages = Path(__file__).parents[2], ":".join(bubblewrap.packages())
     script = (
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
-        "from tests.tasks.test_sandbox import *;"
+        "from tests.sandbox.test_judge import *;"
         "folder = TemporaryDirectory(dir='/var/tmp'); outside.__wrapped__(Path(folder.name));"
         f"assert os.getuid() == 65534; print(successful_attacks(Path(folder.name), {kind!r}))"
     )
@@ -161,7 +162,7 @@ CHEATS = {
     "an array at any address": "class Array:\n    __array_interface__ = {'data': (4096, False), 'shape': (1,),"
     " 'typestr': '<i8', 'version': 3}\ndef f(): return Array()",
     "JSON of its own": 'import json\njson.dumps = lambda *a, **k: \'["value", {"a": 1}, null, ""]\'\ndef f(): return 0',
-    "functions that it was not given": "import asyncrl_cli.tasks.sandbox.calls as c\ndef f(): return c.Given(None, 0)",
+    "functions that it was not given": "import asyncrl_cli.sandbox.calls as c\ndef f(): return c.Given(None, 0)",
 }
 TESTS = (
     "EXPECTED = 1\nassert f() == EXPECTED",
@@ -522,9 +523,7 @@ def test_threads_of_other_processes_do_not_count(kind: Kind) -> None:
 
 def test_it_ends_with_its_owner(kind: Kind) -> None:
     code = "while True: pass"
-    script = (
-        f"from asyncrl_cli.tasks.sandbox.run_tests import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
-    )
+    script = f"from asyncrl_cli.sandbox.judge import *; run({code!r}, [Check('')], Limits(time_s=600), {kind!r})"
     with tempfile.TemporaryDirectory() as temporary:  # a killed owner does not remove its files
         os.chmod(temporary, 0o711)
         owner = subprocess.Popen([sys.executable, "-c", script], env=os.environ | {"TMPDIR": temporary})
@@ -582,7 +581,7 @@ def programs(folder: Path, **scripts: str) -> str:
 @pytest.fixture
 def fresh_choice() -> Any:
     """Clear the cached choice of a sandbox before and after the test."""
-    cached = (run_tests.choose, process._bubblewrap, bubblewrap.readable)
+    cached = (trial.choose, process._bubblewrap, bubblewrap.readable)
     for function in cached:
         function.cache_clear()
     yield
@@ -619,7 +618,7 @@ def test_seccomp_replaces_bubblewrap_and_without_both_the_task_is_refused(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 def test_code_never_runs_as_root_of_the_machine() -> None:
-    script = "from asyncrl_cli.tasks.sandbox.run_tests import *\ntry: choose()\nexcept Exception as error: print(error)"
+    script = "from asyncrl_cli.sandbox.trial import *\ntry: choose()\nexcept Exception as error: print(error)"
     alone = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     result = subprocess.run(alone, capture_output=True, text=True, check=False)
     if "unshare" in result.stderr:

@@ -11,7 +11,7 @@ import socket
 import threading
 from contextlib import suppress
 
-from asyncrl_cli.tasks.shell_sandbox.wire import packed
+from asyncrl_cli.sandbox.wire import packed
 
 BACKLOG = 128
 LISTENING = b"listening"

@@ -16,8 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 
-from asyncrl_cli.tasks.sandbox import confine
-from asyncrl_cli.tasks.shell_sandbox import port
+from asyncrl_cli.sandbox import confine, port
 
 PROGRAM = "/run/runsc"
 """Where runsc is, inside."""

@@ -17,10 +17,9 @@ import socket
 import sys
 import time
 
-from asyncrl_cli.tasks.sandbox import confine
-from asyncrl_cli.tasks.shell_sandbox import gvisor, port, processes, work_files
-from asyncrl_cli.tasks.shell_sandbox.output import Output
-from asyncrl_cli.tasks.shell_sandbox.wire import packed, received
+from asyncrl_cli.sandbox import confine, gvisor, port, processes, work_files
+from asyncrl_cli.sandbox.output import Output
+from asyncrl_cli.sandbox.wire import packed, received
 
 WATCH_S = 0.05
 """Seconds between two looks at what a command uses; most commands end before the first."""

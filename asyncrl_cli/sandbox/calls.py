@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from asyncrl_cli.tasks.sandbox.values import Codec, is_builtin, update
+from asyncrl_cli.sandbox.values import Codec, is_builtin, update
 
 LARGEST = 2**26
 """Bytes of the longest message."""

@@ -15,11 +15,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import cast
 
-from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.sandbox import confine
-from asyncrl_cli.tasks.sandbox.bubblewrap import PACKAGES, SandboxError, file_of, last_line, python, unused_uid
-from asyncrl_cli.tasks.shell_sandbox import (
+from asyncrl_cli.sandbox import (
     arguments,
+    confine,
     gvisor,
     output,
     port,
@@ -29,15 +27,21 @@ from asyncrl_cli.tasks.shell_sandbox import (
     wire,
     work_files,
 )
-from asyncrl_cli.tasks.shell_sandbox.relay import Relay, inner_url
-from asyncrl_cli.tasks.shell_sandbox.settings import (
+from asyncrl_cli.sandbox.blocking import BlockingSandbox
+from asyncrl_cli.sandbox.bubblewrap import PACKAGES, SandboxError, file_of, last_line, python, unused_uid
+from asyncrl_cli.sandbox.relay import Relay, inner_url
+from asyncrl_cli.sandbox.settings import (
     GATEWAY_PORT,
     NO_VARIABLES,
     WORK_FOLDER,
     CommandResult,
+    Kind,
     ShellSandbox,
     Stopped,
 )
+from asyncrl_cli.spec.inputs import SandboxSpec
+
+__all__ = ["WORK_FOLDER", "BlockingSandbox", "CommandResult", "Kind", "Sandbox", "ShellSandbox", "open_sandbox"]
 
 MODULES = (supervisor, gvisor, port, processes, work_files, output, wire, confine)
 """What the supervisor and the start of gVisor import of this package; they import nothing else of it."""
