@@ -110,6 +110,7 @@ class Supervisor:
         os.set_blocking(reading, False)
         output = Output()
         status, stopped = CANNOT_RUN, b""
+        full_before = processes.full(self._disks)  # before the start: a quick command would fill it first
         try:
             pid = self._started([os.fsencode(self._shell), b"-c", command], environment, writing)
         except (OSError, ValueError) as error:  # too long, or with a NUL
@@ -119,7 +120,7 @@ class Supervisor:
         else:
             os.close(writing)
             try:
-                ended, stopped = self._watch(pid, reading, output, time.monotonic() + time_s)
+                ended, stopped = self._watch(pid, reading, output, time.monotonic() + time_s, full_before)
                 last = processes.end_all(self._alone, pid)
                 status = ended if ended is not None else last
                 while piece := _some(reading):
@@ -144,9 +145,10 @@ class Supervisor:
             setsigdef=NOTHING_NEW,
         )
 
-    def _watch(self, pid: int, reading: int, output: Output, deadline: float) -> tuple[int | None, bytes]:
+    def _watch(
+        self, pid: int, reading: int, output: Output, deadline: float, full_before: bool
+    ) -> tuple[int | None, bytes]:
         """Wait for the end of a command: its status, and the limit that it reached."""
-        full_before = processes.full(self._disks)
         poll = select.poll()
         for descriptor in (self._woken, reading, self._control.fileno()):
             poll.register(descriptor, select.POLLIN)
