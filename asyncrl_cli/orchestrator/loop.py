@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ from asyncrl_cli.orchestrator.gpu_turns import GpuTurns
 from asyncrl_cli.orchestrator.metrics import StepRecorder
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
-from asyncrl_cli.orchestrator.replicas import Replicas, Written
+from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scaling import answer_scale_requests
 from asyncrl_cli.orchestrator.scoring import Scoring
@@ -87,15 +87,27 @@ class Orchestrator:
             parts.budget.note,
             reported=opening.trained,
         )
-        self._publisher = Publisher(spec, parts.ranks, parts.client, parts.replicas, parts.watchdog, parts.budget)
         turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(
-            *(parts.ranks, self._publisher, parts.buffer, parts.run, parts.budget),
+            parts.ranks,
+            buffer=parts.buffer,
+            run=parts.run,
+            budget=parts.budget,
             step=checkpoint_step,
-            opening=opening,
-            publish_every=spec.pipeline.publish_every,
             repeated=self._repeated,
             gpu_turn=turns.trainer,
+        )
+        self._publisher = Publisher(
+            spec,
+            trainer=self._trainer,
+            ranks=parts.ranks,
+            client=parts.client,
+            replicas=parts.replicas,
+            buffer=parts.buffer,
+            watchdog=parts.watchdog,
+            budget=parts.budget,
+            opened=(opening.version, opening.checksum),
+            published=self._note_published,
         )
         self._tasks = asyncio.TaskGroup()
         self._scheduler = RolloutScheduler(
@@ -123,7 +135,6 @@ class Orchestrator:
         self._evaluating: set[int] = set()  # steps whose evaluation is running
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._written = opening.version  # the newest version whose publish has begun
-        self._publishing: asyncio.Task[None] | None = None
         self._published: PublishRecord | None = None  # not reported yet
         self._publish_wait_s = 0.0  # of this step's publish, until the trainer could write
         parts.watchdog.on_stall = self._note_stall
@@ -136,6 +147,7 @@ class Orchestrator:
                     tasks.create_task(self._scheduler.keep_full()),
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
+                    tasks.create_task(self._publisher.guard()),
                     # Before the pool runs: it sets the number of engines.
                     tasks.create_task(answer_scale_requests(self._run, self._pool)),
                     tasks.create_task(self._pool.run()),
@@ -157,9 +169,9 @@ class Orchestrator:
             self._steps.report(taken, await training, None)
         # A checkpoint after the next step no longer has the weights of this version, and a resumed run publishes every
         # version that the journal lacks.
-        await self._finish_publish()
+        await self._publisher.delivered()
         await self._steps.flush()
-        if not self._trainer.between_steps:
+        if not self._trainer.ready:
             raise RunError("interrupted during recovery", location="trainer-0")
         self._step = self._trainer.step
 
@@ -173,7 +185,7 @@ class Orchestrator:
         # Before the trainer saves: a checkpoint must not hold a step that the journal does not (decision 0011).
         await self._steps.flush()
         state = {"step": step, **await self._buffer.fallback(step)}
-        saving = self._trainer.save(step, lambda: self._checkpoints.save(step, state))
+        saving = self._trainer.at(step, lambda: self._checkpoints.save(step, state))
         what = f"the checkpoint of step {step}"
         saved = await self._watchdog.until(saving, "the trainer", what, self._ranks.saving_s)
         removed = await self._checkpoints.prune(self._accuracies, self._evaluating)
@@ -189,7 +201,8 @@ class Orchestrator:
         self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
         while self._publish_due:  # two versions if a publish was in flight when the run stopped
             await self._begin_publish()
-        await self._finish_publish()
+        await self._publisher.delivered()
+        await self._publisher.restore()  # unless a version was published: the hosts have none of an earlier driver
         await self._trainer.catch_up(self._step)
         if self._step < steps:
             self._begin_evaluation()
@@ -203,7 +216,7 @@ class Orchestrator:
             if self._publish_due:
                 await self._begin_publish()
                 if alternating:
-                    await self._finish_publish()
+                    await self._publisher.delivered()
             publish_s = time.monotonic() - trained_at
             published, self._published = self._published, None
             self._steps.report(taken, report, published, publish_s, self._publish_wait_s)
@@ -214,14 +227,14 @@ class Orchestrator:
                 await self._client.resume()
             if self._step < steps:
                 await self._between_steps()
-        await self._finish_publish()
+        await self._publisher.delivered()
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
         await self._scheduler.record_engine_requests()
         await self.checkpoint()
         self._reporter.status("saving the model")
-        await self._trainer.save(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
+        await self._trainer.at(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
 
     @property
     def _publish_due(self) -> bool:
@@ -262,35 +275,17 @@ class Orchestrator:
         (decision 0062)."""
         begun = time.monotonic()
         # One publish at a time: the ledger's proof allows no more, and the hosts have room for no more.
-        await self._finish_publish()
+        await self._publisher.delivered()
         if self._fixed_version:
             await self._finish_evaluation("the evaluation of the current weights")
         self._publish_wait_s = time.monotonic() - begun
-        written = await self._trainer.write(self._written + 1)
-        self._written = written.version
-        # Ctrl-C does not stop the engines' loading: ``settle`` waits for it.
-        self._publishing = asyncio.create_task(self._deliver(written, self._publish_wait_s))
-        self._tasks.create_task(self._delivered(self._publishing))  # an error ends the run at once
+        await self._publisher.publish(self._written + 1, self._publish_wait_s)
+        self._written += 1
+        self._spawn(self._publisher.delivered())  # an error ends the run at once
 
-    async def _deliver(self, written: Written, waited_s: float) -> None:
-        what = f"every engine to load version {written.version}"
-        record = await self._watchdog.until(self._trainer.deliver(written), DRIVER, what)
-        record = replace(record, waited_s=waited_s)
-        # After all engines have proved it: a group that is admitted at a version holds no older token (decision 0001).
-        await self._buffer.publish(record)
+    def _note_published(self, record: PublishRecord) -> None:
         self._published = record
         self._scheduler.fill()
-
-    async def _finish_publish(self) -> None:
-        """Return when no publish is in flight."""
-        if self._publishing is not None:
-            await self._delivered(self._publishing)
-        self._publishing = None
-
-    @staticmethod
-    async def _delivered(publishing: asyncio.Task[None]) -> None:
-        """Return when a publish is done. Cancelling the call does not cancel the publish."""
-        await asyncio.shield(publishing)
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
         """A recorded step was trained again. The loop itself reports the steps whose batches this driver has taken."""
@@ -307,7 +302,7 @@ class Orchestrator:
 
     async def _between_steps(self) -> None:
         if self._evaluations_due():
-            await self._finish_publish()  # the publish is of the weights after this step
+            await self._publisher.delivered()  # the publish is of the weights after this step
             await self._finish_evaluation("an evaluation")
             self._begin_evaluation()
         if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -16,14 +14,6 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.02}
 USUAL, LEAST = 5.0, 0.1
 """In bfloat16 an engine's gap may be this many times that of the first engine that proved a version, and always at
 least this many nats."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The gap to the trainer's log-probs in nats, and why the engine may not serve; empty when it may."""
-
-    gap: float
-    refused: str
 
 
 class ProbeCheck:
@@ -48,29 +38,29 @@ class ProbeCheck:
         return float(differences.max() if self._exact else np.median(differences))
 
     def judge(
-        self, answer: np.ndarray, probe: np.ndarray, last: np.ndarray | None, base: np.ndarray | None = None
-    ) -> Verdict:
-        """``answer``: the engine's log-probs. ``probe``, ``last``: the trainer's, of this version and the last one.
-        ``base``: those of the model without adapters, where the engine has to apply them."""
+        self, answer: np.ndarray, probe: np.ndarray, last: np.ndarray | None = None, base: np.ndarray | None = None
+    ) -> tuple[float, str]:
+        """Return the gap to the trainer's log-probs in nats, and why the engine may not serve; empty when it may.
+
+        ``answer``: the engine's log-probs. ``probe``, ``last``: the trainer's, of this version and the last one.
+        ``base``: those of the model without adapters, where the engine has to apply them.
+        """
         gap, allowed = self.distance(answer, probe), self.tolerance
+
+        def as_near_to(other: np.ndarray) -> bool:
+            """True if the answer is as near to log-probs under other weights, which differ by more than noise."""
+            return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)
+
         how = "" if self._exact else " in the median"
         differ = f"its log-probs of the probe differ from the trainer's by {gap:.3g} nats{how}"
-        if base is not None and self._nearer(answer, probe, base, gap):
-            return Verdict(gap, f"{differ}, more than from those of the model without adapters")
+        if base is not None and as_near_to(base):
+            return gap, f"{differ}, more than from those of the model without adapters"
         # A small update moves the probe by less than the tolerance: then the engine must at least be nearer to
         # this version than to the last one.
-        if not gap <= allowed or (last is not None and self._nearer(answer, probe, last, gap)):
-            return Verdict(gap, f"{differ}; allowed are {allowed:.3g}, and less than from the last version's")
+        if not gap <= allowed or (last is not None and as_near_to(last)):
+            return gap, f"{differ}; allowed are {allowed:.3g}, and less than from the last version's"
         if not self._learned:
             self._learned = True
             self.tolerance = min(allowed, max(LEAST, USUAL * gap))
             self._noise = max(self._noise, 3 * gap)
-        return Verdict(gap, "")
-
-    def _nearer(self, answer: np.ndarray, probe: np.ndarray, other: np.ndarray, gap: float) -> bool:
-        """Whether the engine's answer is as near to ``other``, log-probs under other weights that differ by more than
-        noise, as to ``probe``.
-
-        ``gap``: the distance to ``probe``.
-        """
-        return self.distance(probe, other) > self._noise and gap >= self.distance(answer, other)
+        return gap, ""

@@ -128,11 +128,11 @@ def test_the_probe_shows_an_engine_that_ignores_the_adapter(
     loop.run_until_complete(bench.publish(30, "recompute"))
     probe, base = expected(bench.models[30]), expected(bench._load())
     check = ProbeCheck(bench._spec)
-    assert not check.judge(loop.run_until_complete(attest()), probe, None, base).refused
+    assert not check.judge(loop.run_until_complete(attest()), probe, base=base)[1]
     monkeypatch.setattr(bench.engine, "_adapter", None)
     answer = loop.run_until_complete(attest())
     assert np.abs(answer - base).max() < TOLERANCE
-    assert "without adapters" in check.judge(answer, probe, None, base).refused
+    assert "without adapters" in check.judge(answer, probe, base=base)[1]
 
 
 def test_the_same_seed_gives_the_same_tokens_alone_and_in_a_crowd(

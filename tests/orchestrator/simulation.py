@@ -601,6 +601,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),
+        patch("asyncrl_cli.orchestrator.publisher.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_source.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.RETRY_S", 0.0),

@@ -69,10 +69,22 @@ class Harness:
         processes: list[Any] = [*self.processes]
         self.client = GenerationClient(processes, slots=8, retries=0, hang_s=600.0, decode=str)
         self.hosts = StandInHosts(budget)
-        trainer: Any = SimpleNamespace(
+        ranks: Any = SimpleNamespace(
             write=self._write, layout=self._layout, check=self._check_ranks, nodes=("trainer",)
         )
-        self.publisher = Publisher(*(spec(), trainer, self.client, self.hosts.replicas, Watchdog(600.0, print), budget))
+        trainer: Any = SimpleNamespace(at=lambda step, work, go_back: work())
+        self.publisher = Publisher(
+            spec(),
+            trainer=trainer,
+            ranks=ranks,
+            client=self.client,
+            replicas=self.hosts.replicas,
+            buffer=SimpleNamespace(publish=lambda record: asyncio.sleep(0)),  # type: ignore[arg-type]
+            watchdog=Watchdog(600.0, print),
+            budget=budget,
+            opened=(-1, None),
+            published=lambda record: None,
+        )
         self.serving = asyncio.Semaphore(0)
         self.keeper = EngineKeeper(self.client, self.publisher)
         self.keeper.on_serving = lambda _: self.serving.release()
@@ -89,7 +101,8 @@ class Harness:
         return Probe((1, 2, 3, 4), PROBE)
 
     async def publish(self, version: int) -> None:
-        await self.publisher.serve(version)
+        await self.publisher.publish(version)
+        await self.publisher.delivered()
 
     async def ask(self, *names: str) -> None:
         for name in names:

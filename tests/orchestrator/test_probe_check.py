@@ -32,47 +32,47 @@ def test_a_sound_engine_is_accepted_though_some_tokens_differ_by_nats(
     rounding: float, rerouted: list[tuple[int, float]], seed: int
 ) -> None:
     judge = check()
-    assert not judge.judge(logprobs(seed + 1, rounding), logprobs(0), None).refused
+    assert not judge.judge(logprobs(seed + 1, rounding), logprobs(0))[1]
     answer = logprobs(seed, rounding)
     for token, nats in rerouted:
         answer[token] += np.float32(nats)
-    assert not judge.judge(answer, logprobs(0), None).refused
+    assert not judge.judge(answer, logprobs(0))[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("wrong", [1.0, float("nan")])
 def test_a_wrong_model_is_refused_at_the_first_publish(dtype: str, wrong: float) -> None:
-    verdict = check(dtype).judge(logprobs(0) + np.float32(wrong), logprobs(0), None)
-    assert "its log-probs of the probe differ from the trainer's by" in verdict.refused
+    _, refused = check(dtype).judge(logprobs(0) + np.float32(wrong), logprobs(0), None)
+    assert "its log-probs of the probe differ from the trainer's by" in refused
 
 
 def test_in_float32_every_token_counts() -> None:
     answer = logprobs(0)
     answer[3] += np.float32(0.01)
-    assert check("float32").judge(answer, logprobs(0), None).gap == pytest.approx(0.01, abs=1e-5)
-    assert check("float32").judge(answer, logprobs(0), None).refused
-    assert not check().judge(answer, logprobs(0), None).refused
+    assert check("float32").judge(answer, logprobs(0))[0] == pytest.approx(0.01, abs=1e-5)
+    assert check("float32").judge(answer, logprobs(0))[1]
+    assert not check().judge(answer, logprobs(0))[1]
 
 
 def test_in_bfloat16_the_first_gap_says_what_is_allowed_later() -> None:
     judge, small = check(), np.float32(0.01)
     off = np.float32(0.3)
     assert judge.tolerance == TOLERANCE["bfloat16"]
-    assert not judge.judge(logprobs(0) + small, logprobs(0), None).refused
+    assert not judge.judge(logprobs(0) + small, logprobs(0))[1]
     assert judge.tolerance == LEAST
-    assert "in the median; allowed are 0.1" in judge.judge(logprobs(0) + off, logprobs(0), None).refused
+    assert "in the median; allowed are 0.1" in judge.judge(logprobs(0) + off, logprobs(0))[1]
     noisy = check()
     noisy.judge(logprobs(0) + np.float32(0.08), logprobs(0), None)
     assert noisy.tolerance == pytest.approx(0.4, abs=1e-3)
-    assert not noisy.judge(logprobs(0) + off, logprobs(0), None).refused
+    assert not noisy.judge(logprobs(0) + off, logprobs(0))[1]
 
 
 def test_in_bfloat16_an_engine_that_skipped_an_update_is_refused() -> None:
     judge = check()
     versions = [logprobs(0) + np.float32(0.05 * version) for version in range(3)]
-    assert not judge.judge(versions[0] + np.float32(0.01), versions[0], None).refused
-    assert not judge.judge(versions[1] + np.float32(0.01), versions[1], versions[0]).refused
-    assert "than from the last version's" in judge.judge(versions[1], versions[2], versions[1]).refused
+    assert not judge.judge(versions[0] + np.float32(0.01), versions[0])[1]
+    assert not judge.judge(versions[1] + np.float32(0.01), versions[1], versions[0])[1]
+    assert "than from the last version's" in judge.judge(versions[1], versions[2], versions[1])[1]
 
 
 @pytest.mark.parametrize(("dtype", "change"), [("float32", 2e-4), ("bfloat16", 0.04)])
@@ -80,8 +80,8 @@ def test_an_engine_without_the_adapter_is_refused_though_it_is_within_the_tolera
     base = logprobs(0)
     adapted, last = base + np.float32(change), base + np.float32(0.9 * change)
     judge = check(dtype)
-    assert not judge.judge(base, base, None, base).refused, "new adapters have no effect"
-    assert not judge.judge(base, adapted, last).refused
-    assert "those of the model without adapters" in judge.judge(base, adapted, last, base).refused
-    assert "those of the model without adapters" in judge.judge(base, adapted, None, base).refused, "after a resume"
-    assert not judge.judge(adapted, adapted, last, base).refused
+    assert not judge.judge(base, base, base=base)[1], "new adapters have no effect"
+    assert not judge.judge(base, adapted, last)[1]
+    assert "those of the model without adapters" in judge.judge(base, adapted, last, base)[1]
+    assert "those of the model without adapters" in judge.judge(base, adapted, base=base)[1], "after a resume"
+    assert not judge.judge(adapted, adapted, last, base)[1]

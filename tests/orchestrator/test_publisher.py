@@ -19,6 +19,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import publisher
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.replicas import HostGone
+from asyncrl_cli.orchestrator.trainer_recovery import StepPassed
 from asyncrl_cli.orchestrator.trainers import TrainerLost
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
@@ -77,7 +78,7 @@ class Harness:
     ``a`` and the others on hosts without ranks; and the engines that were reported as failed or taken out of service.
     """
 
-    def __init__(self, *engines: Engine | None, **sections: Any) -> None:
+    def __init__(self, *engines: Engine | None, opened: tuple[int, str | None] = (-1, None), **sections: Any) -> None:
         self.step = 0.01
         self.bits = ""
         self.lost = False
@@ -86,6 +87,11 @@ class Harness:
         self.withdrawn: list[str] = []
         self.up: list[Engine] = []
         self.writes = 0
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.step_now = -1
+        """The step of the trainer's weights; -1 is the step that is asked for."""
+        self.recorded: list[PublishRecord] = []
         self.notes = Notes()
         self.hosts = StandInHosts(self.notes.budget())
         self.engines = [self.state(f"engine-{i}", engine, f"c{i}" if i else "a") for i, engine in enumerate(engines)]
@@ -93,7 +99,16 @@ class Harness:
             state.serving = True
         stand_in: Any = self
         self.publisher = Publisher(
-            spec(**sections), stand_in, stand_in, self.hosts.replicas, Watchdog(600.0, print), self.notes.budget()
+            spec(**sections),
+            trainer=stand_in,
+            ranks=stand_in,
+            client=stand_in,
+            replicas=self.hosts.replicas,
+            buffer=SimpleNamespace(publish=self._record),  # type: ignore[arg-type]
+            watchdog=Watchdog(600.0, print),
+            budget=self.notes.budget(),
+            opened=opened,
+            published=lambda record: None,
         )
 
     def state(self, name: str, engine: Engine | None, node: str) -> Any:
@@ -106,6 +121,7 @@ class Harness:
 
     async def write(self, version: int, paths: list[str]) -> Probe:
         self.writes += 1
+        await self.may_write.wait()
         if self.lost:
             raise TrainerLost("trainer-0", "the process died")
         for rank, path in enumerate(paths):
@@ -123,8 +139,32 @@ class Harness:
         """The checksum of a version."""
         return checksum(self.shard(version, rank) for rank in range(RANKS))
 
+    async def at(self, step: int, work: Any, go_back: str) -> Any:
+        """As ``ResilientTrainer.at``."""
+        if self.step_now > step and not go_back:
+            raise StepPassed
+        self.went_back_for = go_back if self.step_now > step else ""
+        return await work()
+
+    async def catch_up(self, step: int) -> None:
+        pass
+
+    async def _record(self, record: PublishRecord) -> None:
+        self.recorded.append(record)
+
     async def serve(self, version: int) -> PublishRecord:
-        return await self.publisher.serve(version)
+        await self.publisher.publish(version)
+        await self.publisher.delivered()
+        return self.recorded[-1]
+
+    @property
+    def available(self) -> bool:
+        return self.publisher._available.is_set()
+
+    @property
+    def current(self) -> tuple[int, str]:
+        assert self.publisher._current is not None
+        return self.publisher._current.manifest.version, self.publisher._current.manifest.checksum
 
     async def bring_up(self, engine: Engine, node: str = "a") -> None:
         state = self.state("new", engine, node)
@@ -170,7 +210,7 @@ def test_engines_that_agree() -> None:
         assert [end - begin for begin, end in pauses] == pytest.approx([0.25, 0.2501], abs=1e-5)
         assert all(end < time.time() - 100 for _, end in pauses)
     assert harness.failed == {}
-    assert harness.publisher.current == (2, harness.sum(2))
+    assert harness.current == (2, harness.sum(2))
     assert len({report.checksum for report in reports}) == 3
 
 
@@ -234,7 +274,7 @@ def test_the_same_weights_are_not_loaded_twice() -> None:
         report = await harness.serve(1)
         assert loaded(harness) == [0, 1]
         assert (report.checksum, report.stall_s, report.gap, report.change) == (harness.sum(1), 0.0, 0.0, 0.0)
-        assert harness.publisher.available
+        assert harness.available
 
     run(check())
 
@@ -274,7 +314,7 @@ def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
         harness, engine = Harness(), Engine()
         coming = asyncio.create_task(harness.bring_up(engine))
         await turns()
-        assert (engine.loaded, harness.publisher.available) == ([], False)
+        assert (engine.loaded, harness.available) == ([], False)
         await harness.serve(0)
         await coming
         assert (engine.loaded, harness.up) == ([0], [engine])
@@ -294,7 +334,7 @@ def test_a_new_engine_on_any_host_gets_the_present_weights_while_the_trainer_is_
             await harness.serve(4)
         await harness.bring_up(engine, "d")
         assert (engine.loaded, harness.up) == ([3], [engine])
-        assert harness.publisher.current == (3, harness.sum(3)), "the others still serve that version, too"
+        assert harness.current == (3, harness.sum(3)), "the others still serve that version, too"
 
     run(check())
 
@@ -322,10 +362,13 @@ def test_an_engine_that_comes_up_during_the_write_is_published_to() -> None:
         await harness.serve(0)
         state = harness.state("new", engine, "d")
         harness.engines.append(state)
-        written = await harness.publisher.write(1)
+        harness.may_write.clear()
+        publishing = asyncio.create_task(harness.publisher.publish(1))
         await harness.publisher.bring_up(state)
         assert (engine.loaded, state.serving) == ([0], True)
-        await harness.publisher.deliver(written)
+        harness.may_write.set()
+        await publishing
+        await harness.publisher.delivered()
         assert engine.loaded == [0, 1]
 
     run(check())
@@ -372,7 +415,7 @@ def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pyte
         async def works(agent: StandInAgent) -> None:
             if agent._node == "d":
                 fetches.append(1)
-                while harness.publisher.current == (0, harness.sum(0)):
+                while harness.current == (0, harness.sum(0)):
                     await asyncio.sleep(0)
                 if len(fetches) == 1:  # in the same iteration of the event loop in which the version is replaced
                     raise Overtaken("a newer version is fetched")
@@ -453,10 +496,10 @@ def test_whichever_agent_dies_when_all_engines_serve_in_the_end(
         for engine in harness.engines:
             if not engine.serving:
                 coming = asyncio.create_task(harness.publisher.bring_up(engine))
-                while harness.publisher.available and not coming.done():
+                while harness.available and not coming.done():
                     await asyncio.sleep(0)
-                if not harness.publisher.available:
-                    await harness.serve(1)  # as in the trainer between steps
+                if not harness.available:
+                    await harness.publisher.restore()  # as ``guard`` does
                 await coming
         assert harness.failed == {}
         assert all(engine.serving for engine in harness.engines)
@@ -542,23 +585,65 @@ def test_a_lost_connection_is_waited_for_until_it_is_known_what_became_of_the_no
     run(check())
 
 
-def test_what_no_host_has_any_more_is_written_again_while_others_serve() -> None:
+@pytest.mark.parametrize("passed", [False, True], ids=["trainer at its step", "trainer at a later step"])
+@pytest.mark.parametrize("serves", [False, True], ids=["no engine serves", "another engine serves"])
+def test_guard_restores_the_version_that_no_host_has(
+    passed: bool, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer returns to an earlier step only if no engine serves: there is no batch then, and no next publish."""
+    monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.GUARD_S", 0.0)
+
     async def check() -> None:
         harness, engine = Harness(Engine()), Engine()
         await harness.serve(3)
         for node in ("a", "b"):
             harness.hosts.agent(node).die()
+        harness.engines[0].serving = serves
+        harness.step_now = 3 + passed
         coming = asyncio.create_task(harness.bring_up(engine))
-        while harness.publisher.available:
-            await asyncio.sleep(0)
-        assert harness.up == []
-        assert not harness.publisher.missed, "an engine serves"
-        harness.engines[0].serving = False
-        assert harness.publisher.missed
-        harness.engines[0].serving = True
-        await harness.serve(3)
+        guarding = asyncio.create_task(harness.publisher.guard())
+        if passed and serves:
+            await turns(200)
+            assert (harness.up, harness.writes) == ([], 1), "it waits for the next version"
+            harness.step_now = -1
+            await harness.serve(4)
         await coming
-        assert (harness.up, loaded(harness)) == ([engine], [3])
+        assert harness.up == [engine]
+        if not (passed and serves):
+            assert bool(harness.went_back_for) == passed
+            assert loaded(harness) == [3], "the same weights are not loaded again"
+        guarding.cancel()
+
+    run(check())
+
+
+def test_restore_writes_the_version_of_an_earlier_driver() -> None:
+    async def check() -> None:
+        unrecorded = Harness(Engine(), opened=(2, None))
+        await unrecorded.publisher.restore()
+        await unrecorded.publisher.restore()
+        assert (unrecorded.writes, [record.version for record in unrecorded.recorded]) == (1, [2])
+        same = Harness(Engine(), opened=(2, unrecorded.sum(2)))
+        await same.publisher.restore()
+        assert (loaded(same), same.recorded, same.notes) == ([2], [], [])
+        other = Harness(Engine(), opened=(2, unrecorded.sum(1)))
+        await other.publisher.restore()
+        assert [kind for kind, *_ in other.notes] == ["weights"]
+        assert "made version 2 again with other bits" in other.notes[0][2]
+
+    run(check())
+
+
+def test_publish_writes_a_version_again_that_is_lost_before_its_digests_are_known() -> None:
+    async def check() -> None:
+        harness = Harness(Engine())
+        await harness.serve(0)
+        await harness.publisher.publish(1)
+        harness.hosts.agent("b").die()
+        harness.step_now = 2  # of publish_every 1: the trainer has trained on
+        await harness.publisher.delivered()
+        assert (harness.writes, loaded(harness)) == (3, [0, 1])
+        assert harness.went_back_for == "every host has lost version 1, and it has to be written again"
 
     run(check())
 

@@ -7,18 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stand_ins import Notes, run, turns
+from stand_ins import Notes, run
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.replicas import Written
-from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
+from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer, StepPassed
 from asyncrl_cli.orchestrator.trainers import TrainerLost
-from asyncrl_cli.records.groups import Counts, Opening, PublishRecord
-from asyncrl_cli.records.training import Probe, StepReport, TrainingBatch
+from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint
 
 Step = tuple[int, ...]
@@ -74,34 +71,20 @@ class Ranks:
 
 
 class Harness:
-    """A trainer with such ranks; this object is also its buffer and its publisher."""
+    """A trainer with such ranks; this object is also its buffer."""
 
-    def __init__(self, ranks: Ranks, max_deaths: int = 100, version: int = -1, publish_every: int = 1000) -> None:
+    def __init__(self, ranks: Ranks, max_deaths: int = 100) -> None:
         self.ranks = ranks
         self.read: list[int] = []
-        self.hosts: dict[int, Step] = {}
-        """The weights that the hosts have, by version."""
-        self.served: list[tuple[int, Step]] = []
         self.trained: list[int] = []
         self.notes = Notes()
-        self.available = version < 0
-        """Whether engines can load the weights of the present version."""
-        self.missed = False
-        """Whether all engines wait for weights that no host has."""
-        self.lost_deliveries = 0
-        """How many of the next publishes are lost by a host."""
-        self.sum_of = str
-        """The checksum of a publish, by its weights."""
-        self.current: tuple[int, str] | None = None
-        """As in the publisher."""
-        self.recorded: list[int] = []
         here: Any = self
         self.trainer = ResilientTrainer(
-            *(here.ranks, here, here, here),
-            self.notes.budget(max_deaths),
+            here.ranks,
+            buffer=here,
+            run=here,
+            budget=self.notes.budget(max_deaths),
             step=len(ranks.weights),
-            opening=opening(version),
-            publish_every=publish_every,
             repeated=self._repeated,
         )
 
@@ -109,9 +92,9 @@ class Harness:
         newest = max((saved for saved in self.ranks.checkpoints if saved <= step), default=0)
         return Checkpoint(Path(str(newest)), newest) if newest else None
 
-    async def at(self, step: int, method: str) -> Any:
+    async def at(self, step: int, method: str, go_back: str = "") -> Any:
         """Call a method of the ranks with the weights after this many steps."""
-        return await self.trainer.save(step, lambda: self.ranks.call(method))
+        return await self.trainer.at(step, lambda: self.ranks.call(method), go_back)
 
     @property
     def losses(self) -> list[str]:
@@ -121,42 +104,9 @@ class Harness:
         self.read.append(step)
         return batch(step)
 
-    async def serve(self, version: int) -> PublishRecord:
-        record = await self.deliver(await self.write(version))
-        assert record is not None
-        return record
-
-    async def write(self, version: int) -> Written:
-        await self.ranks.call("serve")
-        self.hosts[version] = self.ranks.weights
-        return Written(version, Probe((), np.zeros(0, np.float32)), (), 0.0, 0)
-
-    async def deliver(self, written: Written) -> PublishRecord | None:
-        if self.lost_deliveries:
-            self.lost_deliveries -= 1
-            return None
-        version, weights = written.version, self.hosts[written.version]
-        self.available, self.missed = True, False
-        self.served.append((version, weights))
-        self.current = version, self.sum_of(weights)
-        return PublishRecord(version, len(weights), self.sum_of(weights), 0.0, 0.0, 0.0, 0.0)
-
-    async def publish_next(self) -> PublishRecord:
-        """Publish the version that is due."""
-        return await self.trainer.deliver(await self.trainer.write(self.trainer.version + 1))
-
-    async def publish(self, record: PublishRecord) -> None:
-        self.recorded.append(record.version)
-
     def _repeated(self, again: TrainingBatch, report: StepReport) -> None:
         assert report.metrics == {"step": again.step}
         self.trained.append(again.step)
-
-
-def opening(version: int) -> Opening:
-    """A run with this many published versions; the last publish was not recorded."""
-    counts = Counts(0, 0, 0, 0, 0, 0)
-    return Opening(0, version, 0, None, 0, None, groups=(), waiting=(), evaluated={}, counts=counts)
 
 
 @pytest.fixture(autouse=True)
@@ -201,7 +151,7 @@ def test_a_trainer_that_starts_behind_trains_the_recorded_batches_in_order() -> 
             done.append(harness.ranks.weights)
             return "done"
 
-        assert await harness.trainer.save(5, work) == "done"
+        assert await harness.trainer.at(5, work) == "done"
         assert done == [(0, 1, 2, 3, 4)], "only at the right step"
         assert harness.read == harness.trained == [2, 3, 4]
         assert harness.trainer.step == 5
@@ -252,149 +202,6 @@ def test_deaths_while_catching_up_restart_it() -> None:
     run(check())
 
 
-@pytest.mark.parametrize("death", ["", "serve:4", "after serve:4", "train_step:4"])
-def test_the_version_that_engines_serve_is_written_again_on_the_way(death: str) -> None:
-    """Restarted engines wait for it. The ranks may die there, too."""
-
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1), dies=once(death)), version=2, publish_every=2)
-        harness.ranks.checkpoints[2] = (0, 1)
-        await harness.at(5, "look")
-        assert harness.losses == ([death] if death else [])
-        assert harness.served == [(2, (0, 1, 2, 3))], "once it is written, the hosts have it"
-        assert harness.recorded == [2], "its publish had not been recorded"
-        assert harness.notes == [("trainer", "trainer-1", death)] * bool(death), "the bits are the same"
-
-    run(check())
-
-
-def test_other_bits_of_the_same_version_are_noted() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(), publish_every=2)
-        await harness.publish_next()
-        for step in range(2):
-            await harness.trainer.train(batch(step))
-        await harness.at(2, "save")
-        await harness.publish_next()
-        harness.sum_of = lambda weights: f"other bits of {weights}"
-        harness.available = False
-        for step in range(2, 4):
-            await harness.trainer.train(batch(step))
-        assert harness.served == [(0, ()), (1, (0, 1)), (1, (0, 1))]
-        assert [kind for kind, _, _ in harness.notes] == ["weights"]
-        assert harness.recorded == [], "the loop records what it publishes"
-
-    run(check())
-
-
-def test_a_version_that_is_due_is_published_and_not_the_one_before() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1), dies=once("serve:4")), version=1, publish_every=2)
-        harness.ranks.checkpoints[2] = (0, 1)
-        record = await harness.publish_next()
-        assert (record.version, harness.trainer.version) == (2, 2)
-        assert harness.served == [(2, (0, 1, 2, 3))]
-
-    run(check())
-
-
-def test_a_version_that_is_lost_while_the_trainer_trains_on_is_made_again() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(), publish_every=2)
-        await harness.publish_next()
-        for step in range(2):
-            await harness.trainer.train(batch(step))
-        written = await harness.trainer.write(1)
-        await harness.at(2, "save")
-        await harness.trainer.train(batch(2))
-        harness.lost_deliveries = 1
-        assert (await harness.trainer.deliver(written)).version == 1
-        assert harness.served[-1] == (1, (0, 1)), "the weights after its steps, not the present ones"
-        await harness.trainer.train(batch(3))
-        assert harness.ranks.weights == (0, 1, 2, 3)
-        assert harness.trained == [2], "the step that had been trained since was repeated from the journal"
-
-    run(check())
-
-
-def test_a_version_is_made_from_a_checkpoint_before_it() -> None:
-    """In a resumed run the newest checkpoint may be a later one."""
-
-    async def check() -> None:
-        ranks = Ranks(weights=(0, 1, 2, 3))
-        ranks.checkpoints = {2: (0, 1), 4: (0, 1, 2, 3)}
-        harness = Harness(ranks, version=2, publish_every=1)
-        assert (await harness.publish_next()).version == 3
-        assert harness.served == [(3, (0, 1, 2))]
-        assert len(harness.losses) == 1
-
-    run(check())
-
-
-def test_a_publish_whose_weights_are_lost_on_the_way_is_written_again() -> None:
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1)), version=0, publish_every=2)
-        harness.lost_deliveries = 2
-        assert (await harness.publish_next()).version == 1
-        assert harness.served == [(1, (0, 1))]
-
-    run(check())
-
-
-@pytest.mark.parametrize("checkpoint", [None, 2])
-def test_the_trainer_goes_back_for_weights_that_all_engines_wait_for_in_vain(
-    checkpoint: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without engines there is no batch from which the next version could be trained."""
-    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
-
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1, 2)), version=1, publish_every=2)
-        harness.ranks.checkpoints |= {} if checkpoint is None else {checkpoint: (0, 1)}
-        harness.available, harness.missed = False, True
-        guard = asyncio.create_task(harness.trainer.guard())
-        await turns()
-        assert harness.served == [(1, (0, 1))]
-        assert harness.trainer.step == 3
-        assert harness.losses == ["no host has version 1 any more, and all engines wait for it"]
-        guard.cancel()
-
-    run(check())
-
-
-def test_weights_that_no_host_has_are_written_again_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No publish follows, and the last evaluation needs engines."""
-    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
-
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1)), version=1, publish_every=2)
-        harness.available, harness.missed = False, True
-        guard = asyncio.create_task(harness.trainer.guard())
-        await turns(50)
-        assert harness.served == [(1, (0, 1))]
-        assert harness.losses == []
-        guard.cancel()
-
-    run(check())
-
-
-def test_it_does_not_go_back_for_weights_that_no_checkpoint_leads_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
-
-    async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1, 2, 3)), version=1, publish_every=2)
-        harness.ranks.checkpoints[4] = (0, 1, 2, 3)
-        harness.available, harness.missed = False, True
-        guard = asyncio.create_task(harness.trainer.guard())
-        await turns(100)
-        assert harness.served == []
-        assert len(harness.losses) == 1
-        assert (await harness.publish_next()).version == 2, "which is due"
-        guard.cancel()
-
-    run(check())
-
-
 def test_too_many_deaths_end_the_work() -> None:
     async def check() -> None:
         harness = Harness(Ranks(dies=lambda call: call.startswith("train_step")), max_deaths=3)
@@ -413,7 +220,7 @@ def test_an_error_that_is_not_a_death_is_raised() -> None:
             raise RunError("the loss is not finite")
 
         with pytest.raises(RunError, match="not finite"):
-            await harness.trainer.save(2, work)
+            await harness.trainer.at(2, work)
         assert harness.losses == []
         await harness.trainer.train(batch(2))
 
@@ -435,15 +242,15 @@ def test_weights_of_a_step_that_was_cancelled_are_not_used() -> None:
         harness.ranks.call = slow  # type: ignore[method-assign]
         catching_up = asyncio.create_task(harness.at(3, "publish"))
         await begun.wait()
-        assert not harness.trainer.between_steps
+        assert not harness.trainer.ready
         catching_up.cancel()
         await asyncio.wait([catching_up])
-        assert (harness.trainer.step, harness.trainer.between_steps) == (1, False), "the ranks are still training"
+        assert (harness.trainer.step, harness.trainer.ready) == (1, False), "the ranks are still training"
         harness.ranks.call = call  # type: ignore[method-assign]
         await harness.ranks.call("train_step", batch(1))
         await harness.at(2, "look")
         assert harness.ranks.weights == (0, 1), "from the checkpoint, and not twice"
-        assert (harness.trainer.step, harness.trainer.between_steps) == (2, True)
+        assert (harness.trainer.step, harness.trainer.ready) == (2, True)
 
     run(check())
 
@@ -467,12 +274,17 @@ def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytes
     run(check())
 
 
-def test_weights_of_a_later_step_are_refused() -> None:
+def test_work_at_an_earlier_step_is_refused_or_returns_to_a_checkpoint_before_it() -> None:
     async def check() -> None:
-        harness = Harness(Ranks(weights=(0, 1, 2)))
-        with pytest.raises(RuntimeError, match="the weights are those after 3 steps, not after 2"):
+        harness = Harness(Ranks(weights=(0, 1, 2, 3)))
+        harness.ranks.checkpoints = {1: (0,), 4: (0, 1, 2, 3)}
+        with pytest.raises(StepPassed, match="the weights are those after 4 steps, not after 2"):
             await harness.at(2, "save")
-        assert harness.ranks.checkpoints == {}
+        assert (harness.losses, 2 in harness.ranks.checkpoints) == ([], False)
+        await harness.at(2, "save", go_back="every host has lost them")
+        assert (harness.losses, harness.ranks.checkpoints[2]) == (["every host has lost them"], (0, 1))
+        await harness.trainer.catch_up(1)
+        assert harness.trainer.step == 2, "catching up never goes back"
 
     run(check())
 
@@ -489,7 +301,7 @@ def test_one_piece_of_work_at_a_time() -> None:
             assert active == 1
             active -= 1
 
-        await asyncio.gather(*(harness.trainer.save(2, work) for _ in range(5)))
+        await asyncio.gather(*(harness.trainer.at(2, work) for _ in range(5)))
         assert harness.ranks.weights == (0, 1)
 
     run(check())
@@ -512,7 +324,7 @@ def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: 
         ranks.checkpoints[len(ranks.weights)] = ranks.weights
         harness = Harness(ranks)
         saved = {**ranks.checkpoints}
-        await harness.trainer.save(behind, lambda: ranks.call("look"))
+        await harness.trainer.at(behind, lambda: ranks.call("look"))
         for step in range(behind, behind + data.draw(st.integers(1, 5))):
             await harness.trainer.train(batch(step))
             assert ranks.weights == tuple(range(step + 1))
