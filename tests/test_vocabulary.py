@@ -76,7 +76,6 @@ ALLOWED = {
     ("tests/rollout/test_vllm_sampler.py", "runner"): "vLLM's name of what runs the model in a worker",
     ("tests/gateway/test_responses_clients.py", "runner"): "a class of openai-agents",
     ("tests/e2e/gateway/library_agents.py", "runner"): "a class of openai-agents",
-    ("tests/e2e/gateway/test_output_formats.py", "spell"): "the text of a prompt",
     ("tests/e2e/gateway/test_serve.py", "spell"): "the text of a prompt",
     ("tests/runs/test_checkpoint_files.py", "aside"): "the name of a folder of earlier versions",
     ("tests/spec/mutations.py", "nobody"): "the name of a user of Linux",

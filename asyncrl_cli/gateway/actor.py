@@ -120,7 +120,7 @@ class Crossing:
                 self._news.cancelled.append(number)
                 self._has_news.set()
         if isinstance(generated, RolloutFailure):
-            raise GenerationFailed(generated.reason, generated.refused)
+            raise GenerationFailed(generated.reason)
         return generated
 
     def record(self, session: int, segments: list[Segment]) -> None:

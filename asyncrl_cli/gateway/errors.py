@@ -74,8 +74,6 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, GenerationFailed):
-        if error.refused is not None:
-            return invalid_value(f"{error.refused}: {error}", error.refused)
         return ApiError(503, f"the generation failed: {error}", code="generation_failed")
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"{type(error).__name__} in the gateway; see logs/gateway.log", code="internal_error")

@@ -25,7 +25,6 @@ from asyncrl_cli.gateway.service import (
     session_for,
 )
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
-from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
 
 VERSION = b"anthropic-version"
 """The header that all of Anthropic's clients send."""
@@ -99,13 +98,6 @@ async def _prepare(
     session = session_for(service, named, body)
     rendered = await render_chat(session, chat_messages(body), body.offered_tools(), render)
     stops = tuple(body.stop_sequences or ())
-    asked_format = flat_format(body.output_config.format if body.output_config else None, "output_config.format")
-    refuse_beside_tools(asked_format, rendered.tools is not None)
-    options = CallOptions(
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        stop=stops,
-        output_format=asked_format,
-    )
+    options = CallOptions(max_tokens=body.max_tokens, temperature=body.temperature, stop=stops)
     answer = MessagesAnswer(service.model, request_id, len(rendered.prompt_ids), stops, service.chat.decode)
     return Prepared(session, named is None, [rendered], options, answer, bool(body.stream))

@@ -209,12 +209,6 @@ class CountRequest(Request):
                 raise unsupported(key, f"{key} is not supported: this server has no tool of type {kind}")
 
 
-class OutputConfig(Settings):
-    """The form of the model's text."""
-
-    format: dict[str, Any] | None = Field(None, description="`json_schema` with a `schema`.")
-
-
 class MessagesRequest(CountRequest):
     """A request of `/v1/messages`."""
 
@@ -227,7 +221,7 @@ class MessagesRequest(CountRequest):
     )
     stream: Flag | None = Field(None, description="Answer with server-sent events.")
     metadata: dict[str, Any] | None = Field(None, description="Accepted without an effect.")
-    output_config: OutputConfig | None = None
+    output_config: Settings | None = None
 
 
 def _function(tool: MessageTool) -> dict[str, Any]:

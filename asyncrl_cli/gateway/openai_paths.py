@@ -21,7 +21,6 @@ from asyncrl_cli.gateway.service import (
     session_for,
 )
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
-from asyncrl_cli.gateway.structured import output_format
 
 DEFAULT_COMPLETION_TOKENS = 16
 """``max_tokens`` of `/v1/completions` when it is omitted, as in OpenAI's API."""
@@ -66,12 +65,10 @@ async def _prepare_chat(
     service: Service, named: Session | None, body: ChatRequest, render: Render, texts: TokenTexts
 ) -> Prepared:
     session = session_for(service, named, body)
-    tools = body.offered_tools()
-    rendered = await render_chat(session, [message.plain() for message in body.messages], tools, render)
+    messages = [message.plain() for message in body.messages]
+    rendered = await render_chat(session, messages, body.offered_tools(), render)
     wanted = Wanted(bool(body.return_token_ids), bool(body.logprobs), bool(body.top_logprobs), body.with_usage)
-    # In a session of training no format is possible, with tools or without.
-    with_tools = tools is not None and not session.fixed_sampling
-    options = _options(body, body.max_completion_tokens or body.max_tokens, with_tools)
+    options = _options(body, body.max_completion_tokens or body.max_tokens)
     answer = ChatAnswer(wanted, service.model, texts)
     return Prepared(session, named is None, [rendered], options, answer, bool(body.stream))
 
@@ -90,12 +87,11 @@ async def _prepare_text(
     return Prepared(session, named is None, rendered, options, answer, bool(body.stream))
 
 
-def _options(body: GenerationRequest, max_tokens: int | None, with_tools: bool = False) -> CallOptions:
+def _options(body: GenerationRequest, max_tokens: int | None) -> CallOptions:
     return CallOptions(
         max_tokens=max_tokens,
         temperature=body.temperature,
         seed=body.seed,
         stop=body.stops,
         n=body.n or 1,
-        output_format=output_format(body, with_tools),
     )

@@ -55,6 +55,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "continue_final_message": (False,),
     "echo": (False,),
     "enable_response_messages": (False,),
+    "format": ({"type": "text"},),
     "function_call": ("none",),
     "ignore_eos": (False,),
     "include_reasoning": (True,),
@@ -64,6 +65,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "n": (1,),
+    "response_format": ({"type": "text"},),
     "return_mm_kwargs": (False,),
     "return_prompt_text": (False,),
     "return_token_ids": (False,),
@@ -90,11 +92,14 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
 the policy, so these keys are refused. A session with fixed sampling ignores them, like the temperature, because most
 programs send them by habit."""
 
+_NO_FORMATS = "describe the format in the messages; for structured outputs, use `vllm serve RUN/model`"
 HINTS: Mapping[str, str] = {
     "chat_template": "set model.chat_template in the spec",
     "chat_template_kwargs": "set model.chat_template_kwargs in the spec; a request may repeat them",
+    **dict.fromkeys(("format", "output_format", "response_format", "structured_outputs"), _NO_FORMATS),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _NO_FORMATS),
 }
-"""Advice for keys that the spec has."""
+"""Advice for refused keys. Structured outputs mask tokens, so the recorded log-probs would not be the policy's."""
 
 
 class Wire(BaseModel):
@@ -174,45 +179,6 @@ class StreamOptions(Settings):
     include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
 
 
-Schema = dict[str, Any]
-"""A JSON schema that is an object; vLLM takes no other."""
-
-
-class JsonSchema(Wire):
-    """A schema with its name. ``strict`` changes nothing: the reply follows the schema in any case."""
-
-    name: Text | None = None
-    description: Text | None = None
-    json_schema: Schema = Field(alias="schema")
-    strict: Flag | None = None
-
-
-class ResponseFormat(Wire):
-    """What a reply looks like."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = Field(None, description="For type `json_schema`.")
-
-    @model_validator(mode="after")
-    def _has_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise PydanticCustomError("json_schema", "type json_schema needs the key json_schema")
-        return self
-
-
-Choices = Annotated[list[Annotated[str, Field(min_length=1, strict=True)]], Field(min_length=1)]
-
-
-class StructuredOutputs(Wire):
-    """vLLM's key for output formats: one of these."""
-
-    json_: Schema | Text | None = Field(None, alias="json", description="A JSON schema, or its text.")
-    json_object: Literal[True] | None = None
-    regex: Text | None = None
-    choice: Choices | None = None
-    grammar: Text | None = Field(None, description="In EBNF or Lark.")
-
-
 class GenerationRequest(Request):
     """What both kinds of generation share."""
 
@@ -230,14 +196,6 @@ class GenerationRequest(Request):
     return_token_ids: Flag | None = Field(
         None, description="Add the token ids: `prompt_token_ids`, and `token_ids` of each choice."
     )
-    response_format: ResponseFormat | None = Field(
-        None, description="Not in sessions of a training run or an evaluation, unless it is of type `text`."
-    )
-    structured_outputs: StructuredOutputs | None = Field(None, description="As `response_format`, in vLLM's form.")
-    guided_json: Schema | Text | None = Field(None, description="`structured_outputs.json` in vLLM's older form.")
-    guided_regex: Text | None = None
-    guided_choice: Choices | None = None
-    guided_grammar: Text | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from asyncrl_cli.gateway.responses_kept import Kept, KeptBySession
 from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
 from asyncrl_cli.gateway.service import Prepared, Service, SessionOf, render_chat, respond, session_for
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
-from asyncrl_cli.gateway.structured import flat_format, refuse_beside_tools
 from asyncrl_cli.records.prompt import Message
 
 
@@ -53,12 +52,5 @@ async def _prepare(
 
     asked = Repeated.of(body, service.model, session.fixed_sampling)
     answer = ResponsesAnswer(asked, secrets.token_hex(16), service.chat.decode, keep if asked.store else None)
-    asked_format = flat_format(body.text.format if body.text else None, "text.format")
-    refuse_beside_tools(asked_format, tools is not None)
-    options = CallOptions(
-        max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        seed=body.seed,
-        output_format=asked_format,
-    )
+    options = CallOptions(max_tokens=body.max_output_tokens, temperature=body.temperature, seed=body.seed)
     return Prepared(session, named is None, [rendered], options, answer, bool(body.stream))

@@ -201,12 +201,6 @@ class ToolChoice(NamedTool):
         return (self.tools or []) if self.type == ALLOWED else [self]
 
 
-class TextSettings(Settings):
-    """The form of the model's text."""
-
-    format: dict[str, Any] | None = Field(None, description="`text`, `json_object`, or `json_schema` with a `schema`.")
-
-
 class ResponsesRequest(Request):
     """A request of `/v1/responses`."""
 
@@ -235,7 +229,7 @@ class ResponsesRequest(Request):
     )
     seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
     stream: Flag | None = Field(None, description="Answer with server-sent events.")
-    text: TextSettings | None = None
+    text: Settings | None = None
     metadata: (
         Annotated[
             dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512, strict=True)]],

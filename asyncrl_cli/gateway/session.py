@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.errors import ApiError, invalid_value, unsupported
+from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.fields import FieldStream, Layout
 from asyncrl_cli.gateway.history import Conversation, History
 from asyncrl_cli.gateway.text_stream import Part
@@ -30,7 +30,6 @@ from asyncrl_cli.gateway.tool_calls import Tools
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
 from asyncrl_cli.records.generation import (
     FinishReason,
-    OutputFormat,
     Rollout,
     RolloutRequest,
     Sampling,
@@ -49,12 +48,6 @@ OnPart = Callable[[int, Part], None]
 
 ALWAYS_RENDERED = 64 * 2**10
 """Characters that are rendered for any model: a template may leave most of them out."""
-
-NO_FORMATS = (
-    "is not supported in sessions of a training run or an evaluation: it changes the distribution that tokens are "
-    "sampled from, so the recorded log-probs would not be those of the policy; leave it out, describe the format in "
-    "the messages, and let the reward judge it"
-)
 
 T = TypeVar("T")
 
@@ -79,7 +72,6 @@ class CallOptions:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     n: int = 1
-    output_format: OutputFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,8 +366,6 @@ class Session:
 
     def _sampling_of(self, options: CallOptions, prompt_tokens: int) -> Sampling:
         limits = self._limits
-        if self.fixed_sampling and (asked := options.output_format) is not None:
-            raise unsupported(asked.key, f"{asked.key} {NO_FORMATS}")
         wanted = limits.max_call_tokens if options.max_tokens is None else options.max_tokens
         if options.n < 1 or wanted < 1:
             raise invalid_value("n and max_tokens must be at least 1")
@@ -397,7 +387,6 @@ class Session:
             temperature=own.temperature if self.fixed_sampling or options.temperature is None else options.temperature,
             max_tokens=min(room, limits.max_call_tokens, wanted),
             stop=tuple(dict.fromkeys((*own.stop, *(stop for stop in options.stop if stop)))),
-            output_format=options.output_format,
         )
 
     def _seeded(self, sampling: Sampling, options: CallOptions, choice: int, index: int) -> Sampling:

@@ -182,7 +182,7 @@ class _Link:
         try:
             result = await generate(generation.request, grown)
         except GenerationFailed as error:
-            result = RolloutFailure(generation.request.rollout_id, str(error), error.refused)
+            result = RolloutFailure(generation.request.rollout_id, str(error))
         except Exception as error:  # a bug makes the call fail, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")

@@ -19,31 +19,14 @@ CONTEXT = -1
 of the chat template. Their log-prob is 0, and they are never trained on."""
 
 
-OutputKind = Literal["json", "regex", "choice", "grammar"]
-
-
-@dataclass(frozen=True, slots=True)
-class OutputFormat:
-    """The required format of a reply: only tokens that can still lead to it are sampled (decision 0074).
-
-    ``source`` is a JSON schema or a list of strings as JSON text, a regular expression, or a grammar (EBNF or
-    Lark). ``key`` is its key in the request, for errors.
-    """
-
-    kind: OutputKind
-    source: str
-    key: str
-
-
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one rollout is sampled. ``temperature`` 0 is greedy. ``output_format``: never in training."""
+    """How one rollout is sampled. ``temperature`` 0 is greedy."""
 
     temperature: float
     max_tokens: int
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    output_format: OutputFormat | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,12 +292,10 @@ def sequence_of(sequence_id: str) -> tuple[int, int, int]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutFailure:
-    """A rollout that an engine could not generate, and why. ``refused`` is the part of the request that no engine can
-    generate; None: another try may succeed."""
+    """A rollout that an engine could not generate, and why."""
 
     rollout_id: str
     reason: str
-    refused: str | None = None
 
 
 RequestEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]

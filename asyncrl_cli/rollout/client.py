@@ -55,11 +55,7 @@ class EngineLost(Exception):
 
 
 class GenerationFailed(Exception):
-    """A request failed and has no retries left, or was ``refused``; the text is the last reason."""
-
-    def __init__(self, reason: str, refused: str | None = None) -> None:
-        super().__init__(reason)
-        self.refused = refused
+    """A request failed and has no retries left; the text is the last reason."""
 
 
 class GenerationClient:
@@ -127,7 +123,7 @@ class GenerationClient:
             if self._open.get(request.rollout_id) is mine:
                 self._drop(request.rollout_id)
         if isinstance(result, RolloutFailure):
-            raise GenerationFailed(result.reason, result.refused)
+            raise GenerationFailed(result.reason)
         return result
 
     def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd) -> None:
@@ -387,7 +383,7 @@ class GenerationClient:
                 continue
             if isinstance(result, Rollout):
                 ended.append((entry, replace(result, prompt_ids=entry.request.prompt_ids)))
-            elif entry.attempt < self._retries and result.refused is None:
+            elif entry.attempt < self._retries:
                 entry.attempt += 1
                 failed.append(entry)
             else:
@@ -401,13 +397,7 @@ class GenerationClient:
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
             known = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
-            # The output format may have killed the engine: such a request must not kill one engine after another.
-            if ending == "lost" and entry.request.sampling.output_format is not None:
-                entry.attempt += 1
-            if entry.attempt > self._retries:
-                reason = "each engine that had it was lost"
-                ended.append((entry, RolloutFailure(entry.request.rollout_id, reason)))
-            elif known.left:
+            if known.left:
                 self._requeue(entry, ending)
             else:
                 ended.append((entry, finished(known, [], "length", self.decode)))

@@ -1,5 +1,4 @@
-"""The main module of vLLM's core process: makes its imports faster (decision 0044), continues grammars (0074), and
-joins messages (0079).
+"""The main module of vLLM's core process: makes its imports faster (decision 0044) and joins messages (0079).
 
 vLLM spawns the core, and ``multiprocessing`` has a spawned process run its parent's main module first. In a Ray actor
 that is a file of Ray's; ``use_as_main`` names this module in its place.
@@ -18,18 +17,10 @@ def use_as_main() -> None:
     sys.modules["__main__"].__spec__ = find_spec(__name__)
 
 
-def in_use() -> bool:
-    """Whether processes that this one spawns begin with this module."""
-    spec = sys.modules["__main__"].__spec__
-    return spec is not None and spec.name == __name__
-
-
 if __name__ == "__mp_main__":
     with large_imports():
         import vllm.v1.engine.core  # noqa: F401
 
-        from asyncrl_cli.rollout.vllm_grammars import continue_grammars
         from asyncrl_cli.rollout.vllm_joined_outputs import join_outputs
 
-        continue_grammars()
         join_outputs()

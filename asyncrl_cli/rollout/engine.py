@@ -33,7 +33,6 @@ from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
-from asyncrl_cli.rollout.output_format import format_arguments, hidden_tokens, raise_if_uncompiled, refusals
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.response_text import decoder
 from asyncrl_cli.rollout.vllm_inflight import (
@@ -88,9 +87,6 @@ class Engine:
         ends = {self._tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])}
         self._shows_special = spec.task.special_tokens == "shown"
         self._decode = decoder(self._tokenizer, ends, self._shows_special)
-        # The token that ends the reasoning may be one of them.
-        reasons = bool(self._vllm.vllm_config.structured_outputs_config.reasoning_parser)
-        self._hidden_tokens = () if reasons else hidden_tokens(self._tokenizer, ends)
         self._by_position: bool | None = None  # set from the answer of vLLM's worker, before the first request
         self._records_experts = spec.algorithm.router_replay
         # Tokens that wait in vLLM's core cannot be recorded.
@@ -124,8 +120,7 @@ class Engine:
             return finished(request, [], "length", self._decode)
         aborts = self._aborts
         async with self._slots.slot(request.priority):
-            with refusals(request):
-                output = await self._final_output(request, prefix_ids, aborts)
+            output = await self._final_output(request, prefix_ids, aborts)
         self._ended_tokens += len(output.token_ids)
         before, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
@@ -133,7 +128,6 @@ class Engine:
         segments = _segments(request, output, experts)
         if output.finish_reason == "abort":
             raise Aborted(segments)
-        raise_if_uncompiled(request, output)
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
         reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
@@ -354,9 +348,7 @@ class Engine:
             raise Aborted([])
         assert self._by_position is not None  # known since the engine serves a version
         rest = rest_of(request.sampling, request.generated, self._by_position)
-        arguments = format_arguments(request, self._hidden_tokens)
-        if not (request.streamed or rest.stop):
-            arguments["extra_args"] = {**arguments.get("extra_args", {}), HOLD_S: self._hold_s}
+        held = not (request.streamed or rest.stop)
         params = SamplingParams(
             max_tokens=rest.max_tokens,
             temperature=rest.temperature,
@@ -368,7 +360,7 @@ class Engine:
             skip_special_tokens=not self._shows_special,  # it searches the stop strings in this text
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # made for this request alone
-            **arguments,
+            extra_args={HOLD_S: self._hold_s} if held else None,
         )
         self._in_vllm += 1
         self._occupancy.add(1)

@@ -54,9 +54,6 @@ LARGE_GPU_BYTES = 70 * 2**30
 CACHE_ARGUMENT = "kv_cache_memory_bytes"
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """Logits are not rounded to bfloat16, as in the trainer."""
-XGRAMMAR = {"backend": "xgrammar"}
-"""The backend that compiles output formats. With "auto" vLLM checks each format with the backend that suits it, but
-compiles all of them with that of the first request (decision 0074)."""
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
 """Both are imported only by vLLM, in its core process."""
@@ -100,7 +97,7 @@ def kv_cache_blocks(spec: ExperimentSpec) -> int:
 def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> AsyncEngineArgs:
     """vLLM's arguments for a spec."""
     from transformers import AutoConfig
-    from vllm.config import StructuredOutputsConfig, WeightTransferConfig
+    from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from asyncrl_cli.weights import vllm_worker
@@ -118,7 +115,6 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
-        "structured_outputs_config": XGRAMMAR,
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
@@ -147,10 +143,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             }
     if spec.model.published_adapter is not None:
         args |= adapter_args(spec.model.published_adapter, model_dir)
-    args = merged(args, rollout.engine_args)
-    # Not a mapping: vLLM sets the attribute ``reasoning_parser`` of it.
-    args["structured_outputs_config"] = StructuredOutputsConfig(**args["structured_outputs_config"])
-    return AsyncEngineArgs(**args)
+    return AsyncEngineArgs(**merged(args, rollout.engine_args))
 
 
 def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

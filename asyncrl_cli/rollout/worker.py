@@ -35,7 +35,6 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.activity import ActivityClock
-from asyncrl_cli.rollout.output_format import RequestRefused
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
@@ -252,8 +251,6 @@ class RolloutWorker:
             self._clock.add_ended(sum(len(segment.ids) for segment in aborted.segments))
             self._aborted.append(rollout_id)
             self._untrack(rollout_id)
-        except RequestRefused as error:
-            self._ended.append(RolloutFailure(rollout_id, str(error), error.key))
         except Exception as error:
             # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
             self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))

@@ -16,7 +16,6 @@ OBJECTS: dict[str, dict[str, str]] = {
         "self._vllm": LLM,
         "self._vllm.engine_core": CORE,
         "self._vllm.model_config": "vllm.config.model.ModelConfig()",
-        "self._vllm.vllm_config": "vllm.config.vllm.VllmConfig()",
         "core": CORE,
         "last": "vllm.outputs.RequestOutput()",
         "span": "vllm.outputs.WeightVersionSpan()",
@@ -24,12 +23,6 @@ OBJECTS: dict[str, dict[str, str]] = {
     "rollout/engine_settings.py": {
         "config": "vllm.config.vllm.VllmConfig()",
         "config.model_config": "vllm.config.model.ModelConfig()",
-    },
-    "rollout/vllm_grammars.py": {
-        "manager": "vllm.v1.structured_output.StructuredOutputManager()",
-        "request": "vllm.v1.request.Request()",
-        "grammar": "vllm.v1.structured_output.backend_types.StructuredOutputGrammar()",
-        "reasoner": "vllm.reasoning.ReasoningParser()",
     },
     "rollout/vllm_inflight.py": {
         "vllm": LLM,

@@ -111,6 +111,7 @@ REFUSED: dict[str, Any] = {
     "documents": [{"text": "x"}],
     "echo": True,
     "enable_thinking": False,
+    "guided_json": {"type": "object"},
     "ignore_eos": True,
     "include_reasoning": False,
     "include_stop_str_in_output": True,
@@ -119,8 +120,10 @@ REFUSED: dict[str, Any] = {
     "min_tokens": 2,
     "moderation": {"model": "m"},
     "prompt_logprobs": 1,
+    "response_format": {"type": "json_object"},
     "skip_special_tokens": False,
     "stop_token_ids": [1],
+    "structured_outputs": {"regex": "a"},
     "thinking_token_budget": 5,
     "truncate_prompt_tokens": 5,
     "truncation": "auto",
@@ -140,6 +143,7 @@ ACCEPTED: dict[str, Any] = {
     "prompt_cache_key": "x",
     "reasoning": {"effort": "low"},
     "reasoning_effort": "low",
+    "response_format": {"type": "text"},
     "service_tier": "auto",
     "skip_special_tokens": True,
     "stop": [],
@@ -169,6 +173,22 @@ def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str, sess
             assert answer.status_code == (400 if session is None else 200), answer.text
             typo = await there.post(path, asked(path, temprature=0.1), session)
             assert "did you mean `temperature`?" in typo.text
+
+    in_time(test)
+
+
+@pytest.mark.parametrize(
+    ("path", "part", "key"), [(RESPONSES, "text", "text.format"), (MESSAGES, "output_config", "output_config.format")]
+)
+def test_structured_outputs_are_refused_with_a_way_to_serve_them(path: str, part: str, key: str) -> None:
+    async def test() -> None:
+        async with served() as there:
+            text, schema = ({part: {"format": {"type": kind}}} for kind in ("text", "json_schema"))
+            assert (await there.post(path, asked(path, **text))).status_code == 200
+            answer = await there.post(path, asked(path, **schema))
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(f"{key} is not supported; describe the format in the")
+            assert "vllm serve RUN/model" in answer.text
 
     in_time(test)
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from asyncrl_cli.records.generation import (
     EVALUATION,
     FinishReason,
-    OutputFormat,
     Rollout,
     RolloutFailure,
     RolloutRequest,
@@ -322,38 +321,6 @@ def test_a_failure_is_raised_after_the_retries() -> None:
         assert client.running == 0
 
     scene(check, retries=1)
-
-
-def test_what_the_engine_refuses_is_not_tried_again() -> None:
-    async def check(client: GenerationClient) -> None:
-        (engine,) = actors(client)
-        (asking,) = await begun(client, request("a"))
-        await engine.deliver(RolloutFailure("a", "not a schema", refused="guided_json"))
-        with pytest.raises(GenerationFailed, match="not a schema") as refused:
-            await asking
-        assert refused.value.refused == "guided_json"
-        assert (len(engine.submitted), client.running) == (1, 0)
-
-    scene(check, retries=3)
-
-
-def test_a_request_with_a_format_does_not_take_one_engine_after_the_other_with_it() -> None:
-    asked = request("a")
-    asked = replace(asked, sampling=replace(asked.sampling, output_format=OutputFormat("regex", "a+", "guided_regex")))
-
-    async def check() -> None:
-        client = client_over(3, retries=1)
-        (asking,) = await begun(client, asked)
-        for engine in client.engines[:2]:
-            assert list(engine.pending) == ["a"]
-            client.mark_dead(engine.name, "its core has died")
-            client.reclaim(engine)
-            await client.flush()
-        with pytest.raises(GenerationFailed, match="each engine that had it was lost"):
-            await asking
-        assert actors(client)[2].ids == []
-
-    run(check())
 
 
 def test_a_cancelled_caller_frees_the_engine() -> None:

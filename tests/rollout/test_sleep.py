@@ -34,7 +34,6 @@ class Vllm:
         self.calls: list[str] = []
         self.engine_core = self
         self.model_config = self
-        self.vllm_config = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser=""))
 
     def try_get_generation_config(self) -> dict[str, int]:
         return {}

@@ -23,7 +23,6 @@ from asyncrl_cli.records.generation import (
     Sampling,
     Segment,
 )
-from asyncrl_cli.rollout.output_format import RequestRefused
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.rollout.worker import RolloutWorker
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -179,15 +178,11 @@ def test_the_work_of_vllm_is_delivered_once(worker: RolloutWorker) -> None:
 
 def test_a_failure_is_delivered_with_its_reason(worker: RolloutWorker) -> None:
     async def check() -> None:
-        engine = await submitted(worker, "a", "b", "c")
+        engine = await submitted(worker, "a", "b")
         engine.waiting["a"].set_exception(ValueError("no such token"))
         engine.waiting["b"].set_result(rollout("b"))
-        engine.waiting["c"].set_exception(RequestRefused("guided_json", "not a schema"))
         delivery = await worker.collect(60.0)
-        assert delivery.failures == [
-            RolloutFailure("a", "ValueError: no such token"),
-            RolloutFailure("c", "not a schema", refused="guided_json"),
-        ]
+        assert delivery.failures == [RolloutFailure("a", "ValueError: no such token")]
         assert ids(delivery) == ["b"]
 
     asyncio.run(check())
