@@ -48,7 +48,7 @@ SPEC: dict[str, Any] = {
         },
         "max_length": 512,
     },
-    "task": {"use": "spell_backward"},
+    "task": {"use": "chain_sum"},
     "rollout": {"max_running_rollouts": 256, "max_prompt_tokens": 64, "max_response_tokens": 192},
     "stop": {"steps": 1},
 }

@@ -166,7 +166,7 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
         {
             "name": "attacks",
             "model": {"path": str(folder), "max_length": MAX_LENGTH},
-            "task": {"use": "calculator"},
+            "task": {"use": "chain_sum"},
             "rollout": {"gateway": {"max_body_mb": mb}},
             "stop": {"steps": 1},
         }

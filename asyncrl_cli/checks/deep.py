@@ -40,7 +40,7 @@ def small_spec(gpu: bool) -> ExperimentSpec:
         {
             "name": "doctor",
             "model": {"init": MODEL, "max_length": 64},
-            "task": {"use": "spell_backward"},
+            "task": {"use": "chain_sum"},
             "rollout": {"max_running_rollouts": 4, "gpus_per_engine": int(gpu), "threads_per_engine": 2},
             "trainer": {"zero_stage": 3, "gpus_per_rank": int(gpu), "threads_per_rank": 2},
             "stop": {"steps": 1},

@@ -78,6 +78,7 @@ def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         known = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
+        known += " (`asyncrl init --list` has examples)"
         raise TaskError(f"there is no ready task {use!r}", location=USE, hint=did_you_mean(use, READY_TASKS, known))
     found = import_named(target, search_path, USE, ANY_KIND, TaskError)
     if isinstance(found, type):

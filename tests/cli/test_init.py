@@ -18,7 +18,8 @@ from asyncrl_cli.spec.schema import FILE, json_schema
 ROOT = Path(__file__).parents[2]
 TEMPLATES = templates()
 NAMES = [
-    *("agent", "claude-code", "codex", "command-agent", "environment", "gym", "judge", "kuberay", "math"),
+    *("agent", "bugfix-agent", "calculator-agent", "claude-code", "codex", "command-agent", "environment", "gym"),
+    *("judge", "kuberay", "math"),
     *("mini-swe-agent", "mix", "reward-function", "saved-model", "slurm", "unit-tests"),
 ]
 
@@ -51,7 +52,7 @@ def test_the_list_has_every_template_with_its_title(asyncrl) -> None:  # type: i
     assert (code, err) == (0, "")
     assert [line.split()[0] for line in out.splitlines()] == NAMES
     rows = json.loads(asyncrl("init", "--list", "--json")[1])
-    assert out.splitlines() == [f"{row['template']:15}  {row['what']}" for row in rows]
+    assert out.splitlines() == [f"{row['template']:16}  {row['what']}" for row in rows]
     assert all(row["what"] for row in rows)
 
 

@@ -59,7 +59,7 @@ def test_warnings_do_not_fail(asyncrl) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_a_sandbox_that_this_machine_lacks_is_a_warning(asyncrl, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    spec = str(ROOT / "specs/bugfix-agent.yaml")
+    spec = str(ROOT / "templates/bugfix-agent/spec.yaml")
     monkeypatch.setenv("PATH", "/nowhere")
     code, out, err = asyncrl("validate-spec", spec)
     assert code == 0 and "is valid" in out

@@ -35,7 +35,7 @@ BASE_SPEC: dict[str, Any] = {
         "warm_start": {"steps": 350, "clean_fraction": 0.0},
         "max_length": 64,
     },
-    "task": {"use": "spell_backward"},
+    "task": {"use": "spell_backward:SpellBackward"},
     "data": {"eval": {"size": 64}},
     "rollout": {
         "group_size": 8,
@@ -71,7 +71,8 @@ class Runs:
     folder: Path
 
     def write_spec(self, **sections: Any) -> Path:
-        """Write the base spec with some sections changed (merged one level deep)."""
+        """Write the base spec with some sections changed (merged one level deep), with its task next to it."""
+        shutil.copy(ROOT / "tests/spell_backward.py", self.folder)
         spec = {**BASE_SPEC, "runs_dir": str(self.folder)}
         for name, value in sections.items():
             spec[name] = {**spec.get(name, {}), **value} if isinstance(value, dict) else value

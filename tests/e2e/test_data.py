@@ -18,7 +18,7 @@ from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
+from tests.spell_backward import SpellBackward
 
 from .conftest import Runs, rows
 from .journal import probe_gaps

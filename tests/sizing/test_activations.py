@@ -14,9 +14,7 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
 
-SPEC = ExperimentSpec.model_validate(
-    {"model": {"path": "model"}, "task": {"use": "spell_backward"}, "stop": {"steps": 2}}
-)
+SPEC = ExperimentSpec.model_validate({"model": {"path": "model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 2}})
 SMALL = {
     "hidden_size": 64,
     "intermediate_size": 128,

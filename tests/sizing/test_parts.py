@@ -20,7 +20,7 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 SPEC = ExperimentSpec.model_validate(
-    {"model": {"path": "model"}, "task": {"use": "spell_backward"}, "trainer": {"zero_stage": 3}, "stop": {"steps": 2}}
+    {"model": {"path": "model"}, "task": {"use": "chain_sum"}, "trainer": {"zero_stage": 3}, "stop": {"steps": 2}}
 )
 
 

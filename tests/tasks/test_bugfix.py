@@ -12,28 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bugfix import Bugfix
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from repository import EXAMPLES, MODULE, Repository, Shape, callable_of, edits, library, make_repository, passes
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.sandbox.commands import BlockingSandbox, Kind, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import RewardResult
-from asyncrl_cli.tasks.ready.bugfix.functions import callable_of, library
-from asyncrl_cli.tasks.ready.bugfix.mutations import edits
-from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, Repository, Shape, make_repository, passes
-from asyncrl_cli.tasks.ready.bugfix.task import Bugfix
 from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
 
 TINY: dict[str, Any] = {"functions": 1, "max_lines": 1, "terse": True, "instruction": "Fix calc.py."}
 shapes = st.builds(
     Shape,
-    files=st.integers(1, 3),
     functions=st.integers(1, 4),
     bugs=st.integers(1, 3),
     max_lines=st.none() | st.integers(1, 4),
     terse=st.booleans(),
-).filter(lambda shape: shape.bugs <= shape.files * shape.functions)
+).filter(lambda shape: shape.bugs <= shape.functions)
 seeds = st.integers(0, 2**32)
 
 
@@ -53,19 +50,17 @@ ADD = Prompt(
 
 def repaired(made: Repository) -> dict[str, str]:
     """The files without the bugs."""
-    files = dict(made.files)
-    for name, fix in made.fixes.items():
-        module = f"{name.split('.')[0]}.py"
-        files[module] = fix.applied(files[module])
-    return files
+    text = made.files[MODULE]
+    for fix in made.fixes.values():
+        text = fix.applied(text)
+    return {**made.files, MODULE: text}
 
 
 def fails(files: Mapping[str, str], made: Repository) -> set[str]:
     """The functions whose tests fail here, without a sandbox."""
     failed = set()
     for name, tests in made.tests.items():
-        module, function = name.split(".")
-        found = callable_of(files[f"{module}.py"], function)
+        found = callable_of(files[MODULE], name.removeprefix("calc."))
         try:
             exec(tests.replace(f"{name}(", "found("), {"found": found})
         except Exception:
@@ -76,7 +71,7 @@ def fails(files: Mapping[str, str], made: Repository) -> set[str]:
 @given(shapes, seeds)
 def test_the_hidden_tests_fail_for_the_bugs_and_pass_without_them(shape: Shape, seed: int) -> None:
     made = make_repository(random.Random(seed), shape)
-    assert len(made.tests) == shape.files * shape.functions
+    assert len(made.tests) == shape.functions
     assert len(made.fixes) == shape.bugs
     assert fails(made.files, made) == made.fixes.keys()
     assert not fails(repaired(made), made)
@@ -90,8 +85,8 @@ def test_the_same_random_numbers_make_the_same_repository(shape: Shape, seed: in
 @given(shapes, seeds)
 def test_a_fix_is_among_the_plausible_edits(shape: Shape, seed: int) -> None:
     made = make_repository(random.Random(seed), shape)
-    for name, fix in made.fixes.items():
-        source = made.files[f"{name.split('.')[0]}.py"]
+    source = made.files[MODULE]
+    for fix in made.fixes.values():
         assert fix.applied(source) in [edit.applied(source) for edit in edits(source, shape.kinds)]
 
 
@@ -129,7 +124,7 @@ def test_sed_makes_the_edits(tmp_path: Path) -> None:
 
 
 def test_the_examples_can_be_run_and_the_readme_names_each_function(tmp_path: Path) -> None:
-    made = make_repository(random.Random(3), Shape(files=2, functions=3))
+    made = make_repository(random.Random(3), Shape(functions=3))
     for name, text in repaired(made).items():
         (tmp_path / name).write_text(text)
     python = shutil.which("python3") or "python3"
@@ -175,7 +170,7 @@ def share_right(task: Bugfix, clean: bool) -> float:
         function = next(one for one in library(1) if source.startswith(f"def {one.name}("))
         edit = next(one for one in edits(source) if f"'{one.sed(source)}'" in json.loads(command)["command"])
         solution, calls = callable_of(function.source, function.name), function.calls(rng, 12)
-        right += passes(edit.applied(source), function, calls, [solution(*call) for call in calls])
+        right += passes(edit.applied(source), function.name, calls, [solution(*call) for call in calls])
     assert replies > 700
     return right / replies
 
@@ -191,7 +186,7 @@ def test_right_changes_are_announced_and_others_are_not() -> None:
         edit = next(one for one in edits(source) if f"'{one.sed(source)}'" in command)
         function = next(one for one in library(1) if source.startswith(f"def {one.name}("))
         solution, calls = callable_of(function.source, function.name), function.calls(rng, 12)
-        right = passes(edit.applied(source), function, calls, [solution(*call) for call in calls])
+        right = passes(edit.applied(source), function.name, calls, [solution(*call) for call in calls])
         assert content == (f"Needs {edit.text}. " if content else None)
         assert right or not content
         announced.add(bool(content))
@@ -207,13 +202,12 @@ def test_clean_demonstrations_are_right_and_most_of_the_mixture_is_not() -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"files": 0},
         {"bugs": 0},
         {"bugs": 5},
         {"kinds": ["typo"]},
         {"kinds": []},
         {"careful": 2.0},
-        {"files": 8, "functions": 9},
+        {"functions": 99},
     ],
 )
 def test_impossible_options_are_refused(options: dict[str, Any]) -> None:

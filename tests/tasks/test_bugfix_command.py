@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bugfix import BugfixByCommand
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
@@ -13,7 +14,6 @@ from asyncrl_cli.spec.inputs import SandboxSpec, TaskSpec
 from asyncrl_cli.tasks.base import SPEC_FOLDER, ModelAccess, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
 from asyncrl_cli.tasks.load import load_task
-from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 from asyncrl_cli.tasks.ready.command import CommandFailed
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
@@ -83,7 +83,7 @@ def test_a_command_that_fails_fails_the_episode() -> None:
 
 def test_options_are_those_of_bugfix_and_it_needs_a_sandbox(tmp_path: Path) -> None:
     options = {"command": "true", "functions": 1, "terse": True, "max_lines": 1}
-    spec = TaskSpec(use="bugfix_command", options=options, sandbox=SandboxSpec())
+    spec = TaskSpec(use="bugfix:BugfixByCommand", options=options, sandbox=SandboxSpec())
     task = load_task(spec, tmp_path)
     prompts = task.prompts("train", 3)
     assert [task.check_prompt(prompt) for prompt in prompts] == [None] * 3

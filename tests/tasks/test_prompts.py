@@ -16,7 +16,7 @@ from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
 from asyncrl_cli.tasks.ready.matching import ExactMatch
 from asyncrl_cli.tasks.ready.math_answers import MathAnswers
-from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
+from tests.spell_backward import SpellBackward
 
 REWARD_ONLY = FunctionTask(lambda prompt, response: 1.0, "rewards:f")
 

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
+from tests.spell_backward import SpellBackward
 
 TASK = SpellBackward()
 SUN = Prompt("row", "sun>", {"answer": "nus", "metadata": {"word": "sun"}})

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from calculator import TOOL, Calculator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +15,6 @@ from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.spec.inputs import ModelInit, WarmStart
 from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.tasks.ready.calculator import TOOL, Calculator
-from asyncrl_cli.tasks.ready.spell_backward import SpellBackward
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.warm_start import (
@@ -29,6 +28,7 @@ from asyncrl_cli.train.warm_start import (
     collate,
     warm_start,
 )
+from tests.spell_backward import SpellBackward
 
 CONFIG = {
     "hidden_size": 32,

@@ -17,16 +17,12 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 READY_TASKS = {
     "chain_sum": "asyncrl_cli.tasks.ready.chain_sum:ChainSum",
-    "spell_backward": "asyncrl_cli.tasks.ready.spell_backward:SpellBackward",
-    "calculator": "asyncrl_cli.tasks.ready.calculator:Calculator",
     "math": "asyncrl_cli.tasks.ready.math_answers:MathAnswers",
     "exact": "asyncrl_cli.tasks.ready.matching:ExactMatch",
     "regex": "asyncrl_cli.tasks.ready.matching:RegexMatch",
     "unit_tests": "asyncrl_cli.tasks.ready.unit_tests:UnitTests",
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
-    "bugfix": "asyncrl_cli.tasks.ready.bugfix.task:Bugfix",
-    "bugfix_command": "asyncrl_cli.tasks.ready.bugfix.by_command:BugfixByCommand",
     "command": "asyncrl_cli.tasks.ready.command:Command",
 }
 """The ready tasks, which are part of asyncrl, and their classes."""
@@ -76,6 +72,7 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
                 yield Problem(path, f"`{use}` is not of the form module:name", hint)
         elif use not in READY_TASKS and not use.startswith(GYM):
             known = f"ready tasks are {', '.join(READY_TASKS)} and {GYM}<data set>; yours is `module:name`"
+            known += " (`asyncrl init --list` has examples)"
             if "." in use:
                 known = f"yours is `{as_import(use)}`, module and name as in an import"
             yield Problem(path, f"there is no ready task `{use}`", did_you_mean(use, READY_TASKS, known))

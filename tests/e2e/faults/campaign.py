@@ -30,7 +30,7 @@ STEPS = 200
 FAULTS_A_RUN = 5
 LONG_WORDS: dict[str, Any] = {
     "model": {"warm_start": {"steps": 700, "clean_fraction": 0.0}},
-    "task": {"use": "spell_backward", "options": {"min_letters": 6, "max_letters": 8, "careful": 0.6}},
+    "task": {"use": "spell_backward:SpellBackward", "options": {"min_letters": 6, "max_letters": 8, "careful": 0.6}},
     "journal": {"segment_seconds": 0.05},
 }
 """Longer responses, recorded often: at any moment many rollouts are unfinished, with some tokens in the journal."""

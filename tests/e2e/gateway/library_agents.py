@@ -1,10 +1,10 @@
 """A task whose agents are third-party libraries: the `openai` client, smolagents and openai-agents, unmodified.
 
-Each computes a sum of the task ``calculator`` with its own loop and its own way of describing tools to the model. The
-HTTP answers to each library are written to a log, a line per session; the test compares this log with the journal.
+Each computes a sum of the template calculator-agent with its own loop and its own way of describing tools to the model.
+The HTTP answers to each library are written to a log, a line per session; the test compares this log with the journal.
 
-The module is copied into the folder of the run's spec and imported by the run's processes, so it imports no other
-module of the tests.
+The module is copied into the folder of the run's spec and imported by the run's processes, so it imports no
+other module of the tests; calculator.py is copied, too.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
+from calculator import Calculator
 
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
-from asyncrl_cli.tasks.ready.calculator import Calculator
 
 RETURN_IDS = {"return_token_ids": True}
 """The only addition to a library's requests: token ids are returned, for the log."""
@@ -223,11 +223,11 @@ class LibraryAgents:
         self._sums = Calculator()
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """As in the task ``calculator``."""
+        """As in calculator-agent."""
         return self._sums.prompts(split, size)
 
     def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """As in the task ``calculator``."""
+        """As in calculator-agent."""
         return self._sums.demonstration(rng, clean)
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:

@@ -1,6 +1,7 @@
-"""The task ``bugfix_command`` with mini-swe-agent as its program, and demonstrations in its format.
+"""``BugfixByCommand`` with mini-swe-agent as its program, and demonstrations in its format.
 
 The module is copied into the folder of a run's spec and imported by the run's processes, so it imports no test module.
+The files of the template bugfix-agent are copied, too.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import json
 import random
 from collections.abc import Sequence
 
+from bugfix import BugfixByCommand
+
 from asyncrl_cli.records.prompt import Message
-from asyncrl_cli.tasks.ready.bugfix.by_command import BugfixByCommand
 
 TOOL = "bash"
 FINISH = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
@@ -22,7 +24,7 @@ class MiniBugfix(BugfixByCommand):
     """Bugfix, with a warm start for mini-swe-agent."""
 
     def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
-        """A conversation of ``bugfix`` with mini-swe-agent's tool, observations and last command."""
+        """A conversation of the template with mini-swe-agent's tool, observations and last command."""
         return [self._translated(message) for message in super().demonstration(rng, clean)]
 
     def _translated(self, message: Message) -> Message:

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from calculator import Calculator
 from http_record import Exchange, Record, Recorder, is_call, reply_of  # type: ignore[import-not-found]
 from library_agents import LIBRARIES, LibraryAgents  # type: ignore[import-not-found]
 
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
-from asyncrl_cli.tasks.ready.calculator import Calculator
 from asyncrl_cli.tasks.ready.command import Command, CommandFailed
 
 MARK = "###"
@@ -90,7 +90,7 @@ class Agents:
         self._recorder: asyncio.Task[Recorder] | None = None
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """As in the task ``calculator``."""
+        """As in calculator-agent."""
         return self._sums.prompts(split, size)
 
     def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:

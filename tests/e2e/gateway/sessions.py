@@ -33,6 +33,7 @@ LOG = "sessions.jsonl"
 REWORDS = "smolagents"
 """The library that repeats the model's tool calls in its own words."""
 HERE = Path(__file__).parent
+CALCULATOR = ROOT / "templates/calculator-agent"
 
 
 LIBRARY_AGENTS = ("library_agents.py", "library_agents.jinja")
@@ -46,9 +47,9 @@ def write_spec(runs: Runs, sessions: int, kinds: Sequence[str] = (), path: Path 
     folder = runs.folder / "agents"
     folder.mkdir(exist_ok=True)
     (folder / LOG).unlink(missing_ok=True)
-    for name in (*LIBRARY_AGENTS, *PROGRAM_AGENTS):
-        shutil.copy(HERE / name, folder)
-    calculator = yaml.safe_load((ROOT / "specs/calculator-agent.yaml").read_text())
+    for path_of in (CALCULATOR / "calculator.py", *(HERE / name for name in (*LIBRARY_AGENTS, *PROGRAM_AGENTS))):
+        shutil.copy(path_of, folder)
+    calculator = yaml.safe_load((CALCULATOR / "spec.yaml").read_text())
     spec: dict[str, Any] = {
         "name": "library-agents",
         "runs_dir": str(runs.folder),

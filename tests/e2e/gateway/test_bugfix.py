@@ -1,8 +1,9 @@
-"""The coding task in real training: a warm-started policy uses the shell in sandboxes, and hidden tests reward it."""
+"""The template bugfix-agent in real training: a policy uses the shell in sandboxes, and hidden tests reward it."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,9 @@ pytestmark = [pytest.mark.stack, NEEDS_BUBBLEWRAP]
 
 def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
-    given: dict[str, Any] = yaml.safe_load((ROOT / "specs/bugfix-agent.yaml").read_text())
+    template = ROOT / "templates/bugfix-agent"
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    given: dict[str, Any] = yaml.safe_load((template / "spec.yaml").read_text())
     run = runs.train(
         model=given["model"] | {"warm_start": {"steps": 150, "clean_fraction": 1.0}},
         task=given["task"],

@@ -1,4 +1,4 @@
-"""mini-swe-agent, unmodified, is trained on ``bugfix``: it works in sandboxes, and hidden tests reward it."""
+"""mini-swe-agent, unmodified, is trained on bugfix-agent: it works in sandboxes, and hidden tests reward it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     _, missing = installed()
     if reason := missing.get("mini-swe-agent"):
         pytest.skip(reason)
-    for name in ("mini_bugfix.py", "mini_bugfix.jinja"):
-        shutil.copy(HERE / name, tmp_path)
-    given: dict[str, Any] = yaml.safe_load((ROOT / "specs/bugfix-agent.yaml").read_text())
+    template = ROOT / "templates/bugfix-agent"
+    for file in (*template.glob("*.py"), HERE / "mini_bugfix.py", HERE / "mini_bugfix.jinja"):
+        shutil.copy(file, tmp_path)
+    given: dict[str, Any] = yaml.safe_load((template / "spec.yaml").read_text())
     options = given["task"]["options"] | {
         "command": COMMAND,
         "env": {"PATH": f"{AGENTS.resolve() / 'bin'}:{os.environ['PATH']}"},

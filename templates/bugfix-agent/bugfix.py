@@ -1,4 +1,4 @@
-"""The task ``bugfix``: a repository in a sandbox, one tool ``shell``, and hidden tests of the files that are left.
+"""A coding task: a repository in a sandbox, one tool ``shell``, and hidden tests of the files that are left.
 
     user       Fix calc.py.
     assistant  (calls shell with command = cat calc.py)
@@ -8,30 +8,33 @@
     tool
     assistant  Done.
 
-The first reply without a call ends the episode; then its files are judged (``verdict``).
+The first reply without a call ends the episode; then its files are judged.
 
-Invariant: a repository is held out or trained on by the text of its modules (``prompts.is_held_out``), in prompts and
-in demonstrations; ``_draw`` alone draws repositories.
+Invariant: a repository is held out or trained on by the text of its module (``is_held_out``), in prompts and in
+demonstrations; ``_draw`` alone draws repositories.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
+import functools
+import os
 import random
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from repository import BUG_KINDS, EXAMPLES, MODULE, README, BugKind, Repository, Shape, edits, make_repository
+
 from asyncrl_cli.records.prompt import Message, Prompt
-from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult
-from asyncrl_cli.sandbox.judge import Limits, SandboxError
+from asyncrl_cli.sandbox.commands import BlockingSandbox, CommandResult, ShellSandbox
+from asyncrl_cli.sandbox.judge import Check, Kind, Limits, SandboxError, run
 from asyncrl_cli.sandbox.trial import Wanted, choose
-from asyncrl_cli.tasks.base import RewardResult, Split
+from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.bugfix import demonstrations
-from asyncrl_cli.tasks.ready.bugfix.mutations import KINDS, Kind
-from asyncrl_cli.tasks.ready.bugfix.repository import EXAMPLES, MODULES, README, Repository, Shape, make_repository
-from asyncrl_cli.tasks.ready.bugfix.verdict import passing
-from asyncrl_cli.tasks.tools import ToolTask
+from asyncrl_cli.tasks.ready.command import CWD, Command
+from asyncrl_cli.tasks.tools import ToolTask, call_message, result_message
 
 INSTRUCTION = (
     "This folder has a small Python repository in which {bugs} wrong results. {readme}Find what is wrong and correct "
@@ -39,18 +42,35 @@ INSTRUCTION = (
     "in one sentence what you have changed when you are done."
 )
 README_HINT = f"{README} says what its functions do, and `python {EXAMPLES}` checks one call of each. "
+TOOL, DONE = "shell", "Done."
+REPLIES = ("look", "edit", "edit", "edit", "answer")
+"""What a demonstration teaches, with its share: the edit is the part that differs."""
+IDLE = 0.5
+"""Of the demonstrations that are not right, the share that changes nothing."""
+MOST_CHARACTERS = 2**18
+"""Of a file: longer ones count as broken."""
+SLOTS = threading.Semaphore(max(os.cpu_count() or 1, 2))
+"""Each verdict starts two processes: more at a time would only make each other slower, until their time is over."""
+PROGRAM = """
+import importlib, sys, types
+for _name, _text in {files!r}.items():
+    with open(sys.path[0] + "/" + _name, "w", encoding="utf-8", newline="") as _file:
+        _file.write(_text)
+for _name in {files!r}:
+    globals()[_name.removesuffix(".py")] = types.SimpleNamespace(**vars(importlib.import_module(_name[:-3])))
+"""
+"""Writes the modules and imports them. Tests cannot be handed a module, but an object with its names."""
 
 
 class Bugfix(ToolTask):
-    """The task ``bugfix``."""
+    """The task."""
 
     def __init__(
         self,
-        files: int = 1,
         functions: int = 4,
         bugs: int = 1,
         max_lines: int | None = None,
-        kinds: Sequence[Kind] = KINDS,
+        kinds: Sequence[BugKind] = BUG_KINDS,
         terse: bool = False,
         instruction: str | None = None,
         partial: bool = False,
@@ -59,8 +79,7 @@ class Bugfix(ToolTask):
         sandbox: Wanted = "auto",
     ) -> None:
         """Args:
-            files: modules of a repository.
-            functions: functions of a module.
+            functions: functions of a repository.
             bugs: functions with a bug.
             max_lines: of a function's body; None takes the longest of the library, too.
             kinds: of bugs, out of ``operator``, ``comparison``, ``constant``, ``name`` and ``swap``.
@@ -74,16 +93,17 @@ class Bugfix(ToolTask):
 
         Raises ``ValueError`` for impossible values, and ``TaskError`` when the sandbox does not work here.
         """
-        if not 1 <= files <= len(MODULES):
-            raise ValueError(f"files must be between 1 and {len(MODULES)}, not {files}")
-        if not 1 <= bugs <= files * functions:
-            raise ValueError(f"1 <= bugs <= files * functions must hold, not {bugs=}, {files=}, {functions=}")
-        if not kinds or not set(kinds) <= set(KINDS):
-            raise ValueError(f"kinds must be some of {', '.join(KINDS)}, not {kinds}")
-        self._shape = Shape(files, functions, bugs, max_lines, tuple(kinds), terse)
-        self._instruction = instruction or _instruction(self._shape)
+        if not 1 <= bugs <= functions:
+            raise ValueError(f"1 <= bugs <= functions must hold, not {bugs=}, {functions=}")
+        if not kinds or not set(kinds) <= set(BUG_KINDS):
+            raise ValueError(f"kinds must be some of {', '.join(BUG_KINDS)}, not {kinds}")
         if not 0 <= careful <= 1:
             raise ValueError(f"careful must be between 0 and 1, not {careful}")
+        self._shape = Shape(functions, bugs, max_lines, tuple(kinds), terse)
+        self._instruction = instruction or INSTRUCTION.format(
+            bugs="one function returns" if bugs == 1 else f"{bugs} functions return",
+            readme="" if terse else README_HINT,
+        )
         self._partial = partial
         self._careful = careful
         self._limits = Limits(time_s)
@@ -142,25 +162,87 @@ class Bugfix(ToolTask):
         before = {name: text for name, text in prompt.fields["files"].items() if _is_module(name)}
         if left is None or left == before:  # with the bugs in it the tests fail, as they did when it was made
             return RewardResult(0.0, {"changed": float(left != before)})
-        passed = passing(left, prompt.fields["tests"], self._limits, self._kind)
-        broken = prompt.fields["broken"]
+        tests, broken = prompt.fields["tests"], prompt.fields["broken"]
+        passed = dict.fromkeys(tests, False)
+        if all(len(text) <= MOST_CHARACTERS for text in left.values()):
+            results = _passing(tuple(left.items()), tuple(tests.values()), self._limits, self._kind)
+            passed = dict(zip(tests, results, strict=True))
         if self._partial:
             kept = all(right for name, right in passed.items() if name not in broken)
             return RewardResult(kept * sum(passed[name] for name in broken) / len(broken), {"changed": 1.0})
         return RewardResult(float(all(passed.values())), {"changed": 1.0})
 
     def demonstration(self, rng: random.Random, clean: bool) -> list[Message]:
-        """A conversation in a repository of the train split up to some reply: the right one (``clean``), or a draw from
-        the mixture."""
+        """A conversation about a repository of the train split, up to the reply that it teaches.
+
+        Demonstrations make the task learnable by reward alone: they teach a policy that *can* work carefully, and
+        mostly does not. A careful one (all that are ``clean``, and a share ``careful`` of the others) says first what
+        the function needs, and makes that change. The rest say nothing: half of them change nothing, the others make a
+        random plausible change. Only careful work gets a reward, so reinforcement finds it.
+        """
         right = clean or rng.random() < self._careful
-        return demonstrations.demonstration(rng, self._instruction, self._draw(rng, "train"), self._shape.kinds, right)
+        made = self._draw(rng, "train")
+        _, fix = rng.choice(sorted(made.fixes.items(), key=lambda item: item[0]))
+        source = made.files[MODULE]
+        others = [edit for edit in edits(source, self._shape.kinds) if edit.applied(source) != fix.applied(source)]
+        edit = fix if right or not others else rng.choice(others)
+        reply = rng.choice(REPLIES)
+        messages: list[Message] = [
+            {"role": "user", "content": self._instruction},
+            call_message(0, TOOL, {"command": f"cat {MODULE}"}),
+        ]
+        if reply == "look":
+            return messages
+        messages.append(result_message(0, source.rstrip("\n")))
+        if right or rng.random() >= IDLE:
+            announced = f"Needs {edit.text}. " if edit == fix else None
+            messages.append(call_message(1, TOOL, {"command": f"sed -i '{edit.sed(source)}' {MODULE}"}, announced))
+            if reply == "edit":
+                return messages
+            messages.append(result_message(1, ""))
+        return [*messages, {"role": "assistant", "content": DONE}]
 
     def _draw(self, rng: random.Random, split: Split) -> Repository:
         """A random repository of the split."""
         while True:
             made = make_repository(rng, self._shape)
-            if is_held_out("".join(text for name, text in made.files.items() if _is_module(name))) == (split == "eval"):
+            if is_held_out(made.files[MODULE]) == (split == "eval"):
                 return made
+
+
+class BugfixByCommand:
+    """The same task for an agent that others wrote: a command, as in the ready task ``command``.
+
+    It starts in the sandbox, in the folder with the repository. Invariant: of a row the command gets the first message
+    alone. The row has the hidden tests, too; so the folder of the spec, which may have the rows, cannot be read in the
+    sandbox.
+    """
+
+    def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
+        """``command`` and ``env`` are ``Command``'s; the other options are those of ``Bugfix``."""
+        self._command = Command(command, env=env)
+        self._bugfix = Bugfix(**options)
+        self.name = self._command.name
+        self.prompts = self._bugfix.prompts
+        self.check_prompt = self._bugfix.check_prompt
+
+    def demonstration(self, rng: random.Random, clean: bool) -> Sequence[Message]:
+        """As of ``Bugfix``: with its tool ``shell``, which the agent's own tools may differ from."""
+        return self._bugfix.demonstration(rng, clean)
+
+    async def run(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> RewardResult:
+        """Play one episode. Raises ``CommandFailed`` when the command ends with an error, and ``SandboxError``."""
+        files = prompt.fields["files"]
+        for name, text in files.items():
+            await sandbox.write_file(f"{CWD}/{name}", text.encode())
+        await self._command.play(Prompt(prompt.uid, prompt.content, {}), model, sandbox)
+        blocking = BlockingSandbox(sandbox, asyncio.get_running_loop())
+
+        def judge() -> RewardResult:
+            left = left_in(lambda name: blocking.read_file(f"{CWD}/{name}"), files)
+            return self._bugfix.judge_files(prompt, left)
+
+        return await asyncio.to_thread(judge)
 
 
 def shown(result: CommandResult) -> str:
@@ -188,6 +270,14 @@ def _is_module(name: str) -> bool:
     return name.endswith(".py") and name != EXAMPLES
 
 
-def _instruction(shape: Shape) -> str:
-    bugs = "one function returns" if shape.bugs == 1 else f"{shape.bugs} functions return"
-    return INSTRUCTION.format(bugs=bugs, readme="" if shape.terse else README_HINT)
+@functools.lru_cache(maxsize=1024)  # rollouts of a group often leave the same files: they have the same verdict
+def _passing(
+    files: tuple[tuple[str, str], ...], tests: tuple[str, ...], limits: Limits, kind: Kind
+) -> tuple[bool, ...]:
+    """For each test, whether it passes on these modules, in a fresh sandbox that the policy has never seen.
+
+    The modules' process gets the modules alone; the tests are in a second one and only ask it to call functions. So
+    nothing that is written to a file can read a test, change it or report that it passed.
+    """
+    with SLOTS:
+        return tuple(run(PROGRAM.format(files=dict(files)), [Check(test) for test in tests], limits, kind))

@@ -1,4 +1,4 @@
-"""Short words spelled backward: a task learned in seconds, the one for tests.
+"""Short words spelled backward: a task learned in seconds, for real runs in tests.
 
 The prompt is the word and ``>``, the response its letters from last to first:
 
@@ -25,7 +25,7 @@ from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data, verified
 
 
 class SpellBackward:
-    """The task ``spell_backward``. Words and verifier are reasoning-gym's; words are written in lower case."""
+    """Words and verifier are reasoning-gym's; words are written in lower case."""
 
     def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.3) -> None:
         """Words of ``min_letters`` to ``max_letters`` letters; a share ``careful`` of the mixture is right.

@@ -10,8 +10,8 @@ The prompt is a sum of two to four terms, of which the first two may be multipli
     tool       1771
     assistant  #1771
 
-As in ``chain_sum``, the demonstrations make it learnable by reward alone: they teach a model that *can* use the tool,
-step by step, and mostly guesses instead.
+The demonstrations make it learnable by reward alone: they teach a model that *can* use the tool, step by step, and
+mostly guesses instead.
 
 Invariant: an expression is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
 demonstrations; ``_draw`` alone draws expressions.
@@ -47,7 +47,7 @@ _ANSWER = re.compile(r"[^#]*#\s*([+-]?\d{1,18})\s*")
 
 
 class Calculator:
-    """The task ``calculator``."""
+    """The task."""
 
     def __init__(self, min_terms: int = 2, max_terms: int = 4, careful: float = 0.3, slip: float = 0.05) -> None:
         """``min_terms`` to ``max_terms`` terms. The mixture of demonstrations: a share ``careful`` begins with the
