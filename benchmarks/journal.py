@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import ASYNCRL, header, row
 
-from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.rollout_rows import LOGPROBS, TOKENS
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
@@ -111,7 +111,7 @@ def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> Ite
     """Rows for the buffer, with several numbers of calls in flight."""
     import ray
 
-    from asyncrl_cli.buffer.actor import Buffer
+    from asyncrl_cli.journal.actor import Buffer
 
     per_round = rollouts // GROUP_SIZE
     groups = per_round * len(IN_FLIGHT)

@@ -71,8 +71,9 @@ def make_run(folder: Path, rollouts: int) -> Path:
         for key, value in (("settings", asdict(settings)), ("base", {})):
             journal.execute("INSERT INTO meta VALUES (?, ?)", (key, json.dumps(value)))
         journal.execute(
-            "INSERT INTO starts (at, kind, host, pid, step, version, note) VALUES (?, 'train', 'host', 1, 0, 0, '')",
-            (STARTED,),
+            "INSERT INTO starts (at, kind, host, pid, step, version, note, settings) "
+            "VALUES (?, 'train', 'host', 1, 0, 0, '', ?)",
+            (STARTED, json.dumps(asdict(settings))),
         )
         journal.execute(PUBLISH, (0, 0, STARTED))
         numbers = np.random.default_rng(0)

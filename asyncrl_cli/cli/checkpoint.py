@@ -118,8 +118,8 @@ def prune(
     """
     from rich.filesize import decimal
 
-    from asyncrl_cli.buffer.offline import checkpoints_removed
     from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.journal.file import checkpoints_removed
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import remove
 

@@ -154,13 +154,12 @@ def events(
     """
     from asyncrl_cli.inspect.history_page import as_json as json_line
     from asyncrl_cli.inspect.history_page import as_line, run_events
-    from asyncrl_cli.journal.events import KINDS, RENAMED_KINDS
+    from asyncrl_cli.journal.events import KINDS
     from asyncrl_cli.runs.catalogue import find_run
 
     for name in kind or ():
         if name not in KINDS:
-            known = f"it is {RENAMED_KINDS[name]!r} now" if name in RENAMED_KINDS else f"one of {', '.join(KINDS)}"
-            raise typer.BadParameter(f"there is no kind {name!r}; {known}", param_hint="--kind")
+            raise typer.BadParameter(f"there is no kind {name!r}; one of {', '.join(KINDS)}", param_hint="--kind")
     shown = json_line if as_json else as_line
     for event in run_events(find_run(runs_dir, run), kind or (), follow):
         echo(shown(event))

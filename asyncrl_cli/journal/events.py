@@ -22,13 +22,10 @@ STALL = "stall"
 """The kind of failure in the journal that is not a fault: a part has been waiting for long."""
 
 
-RENAMED_METRICS = {"response/cut": "response/truncated_ratio", "data/retired_prompts": "data/filtered_prompts"}
-"""Names of metrics in journals of earlier versions, and the present ones."""
-
-
 def metrics_of(text: str | None) -> dict[str, float]:
-    """The column ``metrics``, by today's names."""
-    return {RENAMED_METRICS.get(name, name): value for name, value in json.loads(text or "{}").items()}
+    """The column ``metrics``."""
+    metrics: dict[str, float] = json.loads(text or "{}")
+    return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +297,6 @@ KINDS: dict[str, type[Event]] = {
     )
 }
 """All kinds of events, by name."""
-RENAMED_KINDS = {"stay": "request"}
-"""Names of kinds in earlier versions, and the present ones."""
 
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = (), since: float = 0.0) -> Iterator[Event]:

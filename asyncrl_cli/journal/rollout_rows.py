@@ -1,6 +1,6 @@
 """Recorded rollouts: converts tokens to columns of the journal, and rows back to rollouts and batches.
 
-Arrays are raw little-endian bytes. Rows with a CRC are checked when they are read; a wrong CRC raises
+Arrays are raw little-endian bytes. Rows are checked against their CRC when they are read; a wrong CRC raises
 ``sqlite3.DatabaseError``, which ``schema.explained`` turns into a ``JournalError``.
 """
 
@@ -119,9 +119,7 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
         f"SELECT rollout_index, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY rollout_index",
         (group_id,),
     ):
-        # Schema 4 once took the checksum of a reward of -0.0, which SQLite stores as 0.0.
-        fitting = (function(group_id, index, *columns[:-1]) for function in (row_crc, _crc_of_negative_zero))
-        if crc is not None and crc not in fitting:
+        if crc is not None and row_crc(group_id, index, *columns[:-1]) != crc:
             raise _malformed(f"rollout {training_rollout_id(group_id, index)} has another checksum")
         rollouts[index] = RolloutRow(*columns)
     return rollouts
@@ -271,17 +269,7 @@ def row_crc(*values: Any) -> int:
 
     The same before a value is stored and after: SQLite drops the sign of zero, and the exact types of values.
     """
-    return _crc_shown([_as_stored(value) for value in values])
-
-
-def _crc_of_negative_zero(*values: Any) -> int:
-    """``row_crc`` as it was taken when a float of value zero had a sign."""
-    stored = [_as_stored(value) for value in values]
-    return _crc_shown([-value if type(value) is float and value == 0 else value for value in stored])
-
-
-def _crc_shown(values: list[Any]) -> int:
-    return zlib.crc32(ascii(values).encode())
+    return zlib.crc32(ascii([_as_stored(value) for value in values]).encode())
 
 
 def _as_stored(value: Any) -> Any:

@@ -13,14 +13,14 @@
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
     publishes    one row per weight version, with the checksum of the published bytes
     checkpoints, evaluations, failures, starts    the rest of the run's history
-    meta         what the rows mean: bounds, group size, where the history begins
+    meta         what the rows mean: bounds, group size, where the history begins; ``pruned_to``: the first group whose
+                 tokens were not dropped
 
 Arrays are raw little-endian bytes of one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
 SQLite itself notices no flipped bit in a value, so rows carry CRC-32 checksums (journal/rollout_rows.py): ``crc`` of a
 segment is that of its ``tokens`` and then ``logprobs``, ``key_crc`` also covers which tokens they are; ``crc`` of a
-group covers its prompt, and ``crc`` of a rollout its reward and how it ended. Rows of older schemas have NULL there.
-Times are unix seconds. Writers use ``PRAGMA user_version`` as the schema's number; ``MIGRATIONS[n]`` leads from
-number n to n + 1.
+group covers its prompt, and ``crc`` of a rollout its reward and how it ended. A checksum of NULL, in rows
+written by hand, is not compared. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -40,43 +40,65 @@ LOCK_PATIENCE_S = 20.0
 CHECKED_BYTES = 2**32
 """Journals up to this size are checked completely before a run continues with them."""
 
-MIGRATIONS = (
-    """
+SCHEMA = 1
+"""The schema's number, which the file has as ``PRAGMA user_version``."""
+
+TABLES = """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+    INSERT INTO meta VALUES ('pruned_to', '0');
     CREATE TABLE starts (
         id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL,
-        step INTEGER NOT NULL, version INTEGER NOT NULL, note TEXT NOT NULL
+        step INTEGER NOT NULL, version INTEGER NOT NULL, note TEXT NOT NULL, settings TEXT NOT NULL
     );
     CREATE TABLE groups (
         id INTEGER PRIMARY KEY, uid TEXT NOT NULL, prompt TEXT NOT NULL, fields TEXT NOT NULL,
         prompt_ids BLOB NOT NULL, version INTEGER NOT NULL,
         state TEXT NOT NULL CHECK (state IN ('running', 'finished', 'taken', 'rejected', 'requeued')),
         reason TEXT NOT NULL DEFAULT '', step INTEGER, serial INTEGER, epoch INTEGER, position INTEGER,
-        admitted_at REAL NOT NULL, ended_at REAL
+        admitted_at REAL NOT NULL, ended_at REAL, crc INTEGER
     );
     CREATE INDEX groups_outstanding ON groups (state) WHERE state IN ('running', 'finished');
     CREATE INDEX groups_dropped ON groups (state, reason) WHERE state IN ('rejected', 'requeued');
     CREATE INDEX groups_by_step ON groups (step) WHERE step IS NOT NULL;
     CREATE INDEX groups_by_uid ON groups (uid);
     CREATE TABLE rollouts (
-        group_id INTEGER NOT NULL, place INTEGER NOT NULL, tokens INTEGER NOT NULL, finish_reason TEXT,
-        reward REAL, failure TEXT, oldest INTEGER, newest INTEGER, recorded_at REAL NOT NULL,
-        PRIMARY KEY (group_id, place)
+        group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, tokens INTEGER NOT NULL, finish_reason TEXT,
+        reward REAL, failure TEXT, oldest INTEGER, newest INTEGER, recorded_at REAL NOT NULL, metrics TEXT,
+        scored_at REAL, crc INTEGER,
+        PRIMARY KEY (group_id, rollout_index)
     ) WITHOUT ROWID;
     CREATE TABLE segments (
-        group_id INTEGER NOT NULL, place INTEGER NOT NULL, start INTEGER NOT NULL, version INTEGER NOT NULL,
-        tokens BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER NOT NULL,
-        PRIMARY KEY (group_id, place, start)
+        group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, branch INTEGER NOT NULL, start INTEGER NOT NULL,
+        version INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER NOT NULL,
+        at REAL NOT NULL DEFAULT 0, key_crc INTEGER,
+        PRIMARY KEY (group_id, rollout_index, branch, start)
     );
     -- Counts tokens by version without reading them: `asyncrl staleness` would go through gigabytes.
     CREATE INDEX segments_sizes ON segments (group_id, version, length(tokens));
+    -- Not in segments: experts outweigh the tokens by far.
+    CREATE TABLE experts (
+        group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, branch INTEGER NOT NULL, start INTEGER NOT NULL,
+        ids BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (group_id, rollout_index, branch, start)
+    );
+    CREATE TABLE engine_requests (
+        ended_at REAL NOT NULL, request TEXT NOT NULL, begun_at REAL NOT NULL, engine TEXT NOT NULL,
+        ending TEXT NOT NULL, tokens INTEGER NOT NULL DEFAULT 0, context_tokens INTEGER NOT NULL DEFAULT 0,
+        cached_tokens INTEGER, running_from REAL, running_until REAL, first_token_s REAL,
+        PRIMARY KEY (ended_at, request)
+    ) WITHOUT ROWID;
+    CREATE TABLE engine_changes (
+        id INTEGER PRIMARY KEY, at REAL NOT NULL, engine TEXT NOT NULL,
+        change TEXT NOT NULL CHECK (change IN ('join', 'leave')), reason TEXT NOT NULL
+    );
     CREATE TABLE batches (
         step INTEGER PRIMARY KEY, version INTEGER NOT NULL, late INTEGER NOT NULL, taken_at REAL NOT NULL,
         trained_at REAL, digest TEXT, metrics TEXT
     );
     CREATE TABLE publishes (
         version INTEGER PRIMARY KEY, step INTEGER NOT NULL, at REAL NOT NULL, checksum TEXT NOT NULL,
-        seconds REAL NOT NULL, stall_s REAL NOT NULL, gap REAL NOT NULL, change REAL NOT NULL
+        seconds REAL NOT NULL, stall_s REAL NOT NULL, gap REAL NOT NULL, change REAL NOT NULL,
+        write_s REAL NOT NULL DEFAULT 0, transfer_s REAL NOT NULL DEFAULT 0, waited_s REAL NOT NULL DEFAULT 0,
+        pauses TEXT NOT NULL DEFAULT '{}'
     );
     CREATE TABLE checkpoints (
         step INTEGER PRIMARY KEY, at REAL NOT NULL, folder TEXT NOT NULL, seconds REAL NOT NULL, removed_at REAL
@@ -89,117 +111,7 @@ MIGRATIONS = (
     CREATE TABLE failures (
         id INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, part TEXT NOT NULL, message TEXT NOT NULL
     );
-    """,
-    # Rollouts of several sequences, and what tasks measure beside the reward.
-    """
-    CREATE TABLE branched (
-        group_id INTEGER NOT NULL, place INTEGER NOT NULL, branch INTEGER NOT NULL DEFAULT 0, start INTEGER NOT NULL,
-        version INTEGER NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, crc INTEGER NOT NULL,
-        PRIMARY KEY (group_id, place, branch, start)
-    );
-    INSERT INTO branched (group_id, place, start, version, tokens, logprobs, crc)
-        SELECT group_id, place, start, version, tokens, logprobs, crc FROM segments;
-    DROP TABLE segments;
-    ALTER TABLE branched RENAME TO segments;
-    -- Counts tokens by version without reading them: `asyncrl staleness` would go through gigabytes.
-    CREATE INDEX segments_sizes ON segments (group_id, version, length(tokens));
-    ALTER TABLE rollouts ADD COLUMN metrics TEXT;
-    """,
-    # When tokens were recorded and rewards known, and which engine had a request when.
-    """
-    ALTER TABLE segments ADD COLUMN at REAL;
-    ALTER TABLE rollouts ADD COLUMN judged_at REAL;
-    CREATE TABLE spells (
-        ended_at REAL NOT NULL, request TEXT NOT NULL, begun_at REAL NOT NULL, engine TEXT NOT NULL,
-        ending TEXT NOT NULL, PRIMARY KEY (ended_at, request)
-    ) WITHOUT ROWID;
-    """,
-    # Checksums of more than tokens, the settings that each start worked by, and which groups' tokens were dropped:
-    # those of groups below meta's `pruned_to`.
-    """
-    ALTER TABLE groups ADD COLUMN crc INTEGER;
-    ALTER TABLE rollouts ADD COLUMN crc INTEGER;
-    ALTER TABLE segments ADD COLUMN key_crc INTEGER;
-    ALTER TABLE starts ADD COLUMN settings TEXT;
-    UPDATE starts SET settings = (SELECT value FROM meta WHERE key = 'settings');
-    INSERT INTO meta SELECT 'pruned_to',
-        coalesce((SELECT min(group_id) FROM segments), (SELECT max(id) + 1 FROM groups), 0);
-    """,
-    # Other names for the same values; ``AS_NEWEST`` has them, too.
-    """
-    ALTER TABLE rollouts RENAME COLUMN place TO rollout_index;
-    ALTER TABLE rollouts RENAME COLUMN judged_at TO scored_at;
-    ALTER TABLE segments RENAME COLUMN place TO rollout_index;
-    ALTER TABLE spells RENAME TO engine_requests;
-    """,
-    # Engines come and go while a run continues.
-    """
-    CREATE TABLE engine_changes (
-        id INTEGER PRIMARY KEY, at REAL NOT NULL, engine TEXT NOT NULL,
-        change TEXT NOT NULL CHECK (change IN ('join', 'leave')), reason TEXT NOT NULL
-    );
-    """,
-    # The choice of experts; apart from the tokens, which it outweighs by far.
-    """
-    CREATE TABLE experts (
-        group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, branch INTEGER NOT NULL, start INTEGER NOT NULL,
-        ids BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (group_id, rollout_index, branch, start)
-    );
-    """,
-    # The work of an engine on a request, and what a publish kept waiting.
-    """
-    ALTER TABLE engine_requests ADD COLUMN tokens INTEGER;
-    ALTER TABLE engine_requests ADD COLUMN context_tokens INTEGER;
-    ALTER TABLE engine_requests ADD COLUMN cached_tokens INTEGER;
-    ALTER TABLE engine_requests ADD COLUMN running_from REAL;
-    ALTER TABLE engine_requests ADD COLUMN running_until REAL;
-    ALTER TABLE engine_requests ADD COLUMN first_token_s REAL;
-    ALTER TABLE publishes ADD COLUMN write_s REAL;
-    ALTER TABLE publishes ADD COLUMN transfer_s REAL;
-    ALTER TABLE publishes ADD COLUMN waited_s REAL;
-    ALTER TABLE publishes ADD COLUMN pauses TEXT;
-    """,
-)
-
-_NO_WORK = (
-    "NULL AS tokens, NULL AS context_tokens, NULL AS cached_tokens, NULL AS running_from, NULL AS running_until, "
-    "NULL AS first_token_s"
-)
-
-_NO_WAITS = """
-    CREATE TEMP VIEW publishes AS
-        SELECT *, NULL AS write_s, NULL AS transfer_s, NULL AS waited_s, NULL AS pauses FROM main.publishes;
-    """
-
-_WITHOUT_WORK = f"""
-    CREATE TEMP VIEW engine_requests AS SELECT *, {_NO_WORK} FROM main.engine_requests;
-    {_NO_WAITS}
-    """
-
-_NO_EXPERTS = """
-    CREATE TEMP VIEW experts AS
-        SELECT 0 AS group_id, 0 AS rollout_index, 0 AS branch, 0 AS start, NULL AS ids, 0 AS crc WHERE 0;
-    """
-
-_NO_ENGINE_CHANGES = """
-    CREATE TEMP VIEW engine_changes AS SELECT 0 AS id, 0.0 AS at, '' AS engine, '' AS change, '' AS reason WHERE 0;
-    """
-
-AS_NEWEST = {
-    4: _NO_ENGINE_CHANGES
-    + _NO_EXPERTS
-    + _NO_WAITS
-    + f"""
-    CREATE TEMP VIEW rollouts AS SELECT *, place AS rollout_index, judged_at AS scored_at FROM main.rollouts;
-    CREATE TEMP VIEW segments AS SELECT *, place AS rollout_index FROM main.segments;
-    CREATE TEMP VIEW engine_requests AS SELECT *, {_NO_WORK} FROM main.spells;
-    """,
-    5: _NO_ENGINE_CHANGES + _NO_EXPERTS + _WITHOUT_WORK,
-    6: _NO_EXPERTS + _WITHOUT_WORK,
-    7: _WITHOUT_WORK,
-}
-"""Views that make a journal of an older schema look like one of the newest, by the older schema's number. Others are
-read as a copy that is migrated."""
+"""
 
 
 DAMAGED = (
@@ -245,18 +157,20 @@ def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The one writer's connection, with the newest schema. Raises ``JournalError``.
+    """The one writer's connection; creates the tables of an empty file. Raises ``JournalError``.
 
     A commit returns when its bytes are on disk (WAL, ``synchronous=FULL``).
     """
     with explained(path), sound(path):
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_PATIENCE_S)
+        begun = _has_schema(connection, path)  # before anything is changed
         connection.execute("PRAGMA page_size = 16384")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA cache_size = -65536")
         connection.execute("PRAGMA journal_size_limit = 67108864")
-        _migrate(connection, path)
+        if not begun:  # in one transaction: no reader may see a part of it
+            connection.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
     return connection
 
 
@@ -270,18 +184,11 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
         )
     with explained(path):
         connection = _connected_for_reading(path)
-        number = connection.execute("PRAGMA user_version").fetchone()[0]
-        _check_number(number, path)
-        if not number:
+        if not _has_schema(connection, path):
             raise JournalError(
                 "this is not a journal of asyncrl", location=str(path), hint="restore the run's own file from a copy"
             )
-        if number == len(MIGRATIONS):
-            return connection
-        if number in AS_NEWEST:
-            connection.executescript(AS_NEWEST[number])
-            return connection
-        return _up_to_date_copy(connection, path)
+    return connection
 
 
 @contextmanager
@@ -296,17 +203,6 @@ def is_begun(path: Path) -> bool:
     """Whether anything is in a journal; not so when a run died while it made the file. Raises ``JournalError``."""
     with explained(path), closing(_connected_for_reading(path)) as connection:
         return bool(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
-
-
-def _up_to_date_copy(connection: sqlite3.Connection, path: Path) -> sqlite3.Connection:
-    """A journal of an older schema as a temporary copy with the newest one; the file stays as it is. SQLite keeps the
-    copy in memory, and on disk what has no room there."""
-    copy = sqlite3.connect("")
-    with closing(connection):
-        connection.backup(copy)
-    _migrate(copy, path)
-    copy.execute("PRAGMA query_only = ON")
-    return copy
 
 
 def _connected_for_reading(path: Path) -> sqlite3.Connection:
@@ -338,18 +234,13 @@ def check(path: Path) -> None:
                 raise sqlite3.DatabaseError(f"malformed: {found}")
 
 
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    number = connection.execute("PRAGMA user_version").fetchone()[0]
-    _check_number(number, path)
-    if number < len(MIGRATIONS):  # in one transaction: no reader may see a schema in between
-        scripts = "".join(MIGRATIONS[number:])
-        connection.executescript(f"BEGIN IMMEDIATE; {scripts} PRAGMA user_version = {len(MIGRATIONS)}; COMMIT;")
-
-
-def _check_number(number: int, path: Path) -> None:
-    if number > len(MIGRATIONS):
+def _has_schema(connection: sqlite3.Connection, path: Path) -> bool:
+    """False for an empty file. Raises ``JournalError`` for a journal of another schema."""
+    (number,) = connection.execute("PRAGMA user_version").fetchone()
+    if number not in (0, SCHEMA):
         raise JournalError(
-            f"the journal has schema {number}, newer than this version's {len(MIGRATIONS)}",
+            f"the journal has schema {number}, and this asyncrl reads only schema {SCHEMA}",
             location=str(path),
             hint="use the asyncrl that wrote it",
         )
+    return bool(number)

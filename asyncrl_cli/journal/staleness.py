@@ -162,7 +162,7 @@ def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int
     """The settings by which the batch of a step was taken: those of the last start before it."""
     starts = [
         (step, BufferSettings(**json.loads(text)))
-        for step, text in connection.execute("SELECT step, settings FROM starts WHERE settings NOT NULL ORDER BY id")
+        for step, text in connection.execute("SELECT step, settings FROM starts ORDER BY id")
     ]
 
     def at(step: int) -> BufferSettings:

@@ -50,11 +50,8 @@ class StepSpan:
 
     @property
     def ended_at(self) -> float:
-        """When the trainer was free for the next batch; engines may have loaded the version later. In runs of earlier
-        releases, which have no ``time/publish_s``, the trainer waited until they had."""
-        if (held_s := self.metrics.get(HELD)) is not None:
-            return self.trained_until + held_s
-        return self.publish.ended_at if self.publish else self.trained_until
+        """When the trainer was free for the next batch; engines may have loaded the version later."""
+        return self.trained_until + self.metrics.get(HELD, 0.0)
 
 
 def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:

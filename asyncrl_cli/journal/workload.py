@@ -77,23 +77,11 @@ def evaluation_spans(connection: sqlite3.Connection) -> list[tuple[float, float]
     ).fetchall()
 
 
-def tokens_are_known(connection: sqlite3.Connection) -> bool:
-    """Whether every request of an evaluation has its tokens, which earlier releases did not record."""
-    (unknown,) = connection.execute(
-        f"SELECT EXISTS (SELECT 1 FROM engine_requests WHERE request GLOB '{EVALUATION}*' AND tokens IS NULL)"
-    ).fetchone()
-    return not unknown
-
-
 def pauses_since(connection: sqlite3.Connection, since: float) -> dict[str, list[tuple[float, float]]]:
-    """By engine, begin and end of its pauses for new weights, by time. Of publishes by earlier releases only the
-    longest pause is known, and when it ended approximately: they have the empty name, and count for every engine."""
+    """By engine, begin and end of its pauses for new weights, by time."""
     pauses: dict[str, list[tuple[float, float]]] = {}
-    for at, stall_s, text in connection.execute(
-        "SELECT at, stall_s, pauses FROM publishes WHERE at > ? ORDER BY at", (since,)
-    ):
-        of_engines = {"": (at - stall_s, at)} if text is None else json.loads(text)
-        for engine, (begin, end) in of_engines.items():
+    for (text,) in connection.execute("SELECT pauses FROM publishes WHERE at > ? ORDER BY at", (since,)):
+        for engine, (begin, end) in json.loads(text).items():
             if end > begin:
                 pauses.setdefault(engine, []).append((begin, end))
     return pauses

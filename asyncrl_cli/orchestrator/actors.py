@@ -125,7 +125,7 @@ class ActorFactory:
     def buffer(self) -> Any:
         import ray
 
-        from asyncrl_cli.buffer.actor import Buffer
+        from asyncrl_cli.journal.actor import Buffer
 
         # On the driver's node, which has the run's folder.
         options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=on_node())

@@ -7,7 +7,7 @@ its process), after its requests have moved to other engines with all their toke
 
 Invariants: after each look at most ``wanted`` engines remain. An engine that leaves gets no more requests
 (``GenerationClient.withdraw``). The pool never changes a group's deadline: only the ledger bounds staleness
-(buffer/ledger.py). Decision 0040 explains why an engine that is lost with its node does not count as a restart.
+(journal/ledger.py). Decision 0040 explains why an engine that is lost with its node does not count as a restart.
 """
 
 from __future__ import annotations

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.offline import prepare_resume
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.file import prepare_resume
 from asyncrl_cli.journal.history import metrics_rows
 from asyncrl_cli.journal.progress import base as base_of
 from asyncrl_cli.journal.progress import loader_position, newest_prompts, steps_taken, steps_trained
 from asyncrl_cli.journal.rollout_rows import prompt_texts
 from asyncrl_cli.journal.schema import FILE, check, is_begun, reading
+from asyncrl_cli.journal.writer import Journal
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.launch import Start

@@ -1,8 +1,8 @@
 """Measures lengths and costs of a run from its journal, and the steps that a simulation is compared with.
 
 These are the last steps without an evaluation, a checkpoint or a start in them, which no simulation has. Costs are
-fitted to steps with an evaluation as well if the journal has its tokens: its requests are then work of the engines
-like any other. Steps are counted from 0 here, as in the journal; times are in seconds.
+fitted to steps with an evaluation as well: its requests are work of the engines like any other. Steps are counted from
+0 here, as in the journal; times are in seconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
 
-from asyncrl_cli.journal.events import Checkpoint, Evaluation, Start
+from asyncrl_cli.journal.events import Checkpoint, Start
 from asyncrl_cli.journal.progress import progress
-from asyncrl_cli.journal.step_timeline import HELD, StepSpan, last_groups, step_spans
+from asyncrl_cli.journal.step_timeline import StepSpan, last_groups, step_spans
 from asyncrl_cli.journal.workload import (
     EVALUATION,
     GroupSpan,
@@ -27,7 +27,6 @@ from asyncrl_cli.journal.workload import (
     requests_since,
     rollout_lengths,
     staleness_of,
-    tokens_are_known,
 )
 from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
@@ -90,14 +89,14 @@ def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
     chosen = _undisturbed(connection, spans, evaluations, settings)[-STEPS:]
     # The steps to which costs are fitted.
     fitted = chosen
-    if evaluations and tokens_are_known(connection):
+    if evaluations:
         fitted = [span for span in _undisturbed(connection, spans, (), settings) if span.step >= chosen[0].step]
     first = first_group(connection, chosen[0].step)
     lives = list(group_spans(connection, first))
     requests = requests_since(connection, lives[0].admitted_at if lives else 0.0)
     training = [(span.taken_at, span.trained_until) for span in spans]
     groups = _lengths(connection, chosen, first, requests)
-    engine = _engine(connection, requests, fitted, first, training, evaluations, shared_host)
+    engine = _engine(connection, requests, fitted, training, shared_host)
     trainer = fit_trainer(
         [span.trained_until - span.taken_at for span in fitted],
         [span.metrics.get("tokens/trained", 0.0) for span in fitted],
@@ -196,8 +195,7 @@ def _seconds_at_engines(requests: Iterable[EngineRequest]) -> dict[str, float]:
 
 
 def _running(request: EngineRequest) -> tuple[float, float]:
-    """From when to when vLLM had it. Journals of earlier releases have only when it was sent, and when the driver knew
-    of its end."""
+    """From when to when vLLM had it; if it was lost or cancelled, from when to when its engine had it."""
     if request.running_from is None or request.running_until is None:
         return request.begun_at, request.ended_at
     return request.running_from, request.running_until
@@ -211,59 +209,28 @@ def _engine(
     connection: sqlite3.Connection,
     requests: Sequence[EngineRequest],
     chosen: Sequence[StepSpan],
-    first: int,
     training: Spans,
-    evaluations: Spans,
     shared_host: bool,
 ) -> EngineFit | None:
     """None where no engine requests are recorded."""
     if not requests:
         return None
-    estimate = _Estimate(connection, requests, first)
     begun, over = chosen[0].taken_at, chosen[-1].ended_at
     of_engine: dict[str, list[Request]] = defaultdict(list)
     for one in requests:
         begin, end = _running(one)
-        if one.tokens is not None:
-            request = Request(begin, end, float(one.tokens), one.context_tokens or 0)
-            # Its tokens are known, and when vLLM had it.
-            sound = one.running_from is not None and one.ending in ("stop", "length", "aborted") and one.tokens > 0
-            sound = sound and not one.request_id.startswith(EVALUATION)
-        else:
-            request = estimate(one)
-            alone = not any(since < one.ended_at and one.begun_at < until for since, until in evaluations)
-            sound = alone and estimate.knows(one)
+        request = Request(begin, end, float(one.tokens), one.context_tokens)
+        # It is known when vLLM had it, and all of its tokens.
+        sound = one.running_from is not None and one.ending in ("stop", "length", "aborted") and one.tokens > 0
+        sound = sound and not one.request_id.startswith(EVALUATION)
         of_engine[one.engine].append(replace(request, fitted=begun <= begin and end <= over and sound))
     pauses = pauses_since(connection, requests[0].begun_at)
     return fit_engine(
         list(of_engine.values()),
-        [joined([*pauses.get("", ()), *pauses.get(engine, ())]) for engine in of_engine],
+        [joined(pauses.get(engine, ())) for engine in of_engine],
         training,
         shared_host,
     )
-
-
-class _Estimate:
-    """Estimates the tokens of requests in journals of earlier releases, which do not have them: a rollout's tokens are
-    divided among its requests by their durations; a request of an evaluation gets the mean length."""
-
-    def __init__(self, connection: sqlite3.Connection, requests: Sequence[EngineRequest], first: int) -> None:
-        evaluated = [evaluation.mean_length for evaluation in Evaluation.read(connection)]
-        self._usual = fmean(evaluated) if evaluated else 0.0
-        self._lengths = {
-            f"{one.group_id}-{one.rollout_index}": (float(one.tokens), one.prompt_tokens)
-            for one in rollout_lengths(connection, first)
-        }
-        self._seconds = _seconds_at_engines(requests)
-
-    def knows(self, request: EngineRequest) -> bool:
-        """Whether the tokens of its rollout are recorded."""
-        return _rollout(request) in self._lengths
-
-    def __call__(self, request: EngineRequest) -> Request:
-        name, lasting = _rollout(request), request.ended_at - request.begun_at
-        tokens, prompt = self._lengths.get(name, (self._usual, 0))
-        return Request(request.begun_at, request.ended_at, tokens * lasting / (self._seconds[name] or 1.0), prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +293,12 @@ def _busy_beside(chosen: Sequence[StepSpan], requests: Sequence[EngineRequest]) 
 
 def _publish(chosen: Sequence[StepSpan], alone: _Alone, overlaps: bool) -> PublishCost:
     """Means over the measured steps that published. ``overlaps``: the trainer continues while engines load, so it was
-    kept only for its own part of the publish. In earlier releases it waited for all of it (decision 0062)."""
+    kept only for its own part of the publish (decision 0062)."""
     held, delivered, stalls = [], [], []
     for span in chosen:
         if span.publish is not None:
             begun, ended = span.publish.begun_at, span.publish.ended_at
-            kept_s = span.metrics.get(HELD, ended - begun)
+            kept_s = span.ended_at - span.trained_until
             # Without the time that it waited for the last publish, which is simulated.
             own_s = kept_s - span.metrics.get("time/publish_wait_s", 0.0)
             if not overlaps:

@@ -18,8 +18,7 @@ from math import inf
 from operator import attrgetter
 from typing import Literal
 
-from asyncrl_cli.buffer.batches import Batch
-from asyncrl_cli.buffer.ledger import Ledger
+from asyncrl_cli.journal.ledger import Batch, Ledger
 from asyncrl_cli.plan.costs import Costs
 from asyncrl_cli.plan.engine_model import Engine, Sequence
 from asyncrl_cli.plan.lengths import Groups

@@ -322,8 +322,8 @@ class EngineRequest:
     begun_at: float
     ended_at: float
     ending: RequestEnding
-    tokens: int | None = None
-    context_tokens: int | None = None
+    tokens: int = 0
+    context_tokens: int = 0
     cached_tokens: int | None = None
     running_from: float | None = None
     running_until: float | None = None

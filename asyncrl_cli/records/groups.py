@@ -43,7 +43,7 @@ class BufferSettings:
     note_solved: bool = False
     """Whether ``Opening.solved`` is filled, for which the entire history is read."""
     ahead: int | None = None
-    """Number of batches of finished groups at which admission stops; None, also in older journals: no limit."""
+    """Number of batches of finished groups at which admission stops; None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)

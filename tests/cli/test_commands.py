@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import asyncrl_cli.cli
-from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import Rollout, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord

@@ -13,8 +13,8 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect import history_page
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer import recorded_run
-from tests.buffer.recorded_run import RecordedRun, make_run, settings
+from tests.journal import recorded_run
+from tests.journal.recorded_run import RecordedRun, make_run, settings
 
 Ask = Callable[..., tuple[object, str]]
 
@@ -82,7 +82,7 @@ def test_following_a_run_prints_new_events_until_it_ends(
     assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("kind", "hint"), [("steps", "one of start, admit"), ("stay", "it is 'request' now")])
+@pytest.mark.parametrize(("kind", "hint"), [("steps", "one of start, admit")])
 def test_an_unknown_kind(
     recorded: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, hint: str
 ) -> None:

@@ -24,7 +24,7 @@ from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
-from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
+from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 
 PAGES = (
     ("inspect", "buffer"),

@@ -13,7 +13,7 @@ import pytest
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
-from tests.buffer.recorded_run import RecordedRun, settings
+from tests.journal.recorded_run import RecordedRun, settings
 from tests.monitors.mlflow_server import Server
 
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"

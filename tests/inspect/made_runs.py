@@ -17,8 +17,8 @@ from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Outcome
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer import recorded_run
-from tests.buffer.recorded_run import RecordedRun, make_run, settings
+from tests.journal import recorded_run
+from tests.journal.recorded_run import RecordedRun, make_run, settings
 
 
 @dataclass(frozen=True, slots=True)

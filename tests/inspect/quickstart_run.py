@@ -9,7 +9,7 @@ from pathlib import Path
 
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer.recorded_run import STARTED, make_run, settings
+from tests.journal.recorded_run import STARTED, make_run, settings
 
 TIMES = Path(__file__).with_name("quickstart_times.csv")
 """Steps 121 to 130, counted from 0 here. Times are in milliseconds; a request's times count from its group's
@@ -31,7 +31,9 @@ def quickstart_run(folder: Path) -> RunDirectory:
     journal.execute("BEGIN")
     journal.execute("INSERT INTO meta VALUES ('settings', ?)", (json.dumps(described),))
     journal.execute(
-        "INSERT INTO starts (at, kind, host, pid, step, version, note) VALUES (?, 'train', '', 1, 0, 0, '')", (STARTED,)
+        "INSERT INTO starts (at, kind, host, pid, step, version, note, settings) "
+        "VALUES (?, 'train', '', 1, 0, 0, '', ?)",
+        (STARTED, json.dumps(described)),
     )
 
     def at(milliseconds: str) -> float:

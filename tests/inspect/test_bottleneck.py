@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.batches import Batch
-from asyncrl_cli.buffer.ledger import Ledger
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.report.evidence import (
     PARTS,
@@ -24,14 +22,15 @@ from asyncrl_cli.inspect.report.evidence import (
     trainer_time,
 )
 from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.journal.ledger import Batch, Ledger
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.plan.prediction import advice
 from asyncrl_cli.records.groups import BufferSettings
-from tests.buffer.recorded_run import STARTED, RecordedRun, settings
 from tests.inspect.made_runs import SITUATIONS, made_run
 from tests.inspect.quickstart_run import SPEC, quickstart_run
+from tests.journal.recorded_run import STARTED, RecordedRun, settings
 
 TIMES = st.floats(0, 1000, allow_nan=False).map(lambda value: round(value, 3))
 EVALUATED = {"evaluation": {"every": 10, "fix_version": True}}

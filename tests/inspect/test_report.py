@@ -36,8 +36,8 @@ from asyncrl_cli.journal.rollouts import (
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
+from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
 
 HTML_TEXT = "</script><script>alert(1)</script><img src=x onerror=alert(2)> {{ 7 * 7 }}"
 

@@ -9,7 +9,7 @@ import pytest
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.step_timeline import first_publish, step_spans
-from tests.buffer.recorded_run import PUBLISH_S, STARTED, TRAIN_S, RecordedRun, settings
+from tests.journal.recorded_run import PUBLISH_S, STARTED, TRAIN_S, RecordedRun, settings
 
 
 def test_spans_are_the_recorded_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE, open_for_writing
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer.recorded_run import STARTED, TRAIN_S, RecordedRun, make_run, settings
+from tests.journal.recorded_run import STARTED, TRAIN_S, RecordedRun, make_run, settings
 
 INTERVALS = st.lists(
     st.tuples(st.integers(0, 100), st.integers(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=60

@@ -29,8 +29,8 @@ from asyncrl_cli.journal.queries import group_record, overview, snapshot
 from asyncrl_cli.journal.rollouts import newest_rollout, next_rollout
 from asyncrl_cli.journal.schema import FILE, open_for_writing, reading
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer import recorded_run
-from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
+from tests.journal import recorded_run
+from tests.journal.recorded_run import METRICS, EpisodeRun, RecordedRun, make_run, settings
 
 SHOWN_METRICS = METRICS | {
     "reward/mean": 0.5,
@@ -72,7 +72,10 @@ def test_a_look_is_the_journals(run: RunDirectory, recorded: RecordedRun) -> Non
     recorded.commit()
     shown = look(run)
     assert (shown.step, shown.steps, shown.version, shown.max_staleness) == (3, 40, 3, 2)
-    assert shown.metrics == SHOWN_METRICS and shown.trends["reward/mean"] == [0.5] * 3
+    assert (
+        shown.metrics == SHOWN_METRICS | {"time/publish_s": recorded_run.PUBLISH_S}
+        and shown.trends["reward/mean"] == [0.5] * 3
+    )
     assert [fault.split(" ", 2)[2] for fault in shown.faults] == [f"engine-{at}: gone" for at in (1, 2, 3)]
     with snapshot(run.path / FILE) as connection:
         found = overview(connection)

@@ -12,11 +12,11 @@ import pytest
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal import queries
-from asyncrl_cli.journal.events import KINDS, Event, Reader, events, metrics_of
+from asyncrl_cli.journal.events import KINDS, Event, Reader, events
 from asyncrl_cli.journal.queries import snapshot, spooled
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.records.generation import EngineRequest
-from tests.buffer.recorded_run import STARTED, RecordedRun, make_run, settings
+from tests.journal.recorded_run import STARTED, RecordedRun, make_run, settings
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "events.md"
 
@@ -174,8 +174,3 @@ def test_no_room_for_the_temporary_file_is_an_error(recorded: RecordedRun) -> No
 
     with pytest.raises(UserError, match="no room for a temporary file: No space left on device"):
         next(spooled(recorded.book.journal._path, full))
-
-
-def test_metrics_of_earlier_versions_have_the_present_names() -> None:
-    assert metrics_of('{"response/cut": 0.5, "loss": 1}') == {"response/truncated_ratio": 0.5, "loss": 1}
-    assert metrics_of(None) == {}

@@ -17,7 +17,7 @@ from asyncrl_cli.journal.staleness import StepStaleness, in_ranges, staleness_re
 from asyncrl_cli.records.generation import CONTEXT
 from asyncrl_cli.records.groups import Outcome
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from tests.buffer.recorded_run import METRICS, EpisodeRun, RecordedRun, settings
+from tests.journal.recorded_run import METRICS, EpisodeRun, RecordedRun, settings
 
 
 @pytest.fixture

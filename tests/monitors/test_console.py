@@ -24,8 +24,8 @@ from asyncrl_cli.monitors.console import LiveView, PlainView, looking, open_view
 from asyncrl_cli.monitors.outlet import Outlet, Terminal, run_terminal
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer import recorded_run
-from tests.buffer.recorded_run import RecordedRun, make_run, settings
+from tests.journal import recorded_run
+from tests.journal.recorded_run import RecordedRun, make_run, settings
 
 METRICS = {
     "reward/mean": 0.5125,

@@ -9,8 +9,8 @@ import pytest
 from asyncrl_cli.monitors.mlflow.outbox import FILE
 from asyncrl_cli.monitors.mlflow.sender import Sender
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.buffer.recorded_run import settings
 from tests.inspect.made_runs import Situation, made_run
+from tests.journal.recorded_run import settings
 
 from .mlflow_runs import Logged, do_steps, evaluate, local, started_run
 

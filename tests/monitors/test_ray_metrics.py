@@ -25,7 +25,7 @@ from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
-from tests.buffer.recorded_run import make_run
+from tests.journal.recorded_run import make_run
 
 ROOT = Path(__file__).parents[2]
 COUNTS = Counts(running=31, finished=3, taken=1000, rejected=5, requeued=6, late=0)

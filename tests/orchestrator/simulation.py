@@ -597,7 +597,7 @@ def _in_one_thread() -> Iterator[None]:
     with (
         patch("asyncio.to_thread", here),
         patch("ray.kill", Actor.die),
-        patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.actor.LAZY_S", 0.0),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),

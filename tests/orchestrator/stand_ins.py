@@ -18,10 +18,10 @@ from unittest.mock import patch
 import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from asyncrl_cli.buffer.actor import Buffer
 from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup, News, Orders
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.journal.actor import Buffer
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.placement import PlacementGroup
@@ -336,7 +336,7 @@ class StandInBuffer(Actor):
 
     def __init__(self, path: Path, spec: ExperimentSpec) -> None:
         super().__init__()
-        with patch("asyncrl_cli.buffer.actor.redirect_output"):
+        with patch("asyncrl_cli.journal.actor.redirect_output"):
             self._buffer = Buffer(str(path), buffer_settings(spec), "")
         self._buffer._disk = _Here()  # type: ignore[assignment]
         self.dies_at = ""

@@ -198,7 +198,7 @@ def test_a_fault_of_the_journal_is_not_a_death(tmp_path: Path, monkeypatch: pyte
         def full(*_: object) -> None:
             raise JournalError("the journal failed: database or disk is full")
 
-        monkeypatch.setattr("asyncrl_cli.buffer.journal.Journal.commit", full)
+        monkeypatch.setattr("asyncrl_cli.journal.writer.Journal.commit", full)
         for _ in range(2):
             with pytest.raises(JournalError, match="disk is full"):
                 await admit(harness.client, 0, 1)

@@ -71,7 +71,7 @@ def play(folder: Path, test: Callable[[Harness, Episodes], Coroutine[Any, Any, N
         harness, episodes = Harness(folder, 1, **sections), Episodes()
         harness.episodes, harness.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
         with (
-            patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+            patch("asyncrl_cli.journal.actor.LAZY_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.RECORD_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         ):

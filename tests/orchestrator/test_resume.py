@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from stand_ins import prompts, rollout, spec
 
-from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.journal.schema import FILE, MIGRATIONS, JournalError, check
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.schema import FILE, JournalError, check
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.launch import Start
 from asyncrl_cli.orchestrator.replay import changes_since
@@ -301,21 +301,7 @@ def test_tokens_that_were_dropped_keep_a_run_from_starting_before_them(run: RunD
     assert start(run).kind == "resume"
 
 
-# -- kills, older journals, archived steps
-
-
-def test_a_refused_resume_leaves_an_older_journal_as_it_is(run: RunDirectory) -> None:
-    for scripts in MIGRATIONS[:3]:
-        with closing(sqlite3.connect(run.path / FILE)) as connection:
-            connection.executescript(scripts)
-    with closing(sqlite3.connect(run.path / FILE)) as connection:
-        connection.execute("PRAGMA user_version = 3")
-    run.update(step=1)
-    assert "the journal ends at step 0" in refused(run).message
-    run.update(step=0)
-    assert start(run).kind == "resume"
-    with closing(sqlite3.connect(run.path / FILE)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
+# -- kills, archived steps
 
 
 def test_steps_that_are_trained_again_from_a_named_checkpoint_are_reported_again(run: RunDirectory) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from stand_ins import spec
 
-from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.text_files import read_jsonl
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.actors import buffer_settings

@@ -173,7 +173,7 @@ async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterat
     """A running scheduler, which is killed at the end."""
     harness = Harness(folder, engines, **sections)
     with (
-        patch("asyncrl_cli.buffer.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.actor.LAZY_S", 0.0),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
     ):
         async with asyncio.TaskGroup() as tasks, collecting(harness.client):

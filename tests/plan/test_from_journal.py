@@ -21,7 +21,7 @@ from asyncrl_cli.plan.prediction import NOTICEABLE, Devices, advice, predict, sp
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.system.processor_speed import processor_speed
-from tests.buffer.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
+from tests.journal.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
 from tests.plan.scenarios import lengths, scenario
 from tests.plan.scenarios import settings as small
 
@@ -119,7 +119,7 @@ def test_too_few_steps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 TOKEN_S, START_S, DELIVER_S, SETTLE_S = 0.02, 0.1, 0.25, 0.05
 
 
-def with_requests(run: RecordedRun, path: Path, known: bool = True) -> Calibration:
+def with_requests(run: RecordedRun, path: Path) -> Calibration:
     """Add the engine requests of the run's groups, with ``TOKEN_S`` for each token, and a simultaneous evaluation."""
     with snapshot(path) as connection:
         lives = connection.execute("SELECT id, admitted_at, ended_at FROM groups WHERE ended_at > 0").fetchall()
@@ -127,16 +127,18 @@ def with_requests(run: RecordedRun, path: Path, known: bool = True) -> Calibrati
     spans = [(f"{group}-{index}", begin, end) for group, begin, end in lives for index in range(2)]
     spans += [(f"eval:30:greedy:{index}", taken_at - 1, taken_at + 5) for index in range(6)]
     for name, begin, end in spans:
-        request = EngineRequest(name, "engine-0", begin, end - SETTLE_S, "stop")
-        if known:
-            since, until = begin + START_S, request.ended_at - DELIVER_S
-            request = replace(
-                request,
-                tokens=round((until - since) / TOKEN_S),
-                context_tokens=3,
-                running_from=since,
-                running_until=until,
-            )
+        since, until = begin + START_S, end - SETTLE_S - DELIVER_S
+        request = EngineRequest(
+            name,
+            "engine-0",
+            begin,
+            end - SETTLE_S,
+            "stop",
+            tokens=round((until - since) / TOKEN_S),
+            context_tokens=3,
+            running_from=since,
+            running_until=until,
+        )
         run.book.journal.requested([request])
     run.commit()
     return measured(path)
@@ -152,15 +154,6 @@ def test_what_is_known_of_requests_is_used(tmp_path: Path, monkeypatch: pytest.M
     assert (overheads.start_s, overheads.deliver_s, overheads.settle_s) == pytest.approx((START_S, DELIVER_S, SETTLE_S))
     # Steps during the evaluation are not compared with the simulation, which has no evaluation; their costs count.
     assert found.trainer.steps > found.observed.steps
-
-
-def test_without_their_tokens_steps_beside_evaluations_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "journal.db"
-    found = with_requests(recorded(path, monkeypatch, DURATIONS[2]), path, known=False)
-    assert found.trainer.steps == found.observed.steps
-    assert found.costs.overheads.deliver_s == 0
 
 
 # -- what is predicted
@@ -274,7 +267,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = make_run(tmp_path / "runs").path
     (path / "spec.yaml").write_text(SPEC)
-    monkeypatch.setattr("tests.buffer.recorded_run.METRICS", {"tokens/trained": 22.0})
+    monkeypatch.setattr("tests.journal.recorded_run.METRICS", {"tokens/trained": 22.0})
     recorded(path / "journal.db", monkeypatch, DURATIONS[2])
     return path
 

@@ -12,9 +12,9 @@ import pytest
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
-from tests.buffer.recorded_run import RecordedRun, settings
 from tests.e2e.faults.audit import Audit, audit
 from tests.e2e.faults.evidence import Evidence, read_snapshot
+from tests.journal.recorded_run import RecordedRun, settings
 
 STEPS = 6
 WITHOUT_CHECKSUMS = (

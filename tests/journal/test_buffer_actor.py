@@ -26,10 +26,10 @@ from buffer_stand_ins import (
     tokens,
 )
 
-from asyncrl_cli.buffer import actor
-from asyncrl_cli.buffer.actor import Buffer
-from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal_file import Statement
+from asyncrl_cli.journal import actor
+from asyncrl_cli.journal.actor import Buffer
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.file import Statement
 from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting

@@ -12,17 +12,15 @@ import pytest
 from buffer_stand_ins import (
     PROMPT_IDS,
     SETTINGS,
-    WITHOUT_SCHEMA_8,
     candidates,
     commit,
-    content,
     group_outcomes,
     pieces,
     rollout,
 )
 
-from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.journal.schema import FILE, JournalError, open_for_reading
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.schema import FILE, JournalError
 from asyncrl_cli.records.experts import Experts
 from asyncrl_cli.records.generation import Rollout
 
@@ -135,22 +133,6 @@ def test_without_them_nothing_is_written_and_old_tokens_take_theirs_along(path: 
     while book.journal.prune(1):
         pass
     assert rows_in(path) == 0
-
-
-def test_a_journal_of_schema_6_has_none(path: Path) -> None:
-    book, (one, other, *_) = running(path)
-    for group in (one, other):
-        book.record([rollout(f"{group}-{index}", VERSIONS) for index in (0, 1)])
-        book.score(group_outcomes(group))
-    assert book.take(0) is None
-    commit(book)
-    expected = content(book.journal.batch(0))
-    book.journal.close()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(f"DROP TABLE experts; {WITHOUT_SCHEMA_8} PRAGMA user_version = 6;")
-    with closing(open_for_reading(path)) as connection:
-        assert connection.execute("SELECT count(*) FROM experts").fetchone() == (0,)
-    assert content(DurableLedger(path, SETTINGS).journal.batch(0)) == expected
 
 
 def test_damaged_experts_are_found(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sqlite3
-import zlib
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -15,8 +14,8 @@ from buffer_stand_ins import SETTINGS, candidates, commit, content, finish, publ
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.journal import progress, queries, schema
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.history import history
 from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
@@ -482,20 +481,3 @@ def test_a_prompt_that_runs_again_keeps_any_text(path: Path) -> None:
     book.journal.requeued(admission.group_id, entry)
     commit(book)
     assert read_group(book.journal._connection, entry.group_id).prompt.uid == "a\0b"
-
-
-def test_a_row_with_the_checksum_of_minus_zero_is_accepted(path: Path) -> None:
-    book = opened(path)
-    book.admit(candidates(1, 1))
-    book.record([rollout("0-0")], [Outcome("0-0", Scored(-0.0))])
-    commit(book)
-    connection = book.journal._connection
-    (row,) = connection.execute(
-        "SELECT group_id, rollout_index, tokens, finish_reason, -0.0, failure, metrics, oldest, newest FROM rollouts"
-    ).fetchall()
-    as_it_was = zlib.crc32(ascii([*row[:4], -0.0, *row[5:]]).encode())
-    connection.execute("UPDATE rollouts SET crc = ?", (as_it_was,))
-    assert read_rollouts(connection, 0)[0].reward == 0.0
-    connection.execute("UPDATE rollouts SET crc = ?", (as_it_was + 1,))
-    with pytest.raises(sqlite3.DatabaseError, match="another checksum"):
-        read_rollouts(connection, 0)

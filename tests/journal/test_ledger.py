@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from buffer_stand_ins import made_ledger
 
-from asyncrl_cli.buffer.batches import Batch, Blocked
-from asyncrl_cli.buffer.ledger import Ledger, LedgerError
+from asyncrl_cli.journal.ledger import Batch, Blocked, Ledger, LedgerError
 from asyncrl_cli.records.groups import OnStale
 
 

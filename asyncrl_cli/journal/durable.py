@@ -12,12 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.batches import Batch
-from asyncrl_cli.buffer.journal import Journal
-from asyncrl_cli.buffer.ledger import LateGroups, Ledger, LedgerError
 from asyncrl_cli.journal import progress
+from asyncrl_cli.journal.ledger import Batch, LateGroups, Ledger, LedgerError
 from asyncrl_cli.journal.rollout_rows import read_rollouts
 from asyncrl_cli.journal.schema import JournalError, sound
+from asyncrl_cli.journal.writer import Journal
 from asyncrl_cli.records.generation import Rollout, Segment, group_and_index
 from asyncrl_cli.records.groups import (
     Admission,

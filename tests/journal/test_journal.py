@@ -4,40 +4,34 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 from buffer_stand_ins import (
     SETTINGS,
-    WITHOUT_SCHEMA_8,
     candidates,
     commit,
     content,
     contents,
     finish,
-    joined,
     pieces,
     publish_record,
     rollout,
     tokens,
 )
 
-from asyncrl_cli.buffer import journal_file
-from asyncrl_cli.buffer.durable import DurableLedger
 from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.journal import file as journal_file
 from asyncrl_cli.journal import schema
-from asyncrl_cli.journal.events import events
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_batch
-from asyncrl_cli.journal.schema import DAMAGED, FILE, MIGRATIONS, JournalError, open_for_reading, open_for_writing
-from asyncrl_cli.journal.staleness import staleness_report
+from asyncrl_cli.journal.schema import DAMAGED, FILE, SCHEMA, JournalError, open_for_reading, open_for_writing
 from asyncrl_cli.journal.step_timeline import engine_requests
 from asyncrl_cli.journal.workload import pauses_since
-from asyncrl_cli.records.generation import CONTEXT, EngineRequest
+from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.records.groups import Outcome, PublishRecord
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.records.training import TrainingBatch
@@ -301,94 +295,18 @@ def test_a_missing_journal_is_named(path: Path) -> None:
 
 
 @pytest.mark.parametrize("use", [open_for_reading, open_for_writing])
-def test_a_newer_schema_is_refused(path: Path, use: Callable[[Path], sqlite3.Connection]) -> None:
-    with closing(open_for_writing(path)) as connection:
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
-    with pytest.raises(JournalError, match=f"schema {len(MIGRATIONS) + 1}, newer than") as caught:
+@pytest.mark.parametrize("number", [SCHEMA + 1, 8])
+def test_another_schema_is_refused_and_not_changed(
+    path: Path, number: int, use: Callable[[Path], sqlite3.Connection]
+) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(f"PRAGMA user_version = {number}")
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match=f"schema {number}, and this asyncrl reads only schema 1") as caught:
         use(path)
     assert caught.value.hint == "use the asyncrl that wrote it"
-
-
-def test_an_older_schema_is_read_as_the_newest_and_changed_by_the_writer_alone(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    book_with_steps(path, 1).journal.close()
-    monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "CREATE TABLE newer (id INTEGER PRIMARY KEY);"))
-    before = path.read_bytes()
-    with closing(open_for_reading(path)) as connection:
-        assert count(connection, "newer") == 0
-        assert count(connection, "batches") == 1
-        with pytest.raises(sqlite3.OperationalError, match="readonly"):
-            connection.execute("DELETE FROM batches")
+    assert caught.value.location == str(path)
     assert path.read_bytes() == before
-    with closing(open_for_writing(path)) as connection:
-        assert count(connection, "newer") == 0
-        assert count(connection, "batches") == 1
-    with closing(open_for_reading(path)) as connection:
-        assert count(connection, "newer") == 0
-
-
-WRITTEN_BY_SCHEMA_4 = Path(__file__).parents[1] / "fixtures" / "journal_schema_4.sql"
-"""``book_with_steps(path, 2)``, two engine requests, a checkpoint and a failure, written by the code of schema 4."""
-
-
-def as_schema(number: int, folder: Path, path: Path) -> None:
-    """The run of ``WRITTEN_BY_SCHEMA_4`` as the writer of an older schema would have written it."""
-    written = folder / "schema_4.db"
-    with closing(sqlite3.connect(written)) as connection:
-        connection.executescript(WRITTEN_BY_SCHEMA_4.read_text())
-    if number == 4:
-        written.rename(path)
-        return
-    with closing(sqlite3.connect(path)) as connection:
-        scripts = "".join(MIGRATIONS[:number])
-        connection.executescript(f"{scripts} PRAGMA user_version = {number}; ATTACH '{written}' AS new;")
-        tables = [name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")]
-        for table in tables:
-            columns = ", ".join(row[1] for row in connection.execute(f"PRAGMA main.table_info({table})"))
-            connection.execute(f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM new.{table}")
-        connection.execute("DELETE FROM main.meta WHERE key = 'pruned_to'")  # schema 4 has it
-        connection.commit()
-
-
-def layout(path: Path) -> set[tuple[str, str, str]]:
-    """Tables and indexes of a journal, with their columns."""
-    with closing(sqlite3.connect(path)) as connection:
-        named = connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
-        return {
-            (kind, name, str(connection.execute(f"PRAGMA table_info({name})").fetchall()) if kind == "table" else sql)
-            for kind, name, sql in named
-        }
-
-
-@pytest.mark.parametrize("number", [1, 3, 4])
-def test_a_run_with_an_older_schema_is_resumed(tmp_path: Path, path: Path, number: int) -> None:
-    book = book_with_steps(tmp_path / "new.db", 2)
-    snapshot, batches = book.ledger.snapshot(), [content(book.journal.batch(step)) for step in range(2)]
-    book.journal.close()
-    as_schema(number, tmp_path, path)
-    before = path.read_bytes()
-    with closing(open_for_reading(path)) as connection:
-        assert [content(read_batch(connection, step)) for step in range(2)] == batches
-        assert Counter(event.name for event in events(connection))["request"] == (0 if number == 1 else 2)
-        assert staleness_report(connection).groups == 4
-    assert path.read_bytes() == before
-
-    book = DurableLedger(path, SETTINGS)
-    assert book.ledger.snapshot() == snapshot
-    assert [content(book.journal.batch(step)) for step in range(2)] == batches
-    half = book.opening().groups[0]
-    assert contents(half.unscored[0]) == contents(rollout(f"{half.admission.group_id}-0"))
-    name = f"{half.admission.group_id}-1"
-    assert tokens(joined(name, half.prefixes[1][0])) == tokens(rollout(name))
-    assert layout(path) == layout(tmp_path / "new.db")
-    more = rollout(f"{name}.1", [CONTEXT, 3])
-    book.grown(pieces(more))
-    commit(book)
-    assert {at: len(of) for at, of in DurableLedger(path, SETTINGS).opening().groups[0].prefixes[1].items()} == {
-        0: 1,
-        1: 2,
-    }
 
 
 REQUESTS = [
@@ -411,22 +329,6 @@ def test_the_work_of_engines_and_what_a_publish_kept_waiting(path: Path) -> None
         row = connection.execute("SELECT write_s, transfer_s, waited_s FROM publishes WHERE version = 2").fetchone()
         assert row == (0.25, 0.125, 3.0)
         assert pauses_since(connection, 0.0) == {name: [pause] for name, pause in pauses.items()}
-
-
-def test_a_journal_of_schema_7_knows_less_of_it(path: Path) -> None:
-    book = book_with_steps(path, 1)
-    book.journal.requested(REQUESTS)
-    commit(book)
-    book.journal.close()
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(f"{WITHOUT_SCHEMA_8} PRAGMA user_version = 7;")
-    known = [EngineRequest(*astuple(one)[:5]) for one in REQUESTS]
-    with closing(open_for_reading(path)) as connection:
-        assert list(engine_requests(connection)) == known
-        assert [event.name for event in events(connection, ["publish"])] == ["publish"]
-    DurableLedger(path, SETTINGS).journal.close()
-    with closing(open_for_reading(path)) as connection:
-        assert list(engine_requests(connection)) == known
 
 
 def read_all(path: Path) -> None:

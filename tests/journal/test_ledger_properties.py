@@ -13,8 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl_cli.buffer.batches import Batch, Blocked, GroupEntry
-from asyncrl_cli.buffer.ledger import LateGroups, Ledger
+from asyncrl_cli.journal.ledger import Batch, Blocked, GroupEntry, LateGroups, Ledger
 from asyncrl_cli.records.groups import OnStale
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from buffer_stand_ins import SETTINGS, candidates, commit, group_outcomes, group_rollouts, publish_record
 
-from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE, JournalError, open_for_writing

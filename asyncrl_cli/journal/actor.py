@@ -16,8 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.journal_file import Statement
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.file import Statement
 from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
 from asyncrl_cli.records.groups import (
     Admitted,

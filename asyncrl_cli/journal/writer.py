@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncrl_cli.buffer.batches import Batch, GroupEntry
-from asyncrl_cli.buffer.journal_file import JournalFile, Statement
+from asyncrl_cli.journal.file import JournalFile, Statement
+from asyncrl_cli.journal.ledger import Batch, GroupEntry
 from asyncrl_cli.journal.progress import kept_checkpoints
 from asyncrl_cli.journal.rollout_rows import (
     PROMPT,

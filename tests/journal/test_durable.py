@@ -28,8 +28,8 @@ from buffer_stand_ins import (
     tokens,
 )
 
-from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.ledger import LedgerError
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.ledger import LedgerError
 from asyncrl_cli.records.generation import CONTEXT, Segment
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from itertools import groupby
@@ -18,9 +19,17 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from asyncrl_cli.journal.progress import OUTSTANDING
+from asyncrl_cli.journal.progress import ACCEPTED, OUTSTANDING
 from asyncrl_cli.journal.rollout_rows import read_batch, row_crc
-from asyncrl_cli.journal.schema import DAMAGED, JournalError, explained, open_for_reading, open_for_writing, sound
+from asyncrl_cli.journal.schema import (
+    DAMAGED,
+    FILE,
+    JournalError,
+    explained,
+    open_for_reading,
+    open_for_writing,
+    sound,
+)
 from asyncrl_cli.records.training import TrainingBatch
 
 P = ParamSpec("P")
@@ -205,3 +214,34 @@ class JournalFile:
             )
         moved_back = "" if target == self._path else f" after you have renamed the copy to {self._path.name}"
         return f"everything acknowledged is in {target}: `asyncrl resume` continues from it{moved_back}"
+
+
+# -- changes without a driver: the caller holds the run's lock
+
+
+def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
+    """Record that the checkpoints of these steps are removed from disk, unless the run has no journal."""
+    journal = run / FILE
+    if steps and journal.is_file():
+        with explained(journal), closing(open_for_writing(journal)) as connection:
+            connection.executemany(
+                "UPDATE checkpoints SET removed_at = ? WHERE step = ?", [(time.time(), step) for step in steps]
+            )
+
+
+def prepare_resume(journal: Path, retrain_from: int | None, accept_data: bool) -> None:
+    """Record what a resume changes.
+
+    The reports of the steps from ``retrain_from`` (counted from 0) on are dropped, because with other settings, or on
+    another machine, they may differ now. With ``accept_data`` the prompts admitted so far are never compared with the
+    data again.
+    """
+    with explained(journal), closing(open_for_writing(journal)) as connection:
+        if retrain_from is not None:
+            connection.execute(
+                "UPDATE batches SET trained_at = NULL, digest = NULL, metrics = NULL WHERE step >= ?", (retrain_from,)
+            )
+        if accept_data:
+            connection.execute(
+                "INSERT OR REPLACE INTO meta SELECT ?, coalesce(max(serial), 0) FROM groups", (ACCEPTED,)
+            )

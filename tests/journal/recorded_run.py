@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, PublishRecord, StepRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -65,7 +65,7 @@ class RecordedRun:
         response: Sequence[int] = (5, 6, 7, 1),
     ) -> None:
         self.now = STARTED
-        monkeypatch.setattr("asyncrl_cli.buffer.journal.time", SimpleNamespace(time=lambda: self.now))
+        monkeypatch.setattr("asyncrl_cli.journal.writer.time", SimpleNamespace(time=lambda: self.now))
         self.settings = of
         self.waited: list[float] = []
         self._path = path
@@ -84,11 +84,13 @@ class RecordedRun:
         self.waited.append(self.now - asked)
         self.pass_time(TRAIN_S)
         ledger = self.book.ledger
+        trained = self.now
         if ledger.publish_due:
             self.pass_time(PUBLISH_S)
             self._publish_record(ledger.version + 1)
             self.fill()
-        self.book.journal.trained(StepRecord(step, f"digest {step}", METRICS))
+        metrics = {**METRICS, "time/publish_s": self.now - trained}
+        self.book.journal.trained(StepRecord(step, f"digest {step}", metrics))
         self.commit()
 
     def take(self) -> int:

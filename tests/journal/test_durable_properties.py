@@ -36,8 +36,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncrl_cli.buffer.batches import Batch
-from asyncrl_cli.buffer.durable import DurableLedger
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.ledger import Batch
 from asyncrl_cli.records.generation import (
     CONTEXT,
     Rollout,

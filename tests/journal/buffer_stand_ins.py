@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.buffer.durable import DurableLedger
-from asyncrl_cli.buffer.ledger import Ledger
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.ledger import Ledger
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
 from asyncrl_cli.records.groups import BufferSettings, Candidate, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -150,14 +150,3 @@ def finish(book: DurableLedger, *group_ids: int) -> None:
     for group_id in group_ids:
         book.record(group_rollouts(group_id))
         assert book.score(group_outcomes(group_id)).finished == (group_id,)
-
-
-WITHOUT_SCHEMA_8 = "".join(
-    f"ALTER TABLE {table} DROP COLUMN {column};"
-    for table, columns in {
-        "engine_requests": "tokens context_tokens cached_tokens running_from running_until first_token_s",
-        "publishes": "write_s transfer_s waited_s pauses",
-    }.items()
-    for column in columns.split()
-)
-"""Converts tables of the newest schema to schema 7."""
