@@ -50,8 +50,8 @@ def verl(
     when a configuration cannot be read.
     """
     from asyncrl_cli.convert.files import convert_one, targets
-    from asyncrl_cli.convert.source import Source, override, read_file, words
-    from asyncrl_cli.convert.verl import DEFAULTS, INSTEAD, ROWS, overrides_of
+    from asyncrl_cli.convert.source import override, read_file, words
+    from asyncrl_cli.convert.verl import INSTEAD, TRAINER, overrides_of
 
     line = overrides_of(words(configs))
     files = [name for name in line if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
@@ -61,7 +61,7 @@ def verl(
     for origin, target in zip(origins, targets(origins, output), strict=True):
         values = override(read_file(origin, INSTEAD) if files else {}, overrides)
         label = _label(origin if files else "", len(overrides), "override")
-        results.append(convert_one("verl", label, Source(values, DEFAULTS), ROWS, target))
+        results.append(convert_one(TRAINER, label, values, target))
     _finish(results, force)
 
 
@@ -84,8 +84,8 @@ def trl(
     same as those of `convert verl`.
     """
     from asyncrl_cli.convert.files import convert_one, targets
-    from asyncrl_cli.convert.source import Source, read_file
-    from asyncrl_cli.convert.trl import DEFAULTS, ROWS
+    from asyncrl_cli.convert.source import read_file
+    from asyncrl_cli.convert.trl import TRAINERS
     from asyncrl_cli.convert.trl_arguments import INSTEAD, parse
 
     found = parse(arguments)
@@ -94,7 +94,7 @@ def trl(
     for origin, target in zip(origins, targets(origins, output), strict=True):
         values = (read_file(origin, INSTEAD) if found.files else {}) | found.values
         label = _label(origin if found.files else "", len(found.values), "argument")
-        results.append(convert_one("TRL", label, Source(values, DEFAULTS[found.method]), ROWS, target))
+        results.append(convert_one(TRAINERS[found.method], label, values, target))
     _finish(results, force)
 
 

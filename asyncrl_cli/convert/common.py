@@ -1,4 +1,4 @@
-"""What tables of several trainers compute in the same way."""
+"""Arithmetic and texts that the settings of several trainers share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ class Devices(NamedTuple):
 
 
 def split(total: int, per_engine: int) -> Devices:
-    """GPUs that trainer and engines used in turn, as two halves: asyncrl has both at work at the same time.
+    """Divide GPUs that trainer and engines used in turn: asyncrl has both at work at the same time.
 
     A single GPU is shared."""
-    per_engine = max(per_engine, 1)
     if total <= 1 and per_engine == 1:
         return Devices(1, 1, 0.5, 0.5)
     engines = max(total // 2 // per_engine, 1)
@@ -35,15 +34,15 @@ def split(total: int, per_engine: int) -> Devices:
 
 
 def divided(source: Source, found: Devices, total: int) -> None:
-    """Say how GPUs are divided that the other trainer uses for both in turn."""
-    if found.per_rank < 1:
-        source.remark("engine and rank share one GPU, a half each; in mode sync the engine sleeps while it trains")
-        return
+    """Remark how GPUs are divided that the other trainer uses for both in turn."""
     generating = int(found.engines * found.per_engine)
-    source.remark(
+    text = (
         f"the other trainer uses {total} GPU(s) for both in turn. Here {found.ranks} train and {generating} generate, "
         f"{found.ranks + generating} in all"
     )
+    if found.per_rank < 1:
+        text = "engine and rank share one GPU, a half each; in mode sync the engine sleeps while it trains"
+    source.remark("trainer.ranks", text)
 
 
 def run_name(text: object) -> str | None:
@@ -58,18 +57,6 @@ def model_path(path: Any, source: Source) -> Any:
     return path
 
 
-def data_path(path: object, source: Source) -> str | None:
-    """The first of the files: a split of a spec is one file."""
-    if isinstance(path, list | tuple):
-        if len(path) > 1:
-            rest = ", ".join(map(str, path[1:]))
-            source.remark(f"a split is one file: this is the first, and not {rest}. Join them, or use task.mix")
-        path = path[0] if path else None
-    if path is not None and PurePosixPath(str(path)).suffix.lower() not in (".parquet", ".jsonl", ".json", ".csv", ""):
-        source.remark("asyncrl reads .jsonl, .parquet and .csv (docs/data.md)")
-    return None if path is None else str(path)
-
-
 def running_rollouts(limit: int, group_size: int, groups: int, devices: Devices) -> int:
     """`rollout.max_running_rollouts`: at most the limit, at least a group, else what the run generates at a time."""
     return max(min(limit, -(-groups * group_size // devices.engines)), group_size)
@@ -80,8 +67,12 @@ def multiple(steps: float, of: int) -> int:
     return -(-int(steps) // of) * of if steps > 0 else 0
 
 
-def logs_to(source: Source, name: str, *keys: str) -> bool:
-    """Whether a list of loggers (or `all`) has this one."""
-    loggers = source.get(*keys)
-    listed = loggers if isinstance(loggers, list) else [loggers]
-    return name in [str(logger).lower() for logger in listed]
+def tracking(source: Source, name: str, project: Any) -> dict[str, Any]:
+    """`tracking`, from the key ``name`` with one logger or a list of loggers."""
+    loggers = source.get(name)
+    listed = [str(logger).lower() for logger in (loggers if isinstance(loggers, list) else [loggers])]
+    return {
+        "tracking.mlflow": "mlflow" in listed,
+        "tracking.tensorboard": "tensorboard" in listed,
+        "tracking.wandb.project": project if "wandb" in listed else None,
+    }

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from asyncrl_cli.convert.rows import Conversion, Row, convert
-from asyncrl_cli.convert.source import Source
+from asyncrl_cli.convert.rows import Conversion, Trainer, convert
 from asyncrl_cli.convert.write import CHECK, PATHS, spec_text
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import output_file
@@ -68,11 +68,10 @@ def targets(origins: Sequence[str], output: Path | None) -> list[Path | None]:
     return list(found)
 
 
-def convert_one(trainer: str, origin: str, source: Source, rows: Sequence[Row], target: Path | None) -> Result:
+def convert_one(trainer: Trainer, origin: str, given: Mapping[str, Any], target: Path | None) -> Result:
     """Convert a configuration and check its spec, without writing it."""
-    conversion = convert(source, rows)
-    folder = target.parent if target else Path()
-    text = spec_text(conversion, trainer, origin, folder)
+    conversion = convert(given, trainer)
+    text = spec_text(conversion, origin, target.parent if target else Path())
     try:
         problems = load_spec(target or "spec.yaml", data=text.encode()).warnings
     except SpecError as error:

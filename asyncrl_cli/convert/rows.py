@@ -1,9 +1,11 @@
-"""A table of rows, applied to a configuration."""
+"""A trainer's table of keys, applied to a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,41 +17,72 @@ OFF: tuple[Any, ...] = (None, False, 0, -1, "", "no", "none", "None", "disabled"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Keys of the other trainer, and the key of a spec that they decide, or why there is none.
+    """Keys of the other trainer that decide one key of a spec.
 
     ``names``: the keys, separated by spaces; they may be patterns (`*` is any text).
-    ``key``: the spec's key, or empty.
-    ``note``: what differs, or without ``key`` what to do instead.
-    ``value``: the spec's value from the source; None: the key is not written. Default: the value of the first name.
-    ``off``: without ``key``: further values that leave the feature unused.
-    ``needed``: without ``key``: whether something of the configuration is lost, so that the user has to look at it.
-    ``when``: without ``key``: a condition of the whole configuration, without which the row does not hold.
-    ``supported``: without ``key``: False if the spec would train something else. It then does not count as valid.
+    ``note``: what differs.
     """
 
     names: str
-    key: str = ""
+    key: str
     note: str = ""
-    value: Callable[[Source], Any] | None = None
+
+
+class Without(Enum):
+    """What it means that a key has no counterpart."""
+
+    NEEDLESS = auto()
+    """A spec does not need it."""
+    LOST = auto()
+    """Something of the configuration is lost: the user has to look at it."""
+    UNSUPPORTED = auto()
+    """The spec would train something else. It does not count as valid."""
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """Keys (``names``, as in ``Row``) without a counterpart.
+
+    ``note``: what to do instead.
+    ``off``: further values that leave the feature unused.
+    ``when``: a condition of the whole configuration, without which the row does not hold.
+    """
+
+    kind: Without
+    names: str
+    note: str
     off: tuple[Any, ...] = ()
-    needed: bool = True
     when: Callable[[Source], bool] | None = None
-    supported: bool = True
 
 
-def lost(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Row:
-    """Keys that a spec cannot express; ``off``: values that leave them unused."""
-    return Row(names, note=note, off=off, when=when)
+def lost(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Other:
+    """Keys that a spec cannot express."""
+    return Other(Without.LOST, names, note, off, when)
 
 
-def unsupported(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Row:
+def unsupported(names: str, note: str, when: Callable[[Source], bool] | None = None) -> Other:
     """Keys of a run that asyncrl cannot train, such as one with images."""
-    return Row(names, note=note, off=off, when=when, supported=False)
+    return Other(Without.UNSUPPORTED, names, note, when=when)
 
 
-def needless(names: str, note: str) -> Row:
+def needless(names: str, note: str) -> Other:
     """Keys that a spec does not need."""
-    return Row(names, note=note, needed=False)
+    return Other(Without.NEEDLESS, names, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """Another trainer: its name, its own defaults by key, and what becomes of its keys.
+
+    ``rows`` are in the order of the spec. The first of ``others`` that matches a key holds for it. ``settings`` gives
+    the values of those keys of a spec that are more than a copy of the first of the row's names.
+    """
+
+    name: str
+    defaults: Mapping[str, Any]
+    rows: Sequence[Row]
+    others: Sequence[Other]
+    settings: Callable[[Source], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +95,7 @@ class Setting:
 
     key: str
     value: Any
-    sources: tuple[tuple[str, Any], ...]
+    sources: dict[str, Any]
     note: str
     remarks: tuple[str, ...]
 
@@ -73,9 +106,10 @@ class Conversion:
     the spec trains something else."""
 
     source: Source
+    trainer: Trainer
     settings: list[Setting] = field(default_factory=list)
-    lost: dict[str, list[str]] = field(default_factory=dict)
-    needless: dict[str, list[str]] = field(default_factory=dict)
+    lost: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    needless: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     unused: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
@@ -86,41 +120,44 @@ class Conversion:
         return [(setting.key, remark) for setting in self.settings for remark in setting.remarks]
 
 
-def convert(source: Source, rows: Sequence[Row]) -> Conversion:
-    """Apply the rows. Every key of the source is in the result: with a setting, in a list, or unknown."""
-    result = Conversion(source)
+def convert(given: Mapping[str, Any], trainer: Trainer) -> Conversion:
+    """Convert a configuration by its dotted keys. Every key is in the result: with a setting, in a list, or unknown."""
+    source = Source(given, trainer.defaults)
+    values = trainer.settings(source)
+    result = Conversion(source, trainer)
     converted: set[str] = set()
     mapped: set[str] = set()
-    for row in (row for row in rows if row.key):
+    for row in trainer.rows:
         names = [name for pattern in row.names.split() for name in source.matching(pattern)]
         mapped.update(names)
-        source.remarks = []
-        value = row.value(source) if row.value else source.get(*row.names.split())
-        if value is not None or source.remarks:
-            given = {name: source.given[name] for name in names if name in source.given}
-            converted.update(given)
-            result.settings.append(Setting(row.key, value, tuple(given.items()), row.note, tuple(source.remarks)))
-    others = [row for row in rows if not row.key]
+        value = values[row.key] if row.key in values else source.get(*row.names.split())
+        remarks = tuple(source.remarks.get(row.key, ()))
+        if value is not None or remarks:
+            sources = {name: source.given[name] for name in names if name in source.given}
+            converted.update(sources)
+            result.settings.append(Setting(row.key, value, sources, note=row.note, remarks=remarks))
     for name, value in source.given.items():
         if name in converted:
             continue
-        other = next((row for row in others if _matches(row, name) and (not row.when or row.when(source))), None)
-        if name in mapped or (other and other.needed and _is_off(value, other.off)):
+        other = next((other for other in trainer.others if _holds(other, name, source)), None)
+        needed = other is not None and other.kind is not Without.NEEDLESS
+        if name in mapped or (other and needed and _is_off(value, other.off)):
             result.unused.append(name)
         elif other is None:
             result.unknown.append(name)
         else:
-            (result.lost if other.needed else result.needless).setdefault(other.note, []).append(name)
-            if not other.supported:
+            (result.lost if needed else result.needless)[other.note].append(name)
+            if other.kind is Without.UNSUPPORTED:
                 source.unsupported.append(f"{name} = {shown(value)}: {other.note}")
     result.unsupported = source.unsupported
     return result
 
 
-def _matches(row: Row, name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in row.names.split())
+def _holds(other: Other, name: str, source: Source) -> bool:
+    matches = any(fnmatchcase(name, pattern) for pattern in other.names.split())
+    return matches and (other.when is None or other.when(source))
 
 
 def _is_off(value: Any, off: tuple[Any, ...]) -> bool:
-    """Whether the value is one of ``OFF`` or ``off``; True is not the number 1."""
+    """True for a value of ``OFF`` or ``off``; True is not the number 1."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in (*OFF, *off))

@@ -37,15 +37,14 @@ for _first in "-+.0123456789":
 class Source:
     """What a configuration says, with the defaults of its trainer.
 
-    ``given`` has the keys that were written. ``remarks`` collects what a row's ``value`` function finds worth saying
-    while it computes: sentences for the comment above the key that it decides. ``unsupported`` collects reasons why
-    asyncrl cannot train this.
+    ``given`` has the keys that were written. ``remarks`` collects sentences for the comments above keys of the spec,
+    ``unsupported`` reasons why asyncrl cannot train this.
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.given = {name: _resolved(name, value, given, MAX_REFERENCES) for name, value in given.items()}
         self.defaults = defaults
-        self.remarks: list[str] = []
+        self.remarks: dict[str, list[str]] = {}
         self.unsupported: list[str] = []
 
     def get(self, *names: str) -> Any:
@@ -81,13 +80,9 @@ class Source:
         value = self.get(*names)
         return value.lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
 
-    def quiet(self) -> Source:
-        """The same configuration, for a function whose remarks belong to another key."""
-        return Source(self.given, self.defaults)
-
-    def remark(self, text: str) -> None:
-        """Say something that a user should look at."""
-        self.remarks.append(text)
+    def remark(self, key: str, text: str) -> None:
+        """Add a sentence about a key of the spec that the user should look at."""
+        self.remarks.setdefault(key, []).append(text)
 
 
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb")

@@ -26,9 +26,10 @@ CHECK = "CHECK"
 PATHS = ("model.path", "data.train.path", "data.eval.path")
 
 
-def spec_text(conversion: Conversion, trainer: str, origin: str, folder: Path) -> str:
-    """The spec of a conversion. ``trainer`` is the other trainer's name, ``origin`` what was converted, and ``folder``
-    where the spec is going to be: relative paths start from there, and in the source from the current folder."""
+def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
+    """The spec of a conversion. ``origin`` names the converted configuration, and ``folder`` is the spec's: relative
+    paths start from there, and in the source from the current folder."""
+    trainer = conversion.trainer.name
     lines = [
         f"# Converted by `asyncrl convert {trainer.lower()}` from {_line(origin)}.",
         f"# Each comment names the keys of {trainer} that decided a value; `{CHECK}` marks what you should check.",
@@ -64,7 +65,7 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
             yield f"{indent}{name}:"
             yield from _section(inner, trainer, folder, f"{indent}  ")
             continue
-        source = ", ".join(f"{key} = {shown(value)}" for key, value in inner.sources)
+        source = ", ".join(f"{key} = {shown(value)}" for key, value in inner.sources.items())
         text = source or f"{trainer}'s default"
         yield from _comment(f"{text}; {inner.note}" if inner.note else text, indent)
         for remark in inner.remarks:

@@ -8,7 +8,6 @@ from typing import Any
 
 from asyncrl_cli.core.secrets import hide_settings
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.spec.renamed import translate
 
 
 def resolved_spec(run: RunDirectory) -> dict[str, Any]:
@@ -19,7 +18,6 @@ def resolved_spec(run: RunDirectory) -> dict[str, Any]:
         value = hide_settings(yaml.safe_load((run.path / "spec.yaml").read_text()))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    translate(value)
     return value if isinstance(value, dict) else {}
 
 

@@ -27,7 +27,6 @@ from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
 from asyncrl_cli.spec.problems import Problem, SpecError
-from asyncrl_cli.spec.renamed import translate
 from asyncrl_cli.spec.rules import RULES
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.suggestions import explain
@@ -45,21 +44,16 @@ class LoadedSpec:
     """Values that contain environment variables, in their written form, by path: ``dump_spec`` writes this form."""
 
 
-def load_spec(
-    path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None, *, recorded: bool = False
-) -> LoadedSpec:
+def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | None = None) -> LoadedSpec:
     """Read and check a spec; ``overrides`` are ``a.b=value`` texts, applied in order.
 
-    ``data`` is the file's content if it comes from elsewhere; ``path`` is then only its name and folder. The file of a
-    ``recorded`` run may have keys of earlier versions. Raises ``SpecError`` with every problem found.
+    ``data`` is the file's content if it comes from elsewhere; ``path`` is then only its name and folder. Raises
+    ``SpecError`` with every problem found.
     """
     problems: list[Problem] = []
     layers = Layers(problems)
     references: dict[tuple[str, ...], str] = {}
-    root = layers.read(str(path), data)
-    if recorded:
-        translate(root)  # Before the overrides, which have the present names.
-    spec = _load(root, overrides, layers, references)
+    spec = _load(layers.read(str(path), data), overrides, layers, references)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
@@ -74,7 +68,7 @@ def load_spec(
 
 
 def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
-    """``load_spec`` of the spec in a run's folder, which an earlier version may have written.
+    """``load_spec`` of the spec in a run's folder.
 
     Its ``runs_dir`` is the folder in which the run is now, because runs can be moved. Raises ``ConfigError`` when the
     run's folder lacks a spec, and ``SpecError`` when the spec with the overrides is not valid.
@@ -87,7 +81,7 @@ def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
             hint="restore the file from a copy; `asyncrl report`, `watch` and `inspect` work without it",
         )
     try:
-        loaded = load_spec(file, overrides, recorded=True)
+        loaded = load_spec(file, overrides)
     except SpecError:
         # The only problems to report: "X cannot be combined with Y" would suggest that correcting Y is enough.
         refuse_fixed(override.partition("=")[0] for override in overrides)

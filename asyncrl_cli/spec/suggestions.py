@@ -15,7 +15,6 @@ from asyncrl_cli.core.suggest import closest, did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
 from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS
 from asyncrl_cli.spec.problems import Problem
-from asyncrl_cli.spec.renamed import successor
 
 KeyPath = tuple[int | str, ...]
 """The keys and indices that lead to a value, as pydantic has them."""
@@ -112,8 +111,6 @@ def _foreign(location: KeyPath, value: Any, *, inside: bool = False) -> list[Key
 
 def _known(location: KeyPath) -> tuple[list[str], str]:
     """Suggestions for an unknown key, and the hint that names them."""
-    if renamed := successor(general(_dotted(location))):
-        return [renamed[0]], renamed[1]
     parent, key = _parent(location)
     if instead := elsewhere(parent, key)[1]:
         return [], instead

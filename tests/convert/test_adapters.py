@@ -68,7 +68,7 @@ def test_a_comment_keeps_the_code_as_it_is(home: Path) -> None:
     from asyncrl_cli.convert.write import spec_text
 
     conversion = test_verl.converted(["data.train_batch_size=256"])
-    text = spec_text(conversion, "verl", "test", Path())
+    text = spec_text(conversion, "test", Path())
     code = next(remark for key, remark in conversion.remarks if key == "task.use").partition("\n")[2]
     assert [line.removeprefix("  # ").rstrip() for line in text.splitlines() if line.startswith("  #     ")] == [
         line for line in code.splitlines() if line

@@ -9,9 +9,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.convert.rows import convert
+from asyncrl_cli.convert.rows import Trainer, convert
 from asyncrl_cli.convert.source import Source, override, read_file
-from asyncrl_cli.convert.verl import DEFAULTS, ROWS
+from asyncrl_cli.convert.trl import TRAINERS
+from asyncrl_cli.convert.verl import DEFAULTS, TRAINER
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
 
@@ -52,8 +53,14 @@ VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | s
 @settings(max_examples=60, deadline=None)
 @given(st.dictionaries(NAMES | st.sampled_from(sorted(DEFAULTS)), VALUES, max_size=12))
 def test_any_configuration_gives_yaml_that_names_every_key(values: dict[str, object]) -> None:
-    conversion = convert(Source(values, DEFAULTS), ROWS)
-    text = spec_text(conversion, "verl", "a file", Path())
+    conversion = convert(values, TRAINER)
+    text = spec_text(conversion, "a file", Path())
     assert isinstance(yaml.safe_load(text), dict)
     comments = "\n".join(line for line in text.splitlines() if line.lstrip().startswith("#"))
     assert all(name in comments for name in values)
+
+
+@pytest.mark.parametrize("trainer", [TRAINER, *TRAINERS.values()])
+def test_every_computed_value_has_a_row(trainer: Trainer) -> None:
+    computed = trainer.settings(Source({}, trainer.defaults))
+    assert computed.keys() <= {row.key for row in trainer.rows}

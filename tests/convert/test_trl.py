@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.convert.rows import Conversion, convert
-from asyncrl_cli.convert.source import Source, read_file
-from asyncrl_cli.convert.trl import CONVERTED, DEFAULTS, ROWS
+from asyncrl_cli.convert.source import read_file
+from asyncrl_cli.convert.trl import ROWS, TRAINERS
 from asyncrl_cli.convert.trl_arguments import parse
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
@@ -30,22 +30,22 @@ BASE = ["--model_name_or_path", "Qwen/Qwen3-0.6B", "--dataset_name", "trl-lib/De
 def converted(*words: str) -> Conversion:
     found = parse(words)
     values = (read_file(found.files[0]) if found.files else {}) | found.values
-    return convert(Source(values, DEFAULTS[found.method]), ROWS)
+    return convert(values, TRAINERS[found.method])
 
 
 def spec_of(*words: str) -> dict[str, Any]:
     """The values of the valid spec that arguments give, by dotted key."""
-    return flat(load_spec("spec.yaml", data=spec_text(converted(*words), "TRL", "test", Path()).encode()))
+    return flat(load_spec("spec.yaml", data=spec_text(converted(*words), "test", Path()).encode()))
 
 
 def test_every_row_names_a_key_of_the_spec() -> None:
-    assert [row.key for row in CONVERTED if row.key not in keys() and row.key != "task.options.field"] == []
+    assert [row.key for row in ROWS if row.key not in keys() and row.key != "task.options.field"] == []
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_example_files_give_valid_specs_that_name_every_argument(file: Path, home: Path) -> None:
     conversion = converted(str(file), "--accelerate_config", ZERO3)
-    text = spec_text(conversion, "TRL", file.name, Path())
+    text = spec_text(conversion, file.name, Path())
     assert load_spec("spec.yaml", data=text.encode()).spec.data.train.system in (
         None,
         conversion.source.get("system_prompt"),
@@ -109,7 +109,7 @@ def test_models_for_images_and_dropout_are_not_passed_over() -> None:
 
 @pytest.mark.parametrize("words", [[], ["--save_steps", "700"], ["--warmup_steps", "300"]])
 def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, words: list[str]) -> None:
-    text = spec_text(converted("grpo", *BASE, *words), "TRL", "test", Path())
+    text = spec_text(converted("grpo", *BASE, *words), "test", Path())
     assert "is a placeholder" in text and load_spec("spec.yaml", data=text.encode()).warnings == ()
 
 
@@ -224,7 +224,7 @@ def test_every_argument_of_transformers_is_known() -> None:
     }
     assert len(fields) > 80
     private = {name for name in fields if name.startswith("_")} | {"framework"}
-    conversion = convert(Source(dict.fromkeys(fields - private, "x"), DEFAULTS["grpo"]), ROWS)
+    conversion = convert(dict.fromkeys(fields - private, "x"), TRAINERS["grpo"])
     assert conversion.unknown == []
 
 

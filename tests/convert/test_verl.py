@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.convert.rows import Conversion, convert
-from asyncrl_cli.convert.source import Source, override, read_file, words
-from asyncrl_cli.convert.verl import CONVERTED, DEFAULTS, ROWS, overrides_of
+from asyncrl_cli.convert.source import override, read_file, words
+from asyncrl_cli.convert.verl import ROWS, TRAINER, overrides_of
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.keys import keys
@@ -21,7 +21,7 @@ FILES = sorted((Path(__file__).parents[1] / "data/verl").glob("*.yaml"))
 
 def converted(overrides: list[str], file: Path | None = None) -> Conversion:
     values = override(read_file(str(file)) if file else {}, overrides)
-    return convert(Source(values, DEFAULTS), ROWS)
+    return convert(values, TRAINER)
 
 
 def flat(loaded: LoadedSpec) -> dict[str, Any]:
@@ -40,19 +40,19 @@ def flat(loaded: LoadedSpec) -> dict[str, Any]:
 
 def spec_of(*overrides: str) -> dict[str, Any]:
     """The values of the valid spec that overrides give, by dotted key."""
-    text = spec_text(converted(list(overrides)), "verl", "test", Path())
+    text = spec_text(converted(list(overrides)), "test", Path())
     return flat(load_spec("spec.yaml", data=text.encode()))
 
 
 def test_every_row_names_a_key_of_the_spec() -> None:
-    for row in CONVERTED:
+    for row in ROWS:
         assert row.key in keys() or row.key.startswith("rollout.engine_args."), row.key
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_verls_own_files_give_valid_specs_that_name_every_key(file: Path, home: Path) -> None:
     conversion = converted([], file)
-    text = spec_text(conversion, "verl", file.name, Path())
+    text = spec_text(conversion, file.name, Path())
     load_spec("spec.yaml", data=text.encode())
     words = set(re.findall(r"[\w.-]+", text))
     assert set(conversion.source.given) - words == set()
@@ -62,7 +62,7 @@ def test_verls_own_files_give_valid_specs_that_name_every_key(file: Path, home: 
 def test_unknown_keys_are_listed_and_marked(home: Path) -> None:
     conversion = converted(["trainer.no_such_key=3", "+data.mine.deep={a: 1}"])
     assert conversion.unknown == ["trainer.no_such_key", "data.mine.deep.a"]
-    text = spec_text(conversion, "verl", "test", Path())
+    text = spec_text(conversion, "test", Path())
     assert "CHECK: unknown keys" in text and "trainer.no_such_key = 3" in text and "data.mine.deep.a" in text
 
 
@@ -217,7 +217,6 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
         (f"{R}multi_turn.enable=True", "several turns"),
         (f"{A}router_replay.mode=R2", "there is R3 alone"),
-        ("data.val_files=[]", "no held-out prompts"),
         (f"{R}do_sample=False", "always sampled"),
         ("data.truncation=left", "verl truncates longer prompts"),
         (f"{A}fsdp_config.dtype=float16", "float16 is not supported"),
@@ -297,7 +296,7 @@ def test_keys_that_change_the_training_are_not_needless(overrides: list[str]) ->
     "overrides", [["trainer.save_freq=500"], ["trainer.test_freq=300"], [f"{A}optim.lr_warmup_steps=400"]]
 )
 def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, overrides: list[str]) -> None:
-    text = spec_text(converted([*GRPO, *overrides]), "verl", "test", Path())
+    text = spec_text(converted([*GRPO, *overrides]), "test", Path())
     assert "is a placeholder" in text and load_spec("spec.yaml", data=text.encode()).warnings == ()
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, WINDOW, RecentFailures
 from asyncrl_cli.records.rewards import RewardFailure
-from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.spec.problems import SpecError
 
 
 def ended(failures: RecentFailures, groups: int, every: int) -> int | None:
@@ -37,8 +33,3 @@ def test_none_and_all_may_be_allowed() -> None:
     assert ended(RecentFailures(0.0), 10, every=1) == 1
     assert ended(RecentFailures(0.0), 1_000, every=700) == 700
     assert ended(RecentFailures(1.0), 1_000, every=1) is None
-
-
-def test_the_earlier_key_names_its_successor() -> None:
-    with pytest.raises(SpecError, match=r"rollout\.max_failed_share"):
-        load_spec("specs/quickstart.yaml", ["rollout.max_failures=16"])

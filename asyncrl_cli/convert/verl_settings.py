@@ -1,0 +1,432 @@
+"""Values of a spec that several of verl's keys decide, or that need arithmetic. The table of keys is in ``verl.py``."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from asyncrl_cli.convert.common import (
+    PLACEHOLDER_STEPS,
+    Devices,
+    divided,
+    model_path,
+    multiple,
+    run_name,
+    running_rollouts,
+    split,
+    tracking,
+)
+from asyncrl_cli.convert.source import Source
+
+A = "actor_rollout_ref.actor."
+R = "actor_rollout_ref.rollout."
+M = "actor_rollout_ref.model."
+F = f"{A}fsdp_config."
+V1 = "trainer.v1."
+CORRECTION = "algorithm.rollout_correction."
+OVERLONG = (
+    "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.overlong_buffer.",
+)
+
+ESTIMATORS = {
+    "gae": ("ppo", "gae"),
+    "grpo": ("grpo", "group_norm"),
+    "grpo_vectorized": ("grpo", "group_norm"),
+    "rloo": ("rloo", "leave_one_out"),
+    "rloo_vectorized": ("rloo", "leave_one_out"),
+    "reinforce_plus_plus": ("reinforce_pp", "none"),
+    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline", "group_mean"),
+}
+"""verl's advantage estimators: the preset, and `algorithm.advantage`."""
+WHITENED = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo", "sapo": "sapo"}
+TOOL_FORMATS = {
+    "gpt-oss": "openai",
+    "hermes": "hermes",
+    "llama3": "llama3_json",
+    "llama3_json": "llama3_json",
+    "qwen": "hermes",
+    "qwen3_coder": "qwen3_coder",
+}
+"""verl's names of tool formats, and vLLM's parsers for them."""
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "sequence_sum",
+}
+KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+Mode = Literal["sync", "one_step_off", "colocate_async", "separate_async", "fully_async"]
+
+
+def settings(s: Source) -> dict[str, Any]:
+    """The values by key of the spec. None: the key is not written."""
+    gae = s.get("algorithm.adv_estimator") == "gae"
+    loss_mode = s.get(f"{A}policy_loss.loss_mode")
+    estimator = _chosen(s, "algorithm.advantage", "algorithm.adv_estimator", ESTIMATORS, "grpo")
+    loss = _chosen(s, "algorithm.loss", f"{A}policy_loss.loss_mode", LOSSES, "vanilla")
+    lora_rank = max(s.count(f"{M}lora_rank"), s.count(f"{M}lora.rank"))
+    in_turns = s.flag(f"{R}multi_turn.enable")
+    prompt_tokens, response_tokens = s.count("data.max_prompt_length"), s.count("data.max_response_length")
+    if s.get("data.truncation") in ("left", "right", "middle") and not s.flag("data.filter_overlong_prompts"):
+        s.remark("rollout.max_prompt_tokens", "verl truncates longer prompts, and trains on them")
+    if s.get(f"{R}do_sample") is not None and not s.flag(f"{R}do_sample"):
+        s.remark("rollout.sampling.temperature", "do_sample is false in verl; here rollouts are always sampled")
+    schedule = s.get(f"{A}optim.warmup_style", f"{A}optim.lr_scheduler_type", f"{A}optim.lr_decay_style")
+    divisors = {"seq-mean-token-sum": 1, "seq-mean-token-sum-norm": s.count(f"{A}loss_scale_factor") or None}
+    offloads_all = s.flag(f"{F}param_offload") or s.flag(f"{F}offload_policy")
+    router_replay = s.get(f"{A}router_replay.mode")
+    if router_replay == "R2":
+        only = "R2 replays the trainer's own choice of experts: there is R3 alone, which replays the engine's"
+        s.remark("algorithm.router_replay", only)
+    overlong = next((name for name in OVERLONG if s.flag(f"{name}enable")), None)
+    return {
+        "name": run_name(s.get("trainer.experiment_name")),
+        "model.path": model_path(s.get(f"{M}path"), s),
+        "model.max_length": prompt_tokens + response_tokens,
+        "model.chat_template_kwargs": s.section("data.apply_chat_template_kwargs."),
+        "model.lora.rank": lora_rank or None,
+        "model.lora.alpha": s.number(f"{M}lora_alpha") if lora_rank else None,
+        "model.lora.target_modules": s.get(f"{M}target_modules") if lora_rank else None,
+        "task.use": _task(s, in_turns),
+        "task.episode.max_calls": s.get(f"{R}multi_turn.max_assistant_turns") if in_turns else None,
+        "data.train.path": _data_path(s, "data.train.path", s.get("data.train_files")),
+        "data.train.size": max(s.count("data.train_max_samples"), 0) or None,
+        "rollout.max_prompt_tokens": prompt_tokens,
+        "rollout.sampling.temperature": s.get(f"{R}temperature"),
+        "rollout.dtype": _dtype(s, "rollout.dtype", s.get(f"{R}dtype")),
+        "rollout.tool_parser": _chosen(s, "rollout.tool_parser", f"{R}multi_turn.format", TOOL_FORMATS, "hermes")
+        if in_turns and s.get(f"{R}multi_turn.format")
+        else None,
+        # A name: what a preset decides is written, too.
+        "algorithm.preset": loss if estimator[0] == "grpo" and loss != "clip" else estimator[0],
+        "algorithm.advantage": _advantage(s, estimator[1]),
+        "algorithm.whiten_advantages": s.get("algorithm.adv_estimator") in WHITENED,
+        "algorithm.loss": loss,
+        # Ratios are not negative: a lower bound above 1 below them is none.
+        "algorithm.clip_low": min(s.number(f"{A}clip_ratio_low", f"{A}clip_ratio"), 1.0),
+        "algorithm.clip_high": s.number(f"{A}clip_ratio_high", f"{A}clip_ratio"),
+        "algorithm.dual_clip": s.get(f"{A}clip_ratio_c") if loss_mode == "vanilla" else None,
+        "algorithm.sapo_temperatures": [s.number(f"{A}tau_pos"), s.number(f"{A}tau_neg")]
+        if loss_mode == "sapo"
+        else None,
+        "algorithm.aggregation": _chosen(s, "algorithm.aggregation", f"{A}loss_agg_mode", AGGREGATIONS, "token-mean"),
+        "algorithm.sequence_divisor": divisors.get(str(s.get(f"{A}loss_agg_mode"))),
+        "algorithm.entropy_coef": s.number(f"{A}entropy_coeff"),
+        **_kl(s),
+        "algorithm.router_replay": router_replay == "R3" or None,
+        **_correction(s),
+        "algorithm.overlong_penalty": (s.number(f"{overlong}penalty_factor") or 1.0) if overlong else 0.0,
+        "algorithm.overlong_buffer": min(s.number(f"{overlong}len") / max(response_tokens, 1), 1.0)
+        if overlong
+        else None,
+        "algorithm.uniform_groups": "reject" if s.flag("algorithm.filter_groups.enable") else "train",
+        "algorithm.critic.learning_rate": s.get("critic.optim.lr") if gae else None,
+        "algorithm.critic.value_clip": s.get("critic.cliprange_value") if gae else None,
+        "algorithm.critic.warmup_steps": s.count("trainer.critic_warmup") if gae else None,
+        "trainer.zero_stage": 3,
+        "trainer.dtype": _dtype(s, "trainer.dtype", s.get(f"{F}dtype")),
+        "trainer.schedule.kind": schedule if schedule in ("linear", "cosine") else "constant",
+        "trainer.attention": s.get(f"{M}override_config.attn_implementation") or "flash_attention_2",
+        "trainer.offload": "all" if offloads_all else "optimizer" if s.flag(f"{F}optimizer_offload") else "none",
+        **_sizes(s, prompt_tokens + response_tokens),
+        **_held_out(s),
+        "evaluation.temperature": s.number(f"{R}val_kwargs.temperature") or None
+        if s.flag(f"{R}val_kwargs.do_sample")
+        else None,
+        **tracking(s, "trainer.logger", project=s.get("trainer.project_name")),
+    }
+
+
+def _sizes(s: Source, longest: int) -> dict[str, Any]:
+    """Devices, batches, versions and steps. ``longest``: tokens of a rollout with its prompt, at most."""
+    mode = _mode(s)
+    in_turn = mode in ("sync", "colocate_async")  # all GPUs generate, and then all of them train
+    fully_async = mode == "fully_async"
+    if mode == "sync":
+        s.remark(
+            "pipeline.mode",
+            "this configuration of verl generates and trains in turn, and so does `sync`: half of the GPUs wait. "
+            "`mode: async` with `max_staleness: 1` uses all of them",
+        )
+    staleness = None
+    if fully_async:
+        staleness = math.ceil(s.number("async_training.staleness_threshold"))
+    elif mode in ("separate_async", "colocate_async"):
+        staleness = max(s.count(f"{V1}sampler.max_off_policy_threshold") - 1, 1)
+    # verl aborts rollouts, and continues them with a new KV cache, or lets them finish.
+    weight_update = "recompute" if staleness is not None else None
+    if fully_async and not s.flag("async_training.partial_rollout"):
+        weight_update = "drain"
+    publish_every = 1
+    if fully_async or mode == "separate_async":
+        key = "async_training.trigger_parameter_sync_step" if fully_async else f"{V1}separate_async.parameter_sync_step"
+        publish_every = max(s.count(key), 1)
+
+    per_update = s.count(f"{A}ppo_mini_batch_size")
+    groups = max(s.count("data.train_batch_size"), 1)
+    if fully_async:
+        groups = max(per_update * s.count("async_training.require_batches"), 1)
+    minibatches = 1
+    if per_update and groups % per_update == 0:
+        minibatches = groups // per_update
+    else:
+        indivisible = f"{groups} groups are not divisible into minibatches of {per_update}"
+        s.remark("trainer.minibatches", f"{indivisible}: choose the number of updates")
+
+    # verl's asynchronous trainer counts versions.
+    intervals = {
+        key: multiple(max(s.count(name), 0) * (publish_every if fully_async else 1), publish_every)
+        for key, name in {"evaluation.every": "trainer.test_freq", "checkpoints.every": "trainer.save_freq"}.items()
+    }
+    warmup = s.number(f"{A}optim.lr_warmup_steps")
+    if s.number("trainer.total_training_steps") > 0:
+        steps = multiple(s.number("trainer.total_training_steps"), publish_every)
+    elif fully_async and s.number("rollout.total_rollout_steps") > 0:
+        steps = multiple(max(s.count("rollout.total_rollout_steps") // groups, 1), publish_every)
+    else:
+        # Long enough for the intervals, or the spec would be warned about our own number.
+        versions = ((staleness or 0) + 1) * publish_every + 1
+        steps = multiple(max(PLACEHOLDER_STEPS, *intervals.values(), versions, warmup), publish_every)
+        placeholder = f"{steps} is a placeholder: verl counts {s.count('trainer.total_epochs')} epochs, "
+        s.remark("stop.steps", f"{placeholder}which is epochs · prompts / {groups} steps")
+    if warmup < 0:
+        warmup = max(s.number(f"{A}optim.lr_warmup_steps_ratio"), 0) * steps
+        if warmup and "stop.steps" in s.remarks:
+            s.remark("trainer.schedule.warmup_updates", "a share of stop.steps, which is a placeholder")
+
+    per_engine = max(s.count(f"{R}tensor_model_parallel_size"), 1)
+    total = s.count("trainer.nnodes") * s.count("trainer.n_gpus_per_node")
+    if in_turn:
+        devices = split(total, per_engine)
+        divided(s, devices, total)
+    else:
+        prefix = R if mode == "separate_async" else "rollout."
+        generating = max(s.count(f"{prefix}nnodes"), 1) * max(s.count(f"{prefix}n_gpus_per_node"), 1)
+        devices = Devices(max(total, 1), max(generating // per_engine, 1), per_engine)
+    per_sequence = max(s.count(f"{A}ulysses_sequence_parallel_size"), 1)
+    tokens = longest * max(s.count(f"{A}ppo_micro_batch_size_per_gpu"), 1)
+    if s.flag(f"{A}use_dynamic_bsz"):
+        tokens = max(per_sequence * s.count(f"{A}ppo_max_token_len_per_gpu"), longest)
+    divides = devices.ranks % per_sequence == 0
+    if not divides:
+        indivisible = (
+            f"verl divides a sequence over {per_sequence} GPUs, which does not divide the {devices.ranks} ranks"
+        )
+        s.remark("trainer.sequence_parallel", f"{indivisible} here")
+    ahead = ((staleness or 0) + 1 + (mode == "one_step_off")) * publish_every
+    memory = s.get(f"{R}standalone_gpu_memory_utilization", f"{R}gpu_memory_utilization")
+    return {
+        "rollout.engines": devices.engines,
+        "rollout.gpus_per_engine": devices.per_engine,
+        "rollout.engine_args.gpu_memory_utilization": None if in_turn else memory,
+        "rollout.max_running_rollouts": running_rollouts(
+            s.count(f"{R}max_num_seqs"), max(s.count(f"{R}n"), 1), groups * ahead, devices
+        ),
+        "trainer.ranks": devices.ranks,
+        "trainer.gpus_per_rank": devices.per_rank,
+        # verl moves its schedule once per step, asyncrl once per update.
+        "trainer.schedule.warmup_updates": round(warmup * max(s.count(f"{A}ppo_epochs"), 1) * minibatches),
+        "trainer.minibatches": minibatches,
+        "trainer.tokens_per_microbatch": tokens,
+        "trainer.sequence_parallel": per_sequence if divides else 1,
+        "pipeline.mode": mode if mode in ("sync", "one_step_off") else "async",
+        "pipeline.max_staleness": staleness,
+        "pipeline.groups_per_step": groups,
+        "pipeline.publish_every": publish_every,
+        "pipeline.weight_update": weight_update,
+        "stop.steps": steps,
+        **intervals,
+    }
+
+
+def _data_path(s: Source, key: str, path: object) -> str | None:
+    """The first of the files: a split of a spec is one file."""
+    if isinstance(path, list | tuple):
+        if len(path) > 1:
+            rest = ", ".join(map(str, path[1:]))
+            s.remark(key, f"a split is one file: this is the first, and not {rest}. Join them, or use task.mix")
+        path = path[0] if path else None
+    if path is not None and PurePosixPath(str(path)).suffix.lower() not in (".parquet", ".jsonl", ".json", ".csv", ""):
+        s.remark(key, "asyncrl reads .jsonl, .parquet and .csv (docs/data.md)")
+    return None if path is None else str(path)
+
+
+def _dtype(s: Source, key: str, name: object) -> str:
+    if str(name) in ("float16", "fp16", "half"):
+        s.remark(key, "float16 is not supported: bfloat16 is used")
+    return "bfloat16"
+
+
+def _mode(s: Source) -> Mode:
+    """Which of verl's trainers the configuration is for."""
+    if any(name.startswith("async_training.") for name in s.given):
+        return "fully_async"
+    match s.get(f"{V1}trainer_mode"):
+        case "separate_async":
+            return "separate_async"
+        case "colocate_async":
+            return "colocate_async"
+    return "one_step_off" if "rollout.nnodes" in s.given else "sync"
+
+
+def _chosen(s: Source, key: str, name: str, table: dict[str, Any], fallback: str) -> Any:
+    """The table's entry for the value of verl's key ``name``; without one the fallback's, with a remark."""
+    value = str(s.get(name))
+    if value not in table:
+        s.remark(key, f"{name}={value} has no counterpart: `{fallback}` is used instead")
+    return table.get(value, table[fallback])
+
+
+def _advantage(s: Source, name: str) -> str:
+    if name == "group_norm" and not s.flag("algorithm.norm_adv_by_std_in_grpo"):
+        name = "group_mean"
+    if name not in ("gae", "none") and s.count(f"{R}n") < 2:
+        relative = "an advantage relative to the group needs a rollout.group_size of 2 or more"
+        s.remark("algorithm.advantage", relative)
+    return name
+
+
+def _kl(s: Source) -> dict[str, Any]:
+    in_loss, in_reward = s.flag(f"{A}use_kl_loss"), s.flag("algorithm.use_kl_in_reward")
+    coef = 0.0
+    if in_loss:
+        coef = s.number(f"{A}kl_loss_coef")
+        if in_reward:
+            both = "a spec has one KL penalty: the one in the loss is used, the one in the reward is not"
+            s.remark("algorithm.kl_coef", both)
+    elif in_reward:
+        coef = s.number("algorithm.kl_ctrl.kl_coef")
+        if s.get("algorithm.kl_ctrl.type") not in (None, "fixed"):
+            s.remark("algorithm.kl_coef", "the coefficient is fixed: there is no adaptive control")
+    of_reward = in_reward and not in_loss
+    name = "algorithm.kl_penalty" if of_reward else f"{A}kl_loss_type"
+    text = str(s.get(name))
+    if text.endswith("+"):
+        s.remark("algorithm.kl_estimator", f"`{text}` is a value of {text[:-1]} with the gradient of k2: k2 is used")
+        estimator = "k2"
+    elif not coef and text not in KL_ESTIMATORS:
+        estimator = "k3"
+    else:
+        estimator = _chosen(s, "algorithm.kl_estimator", name, KL_ESTIMATORS, "low_var_kl")
+    return {
+        "algorithm.kl_coef": coef,
+        "algorithm.kl_estimator": estimator,
+        "algorithm.kl_placement": "reward" if of_reward else "loss",
+    }
+
+
+def _correction(s: Source) -> dict[str, Any]:
+    """Weights and rejections. In bypass mode the clipped ratio itself is the correction."""
+    bypass = s.flag(f"{CORRECTION}bypass_mode")
+    if bypass and s.get(f"{CORRECTION}loss_type") == "reinforce":
+        clipped = "REINFORCE with importance weights has no counterpart: the clipped objective is used"
+        s.remark("algorithm.correction.preset", clipped)
+    found: dict[str, Any] = {"preset": "off" if bypass else "decoupled", "level": None}
+    found |= dict.fromkeys(("cap", "mask_low", "mask_high"))
+    found |= dict.fromkeys(("reject_by", "reject_over", "reject_low", "reject_high"))
+    level = s.get(f"{CORRECTION}rollout_is")
+    if not bypass and level in ("token", "sequence"):
+        low, high = _bounds(s, f"{CORRECTION}rollout_is_threshold")
+        found["level"] = level
+        found |= {"cap": high} if low is None else {"mask_low": low, "mask_high": high if low else None}
+    elif not bypass and level is not None:
+        s.remark("algorithm.correction.level", f"rollout_is={level} has no counterpart: there are no weights")
+    wanted = str(s.get(f"{CORRECTION}rollout_rs") or "")
+    rejection = re.fullmatch(r"(token|seq_(?:sum|mean|max))_(k[123])", wanted)
+    if wanted and bypass:
+        off = "in bypass mode nothing is rejected: set correction.preset: decoupled to reject"
+        s.remark("algorithm.correction.reject_by", off)
+    elif rejection:
+        low, high = _bounds(s, f"{CORRECTION}rollout_rs_threshold")
+        found |= {"reject_by": rejection[2], "reject_over": rejection[1].replace("seq_", "sequence_")}
+        found |= {"reject_low": low, "reject_high": high}
+    elif wanted:
+        s.remark("algorithm.correction.reject_by", f"rollout_rs={wanted} has no counterpart: nothing is rejected")
+    return {f"algorithm.correction.{key}": value for key, value in found.items()}
+
+
+def _bounds(s: Source, name: str) -> tuple[float | None, float | None]:
+    """A threshold of verl: a number (the upper one), or a text `lower_upper`."""
+    parts = [part for part in str(s.get(name) or "").split("_") if part]
+    try:
+        numbers = [float(part) for part in parts[:2]]
+    except ValueError:
+        return None, None
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0] if numbers else None)
+
+
+def _task(s: Source, in_turns: bool) -> str:
+    """`task.use`, with an adapter for verl's reward functions."""
+    if in_turns:
+        s.remark(
+            "task.use",
+            "this configuration has several turns: write an environment or an agent with its tools (docs/agents.md), "
+            "and name it here as `module:Class` or `module:function`",
+        )
+        return "environment:Environment"
+    path = s.get("reward.custom_reward_function.path", "custom_reward_function.path")
+    name = s.get("reward.custom_reward_function.name", "custom_reward_function.name") or "compute_score"
+    stem = re.sub(r"\W", "_", str(path).rpartition("/")[2].removesuffix(".py")) if path else ""
+    default = f"from verl.utils.reward_score import default_compute_score as {name}"
+    column = s.get("data.reward_fn_key") or "data_source"
+    s.remark(
+        "task.use",
+        "write rewards.py beside this file; verl's functions have other arguments:\n"
+        f"    {f'from {stem} import {name}' if path else default}\n\n"
+        "    def reward(prompt, response):\n"
+        f'        score = {name}(prompt["{column}"], response, prompt["reward_model"]["ground_truth"], '
+        'prompt.get("extra_info"))\n'
+        '        return score["score"] if isinstance(score, dict) else score',
+    )
+    return "rewards:reward"
+
+
+def _held_out(s: Source) -> dict[str, Any]:
+    """`data.eval.path` is the first file; the others are `evaluation.sets`, each named by its folder."""
+    found = s.get("data.val_files")
+    files = [str(path) for path in found] if isinstance(found, list) else [str(found)] if found else []
+    if not files:
+        unused = ("data.eval.path", "data.eval.size", "data.eval.prompt_column", "evaluation.every", "evaluation.sets")
+        return dict.fromkeys(unused)
+    sets: dict[str, Any] = {}
+    for path in files[1:]:
+        *_, folder, file = ["", *path.split("/")]
+        name = re.sub(r"\W", "_", folder or file.partition(".")[0])[:28] or "set"
+        unique = next(name + suffix for suffix in ("", *map(str, range(2, 99))) if name + suffix not in sets)
+        sets[unique] = {"data": {"path": path, "prompt_column": s.get("data.prompt_key")}}
+    return {
+        "data.eval.path": _data_path(s, "data.eval.path", files[:1]),
+        "data.eval.size": max(s.count("data.val_max_samples"), 0) or None,
+        "evaluation.sets": sets or None,
+    }
+
+
+# -- conditions of rows without a counterpart
+
+
+def is_complete(s: Source) -> bool:
+    """True for the output of `--cfg job` and for copies of verl's own file, which have keys that no user wrote."""
+    return "data.return_raw_input_ids" in s.given or any(name.endswith("_target_") for name in s.given)
+
+
+def critic_differs(s: Source) -> bool:
+    """True if there is a critic with settings that a user wrote. A complete configuration has all of them."""
+    return s.get("algorithm.adv_estimator") == "gae" and not is_complete(s)
+
+
+def reward_arguments_are_used(s: Source) -> bool:
+    """True if arguments of the reward function matter. The overlong penalty's are converted."""
+    return s.get("reward.custom_reward_function.path", "custom_reward_function.path") is not None
+
+
+def lengths_differ(s: Source) -> bool:
+    """True if rollouts have other limits than the data."""
+    return any(
+        s.count(f"{R}{name}_length") not in (0, s.count(f"data.max_{name}_length")) for name in ("prompt", "response")
+    )
