@@ -12,17 +12,18 @@ import argparse
 import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Connection as Pipe
 from statistics import median
 from typing import NamedTuple
 
 from common import header, row, seconds_of
 
-from asyncrl_cli.weights.http_mover import HttpMover
 from asyncrl_cli.weights.layout import ByteRange, TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest
 from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Buffer, Replica
+from asyncrl_cli.weights.transfer import Connection, WeightServer
 
 TOKEN = "benchmark"
 TENSORS = 64
@@ -48,13 +49,13 @@ def measure_pull(nbytes: int, repeats: int = 5) -> PullTimes:
     server.start()
     there.close()
     replica = Replica(slots, RANKS)
-    mover = HttpMover(TOKEN)
+    connect = partial(Connection, token=TOKEN)
     source, target = (Buffer(TENSORS * each).views([ByteRange(0, TENSORS * each)])[0] for _ in range(2))
     pulls, copies, digests = [], [], []
     for version in range(repeats + 2):  # the first two versions use new memory
         here.send(version)
         url, manifest, digest_s = here.recv()
-        pulls.append(Pull(replica, manifest, mover, [Endpoint("", url)], 600).run().seconds)
+        pulls.append(Pull(replica, manifest, connect, [Endpoint("", url)], 600).run().seconds)
         copies.append(seconds_of(lambda: target.__setitem__(slice(None), source)))
         digests.append(digest_s)
     here.close()
@@ -63,11 +64,10 @@ def measure_pull(nbytes: int, repeats: int = 5) -> PullTimes:
     return PullTimes(TENSORS * each, *(median(seconds[2:]) for seconds in (pulls, copies, digests)))
 
 
-def _serve(connection: Connection, slots: tuple[TensorSlot, ...]) -> None:
+def _serve(connection: Pipe, slots: tuple[TensorSlot, ...]) -> None:
     """A trainer's host: for each number that it receives it creates another version with other bytes."""
     replica = Replica(slots, RANKS)
-    mover = HttpMover(TOKEN)
-    url = mover.serve(replica, "127.0.0.1")
+    url = WeightServer(replica, TOKEN, "127.0.0.1").url
     current: Manifest | None = None
     with ThreadPoolExecutor() as threads:
         while True:

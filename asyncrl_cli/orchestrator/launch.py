@@ -229,7 +229,7 @@ async def _start(
     # The watchdog's message names the wait and its start, so its limit must be reached first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
     source = RayEngines(make_engine)
-    replicas = Replicas(factory.host_agent, factory.address_of, budget, spec.weights.mover, source.why_gone)
+    replicas = Replicas(factory.host_agent, factory.address_of, budget, source.why_gone)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint

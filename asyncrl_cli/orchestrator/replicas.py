@@ -23,7 +23,7 @@ from asyncrl_cli.records.training import Probe
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, Unreachable, seconds_for, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.weights.layout import TensorSlot, size_of
-from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed, ReplicaGone
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, ReplicaGone, Superseded
 
 CALL_S = 120.0
 """Seconds that an agent may take for a call that does not depend on other hosts, besides the time for its bytes."""
@@ -82,16 +82,14 @@ class Replicas:
         make: Callable[[str, str], Any],
         address_of: Callable[[str], str],
         budget: RestartBudget,
-        mover: str = "http",
         why_gone: Callable[[str], str] = lambda _: "",
     ) -> None:
         """``make(name, node)`` creates an agent on a node, ``address_of(node)`` is the address at which it serves.
-        ``mover`` is the spec's ``weights.mover``. ``why_gone``: see ``RayEngines``."""
+        ``why_gone``: see ``RayEngines``."""
         self._make = make
         self._why_gone = why_gone
         self._address_of = address_of
         self._budget = budget
-        self._mover = mover
         self._token = secrets.token_hex(32)
         self._agents: dict[str, _Agent] = {}
         self._slots: tuple[TensorSlot, ...] = ()
@@ -164,7 +162,7 @@ class Replicas:
                 pulled = await self._call(node, "pull", manifest, self._holders(agent), PULL_S, limit_s=PULL_S)
             except AgentLost:
                 continue
-            except Overtaken:
+            except Superseded:
                 raise
             except PullFailed as failed:
                 await self._note_fault(agent, node, failed.message)
@@ -196,7 +194,7 @@ class Replicas:
 
             async def start(actor: Any) -> None:
                 agent.held, agent.endpoint = {}, None
-                settings = (self._slots, self._ranks, self._token, self._address_of(node), self._mover)
+                settings = (self._slots, self._ranks, self._token, self._address_of(node))
                 agent.endpoint = await wait_for(actor.start.remote(*settings), name, START_TIMEOUT_S)
 
             process = SupervisedActor("host-agent", name, lambda: self._make(name, node), start, self._budget)

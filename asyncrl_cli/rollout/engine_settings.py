@@ -130,12 +130,6 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
-        if rollout.engine_args.get("enforce_eager", True):
-            from asyncrl_cli.rollout.vllm_cpu_norms import IR_OP_PRIORITY, register_norms
-
-            # With a compiler, vLLM leaves the normalization to it.
-            register_norms()
-            args["ir_op_priority"] = IR_OP_PRIORITY
         if spec.algorithm.router_replay:
             args |= {
                 "worker_cls": f"{CPU_EXPERTS}.CPUWorkerWithExperts",

@@ -20,11 +20,7 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 
 from asyncrl_cli.rollout.draws import position_seeds
-from asyncrl_cli.rollout.vllm_cpu_norms import register_norms
 from asyncrl_cli.weights import vllm_worker
-
-# vLLM imports this module before its worker looks for the kernels that the configuration names.
-register_norms()
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):

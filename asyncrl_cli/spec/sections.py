@@ -414,13 +414,6 @@ class ClusterSpec(Section):
     instead of being refused."""
 
 
-class WeightsSpec(Section):
-    """How weight versions are transferred to the engines."""
-
-    mover: Literal["http"] = "http"
-    """How a host fetches the missing parts of a version from other hosts. `http` needs only TCP between them."""
-
-
 class StopSpec(Section):
     """When the run ends."""
 
@@ -463,7 +456,5 @@ class ExperimentSpec(Section):
     """Notifications of the run's end and of stalls."""
     cluster: ClusterSpec = Field(default_factory=ClusterSpec)
     """Ray."""
-    weights: WeightsSpec = Field(default_factory=WeightsSpec)
-    """Transfer of weight versions."""
     stop: StopSpec = Field(examples=[{"steps": 100}])
     """When the run ends."""

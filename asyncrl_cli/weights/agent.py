@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from asyncrl_cli.system.logs import redirect_output
-from asyncrl_cli.weights.http_mover import HttpMover
 from asyncrl_cli.weights.layout import TensorSlot
-from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled
-from asyncrl_cli.weights.movers import Mover
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, Superseded
 from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Replica
-
-MOVERS: dict[str, Callable[[str], Mover]] = {"http": HttpMover}
-"""By the name in the spec (``weights.mover``); each is made of the run's token."""
+from asyncrl_cli.weights.transfer import Connection, WeightServer
 
 
 class HostAgent:
@@ -29,22 +26,20 @@ class HostAgent:
         self._pull: Pull | None = None
         self._pulling: asyncio.Task[Pulled] | None = None
         self._replica: Replica
-        self._mover: Mover
+        self._connect: partial[Connection]
         self._node_id = ""
 
     async def ping(self) -> None:
         """Answers once the actor has started."""
 
-    async def start(
-        self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str, mover: str = "http"
-    ) -> Endpoint:
+    async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str) -> Endpoint:
         """Map the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
         import ray
 
         self._replica = await asyncio.to_thread(Replica, slots, ranks)  # a large model's chunks take seconds
-        self._mover = MOVERS[mover](token)
+        self._connect = partial(Connection, token=token)
         self._node_id = ray.get_runtime_context().get_node_id()
-        return Endpoint(self._node_id, self._mover.serve(self._replica, interface_ip))
+        return Endpoint(self._node_id, WeightServer(self._replica, token, interface_ip).url)
 
     async def begin(self, version: int, keep: Manifest | None, ranks: Sequence[int]) -> str:
         """See ``Replica.begin``."""
@@ -58,7 +53,7 @@ class HostAgent:
         """Fetch the version to this host, from any of the holders; returns at once when it is already here.
 
         A call for the version that is being fetched waits for it; a call for a newer one ends the fetch. Raises
-        ``Overtaken``, ``PullFailed``, and ``RunError`` when no memory is free.
+        ``Superseded``, ``PullFailed``, and ``RunError`` when no memory is free.
         """
         path = await asyncio.to_thread(self._replica.path, manifest)
         if path is not None:
@@ -67,20 +62,20 @@ class HostAgent:
             if self._pull.manifest == manifest:
                 return await asyncio.shield(self._pulling)
             if self._pull.manifest.version > manifest.version:
-                raise Overtaken(
-                    f"weight version {manifest.version} is not fetched: version {self._pull.manifest.version} is",
+                raise Superseded(
+                    f"pull of weight version {manifest.version} cancelled: version {self._pull.manifest.version} came",
                     location="weights",
                 )
-            self._pull.overtake()
+            self._pull.supersede()
         others = [holder for holder in holders if holder.node_id != self._node_id]
-        self._pull = Pull(self._replica, manifest, self._mover, others, timeout_s)
+        self._pull = Pull(self._replica, manifest, self._connect, others, timeout_s)
         # Shielded: a caller that does not wait any longer leaves the fetch to the next one.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)
 
     async def _run(self, pull: Pull, last: asyncio.Task[Pulled] | None) -> Pulled:
         if last is not None:
-            await asyncio.wait([last])  # it has been overtaken, or has ended; two would write into the same memory
+            await asyncio.wait([last])  # it has been superseded, or has ended; two would write into the same memory
         return await asyncio.to_thread(pull.run)
 
     async def report(self) -> dict[int, int]:

@@ -24,8 +24,8 @@ class ReplicaGone(RunError):
     """A path does not lead to the version's memory any more: its agent has ended or reused it."""
 
 
-class Overtaken(PullFailed):
-    """The pull ended because one of a newer version has begun on this host."""
+class Superseded(PullFailed):
+    """Pull cancelled: a newer version superseded it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Condition, Thread
 from typing import NamedTuple
 
-from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed
-from asyncrl_cli.weights.movers import HolderFault, Link, Mover
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
 from asyncrl_cli.weights.replica import Buffer, Replica, digest_of
+from asyncrl_cli.weights.transfer import Connection, HolderFault
 
 STREAMS = 4
 """Connections of one pull, at least; every holder has at least one."""
@@ -30,18 +31,18 @@ ASK = -1
 """In place of a chunk's index: ask the holder which chunks it has."""
 
 
+@dataclass(slots=True)
 class _Holder:
     """What a pull knows of one holder."""
 
-    def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
-        self.held = b""
-        self.ask_at = 0.0
-        self.retry_at = 0.0
-        self.faults = 0  # since its last chunk
-        self.fault = ""  # the last one
-        self.refused = False  # it has sent wrong bytes, and is not asked any more
-        self.chunk_s = 0.0  # what its last chunk took
+    endpoint: Endpoint
+    held: bytes = b""
+    ask_at: float = 0.0
+    retry_at: float = 0.0
+    faults: int = 0  # since its last chunk
+    fault: str = ""  # the last one
+    refused: bool = False  # it has sent wrong bytes, and is not asked any more
+    chunk_s: float = 0.0  # the time that its last chunk took
 
     def has(self, index: int) -> bool:
         return bool(self.held) and self.held[index] == 1
@@ -55,9 +56,6 @@ class _Holder:
             self.retry_at = now + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
             self.faults = min(self.faults + 1, 16)
 
-    def state(self) -> str:
-        return self.fault or f"it has {sum(self.held)} chunks"
-
 
 class _WrongBytes(HolderFault):
     """A chunk does not have the digest of the manifest."""
@@ -66,7 +64,7 @@ class _WrongBytes(HolderFault):
 class _Transfer(NamedTuple):
     """A chunk on its way."""
 
-    link: Link
+    connection: Connection
     since: float
 
 
@@ -74,31 +72,37 @@ class Pull:
     """One attempt to complete a version on this host."""
 
     def __init__(
-        self, replica: Replica, manifest: Manifest, mover: Mover, holders: Sequence[Endpoint], timeout_s: float
+        self,
+        replica: Replica,
+        manifest: Manifest,
+        connect: Callable[[str], Connection],
+        holders: Sequence[Endpoint],
+        timeout_s: float,
     ) -> None:
+        """``connect`` makes a connection to a holder's URL."""
         self.manifest = manifest
         self._replica = replica
-        self._mover = mover
+        self._connect = connect
         self._holders = [_Holder(endpoint) for endpoint in holders]
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._changed = Condition()
         self._missing: list[int] = []
         self._transfers: dict[int, _Transfer] = {}
-        self._links: list[Link] = []
+        self._connections: list[Connection] = []
         self._fetched_bytes = 0
-        self._overtaken = False
+        self._superseded = False
         self._ended = False
         self._error: Exception | None = None  # of this code, not of a holder
 
-    def overtake(self) -> None:
-        """End it; ``run`` raises ``Overtaken``. Called by another thread."""
+    def supersede(self) -> None:
+        """End the pull; ``run`` raises ``Superseded``. Called by another thread."""
         with self._changed:
-            self._overtaken = True
+            self._superseded = True
             self._changed.notify_all()
 
     def run(self) -> Pulled:
-        """Fetch what is missing. Raises ``Overtaken`` and ``PullFailed``; the chunks that have come are kept."""
+        """Fetch what is missing. Raises ``Superseded`` and ``PullFailed``; the chunks that have come are kept."""
         with self._replica.receiving(self.manifest) as buffer:
             self._missing = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
             random.shuffle(self._missing)
@@ -117,8 +121,8 @@ class Pull:
                 with self._changed:
                     self._ended = True
                     self._changed.notify_all()
-                    for link in self._links:
-                        link.abort()
+                    for connection in self._connections:
+                        connection.abort()
                 for thread in threads:
                     if thread.ident is not None:
                         thread.join()
@@ -126,7 +130,7 @@ class Pull:
 
     def _over(self) -> bool:
         hopeless = all(holder.refused for holder in self._holders)
-        return self._overtaken or self._complete() or hopeless or self._error is not None
+        return self._superseded or self._complete() or hopeless or self._error is not None
 
     def _complete(self) -> bool:
         return not self._missing and not self._transfers
@@ -139,44 +143,49 @@ class Pull:
         if path is not None:
             faults = {holder.endpoint.node_id: holder.fault for holder in self._holders if holder.fault}
             return Pulled(path, self._fetched_bytes, seconds, faults)
-        if self._overtaken or self._complete():  # complete, but its memory was taken for a newer version
-            raise Overtaken(f"weight version {version} is not fetched any more: a newer one is", location="weights")
-        holders = "; ".join(f"{holder.endpoint}: {holder.state()}" for holder in self._holders) or "none"
+        if self._superseded or self._complete():  # complete, but its memory was taken for a newer version
+            raise Superseded(
+                f"pull of weight version {version} cancelled: a newer one superseded it", location="weights"
+            )
+        states = (f"{one.endpoint}: {one.fault or f'it has {sum(one.held)} chunks'}" for one in self._holders)
         raise PullFailed(
             f"after {seconds:.1f} s, {len(self._missing)} of {len(self.manifest.digests)} chunks of weight version "
-            f"{version} are missing; asked were: {holders}",
+            f"{version} are still missing; tried: {'; '.join(states) or 'no host'}",
             location="weights",
             hint="check the network between these hosts, and the logs of their agents",
         )
 
     def _stream(self, holder: _Holder, buffer: Buffer) -> None:
         """Fetch from one holder until there is nothing more to fetch."""
-        link = self._connect(holder)
+        connection = self._connection(holder)
         try:
-            while (job := self._next(holder, link)) is not None:
+            while (job := self._next(holder, connection)) is not None:
                 try:
                     if job == ASK:
-                        self._ask(holder, link)
+                        held = connection.held(self.manifest.version, len(self.manifest.digests))
+                        with self._changed:
+                            holder.held = held
+                            self._changed.notify_all()
                     else:
-                        self._fetch(holder, link, job, buffer)
+                        self._fetch(holder, connection, job, buffer)
                 except HolderFault as fault:
                     self._failed(holder, job, fault)
-                    link.close()
-                    link = self._connect(holder)
+                    connection.close()
+                    connection = self._connection(holder)
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            link.close()
+            connection.close()
 
-    def _connect(self, holder: _Holder) -> Link:
-        link = self._mover.connect(holder.endpoint)
+    def _connection(self, holder: _Holder) -> Connection:
+        connection = self._connect(holder.endpoint.url)
         with self._changed:
-            self._links.append(link)
-        return link
+            self._connections.append(connection)
+        return connection
 
-    def _next(self, holder: _Holder, link: Link) -> int | None:
+    def _next(self, holder: _Holder, connection: Connection) -> int | None:
         """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits while there is nothing to do."""
         with self._changed:
             while not (self._ended or holder.refused or self._complete()):
@@ -184,13 +193,16 @@ class Pull:
                 if now < holder.retry_at:
                     self._changed.wait(holder.retry_at - now)
                 elif (index := self._take(holder)) is not None:
-                    self._transfers[index] = _Transfer(link, now)
+                    self._transfers[index] = _Transfer(connection, now)
                     return index
                 elif now >= holder.ask_at and not (holder.held and all(holder.held)):
                     holder.ask_at = now + ASK_AGAIN_S
                     return ASK
                 else:
-                    self._end_slow_transfers(holder, now)
+                    # End the transfers of other holders that this one would have made by now, three times over.
+                    for index, transfer in self._transfers.items():
+                        if holder.has(index) and now - transfer.since > SLOW_S + 3 * holder.chunk_s:
+                            transfer.connection.abort()
                     self._changed.wait(ASK_AGAIN_S)
         return None
 
@@ -202,22 +214,10 @@ class Pull:
                 return self._missing.pop()
         return None
 
-    def _end_slow_transfers(self, idle: _Holder, now: float) -> None:
-        """End the transfers of other holders that the idle one would have done by now, three times over."""
-        for index, transfer in self._transfers.items():
-            if idle.has(index) and now - transfer.since > SLOW_S + 3 * idle.chunk_s:
-                transfer.link.abort()
-
-    def _ask(self, holder: _Holder, link: Link) -> None:
-        held = link.held(self.manifest.version, len(self.manifest.digests))
-        with self._changed:
-            holder.held = held
-            self._changed.notify_all()
-
-    def _fetch(self, holder: _Holder, link: Link, index: int, buffer: Buffer) -> None:
+    def _fetch(self, holder: _Holder, connection: Connection, index: int, buffer: Buffer) -> None:
         digest = self.manifest.digests[index]
         views = buffer.views(self._replica.chunks[index].ranges)
-        link.fetch(self.manifest.version, index, digest, views)
+        connection.fetch(self.manifest.version, index, digest, views)
         if digest_of(views) != digest:
             raise _WrongBytes(f"it sent wrong bytes for chunk {index}")
         self._replica.add(buffer, index, digest)

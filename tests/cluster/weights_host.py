@@ -15,14 +15,15 @@ import pickle
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.weights.http_mover import HttpMover
 from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, PullFailed
 from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Replica
+from asyncrl_cli.weights.transfer import Connection, WeightServer
 
 TOKEN, VERSION, RANKS = "token", 1, 2
 
@@ -30,8 +31,9 @@ TOKEN, VERSION, RANKS = "token", 1, 2
 def main() -> None:
     mode, address, mib, manifest_file, *rest = sys.argv[1:]
     slots = (TensorSlot("weights", "uint8", (int(mib) * 2**20,), 0, 1),)
-    replica, mover = Replica(slots, RANKS), HttpMover(TOKEN)
-    url = mover.serve(replica, address)
+    replica = Replica(slots, RANKS)
+    url = WeightServer(replica, TOKEN, address).url
+    connect = partial(Connection, token=TOKEN)
     if mode == "serve":
         path = replica.begin(VERSION)
         with open(path, "r+b") as memory:
@@ -47,7 +49,7 @@ def main() -> None:
         for _ in range(int(attempts)):
             _print(begun=True)
             try:
-                pulled = Pull(replica, manifest, mover, holders, float(timeout_s)).run()
+                pulled = Pull(replica, manifest, connect, holders, float(timeout_s)).run()
             except PullFailed as error:
                 _print(failed=str(error), held=replica.versions().get(VERSION, 0))
                 continue

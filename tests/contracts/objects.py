@@ -43,7 +43,6 @@ OBJECTS: dict[str, dict[str, str]] = {
         "last": "vllm.v1.engine.EngineCoreOutput()",
     },
     "rollout/vllm_sampler.py": {"torch.ops._C": ""},  # vLLM's, compiled: vllm_contract.py lists what is used
-    "rollout/vllm_cpu_norms.py": {"ir.ops": ""},  # created by a decorator: tested in test_vllm_cpu_norms.py
     "train/checkpoints.py": {"engine": DEEPSPEED},
     "weights/adapter.py": {"manager": ADAPTERS, "self._manager": ADAPTERS, "mapper": MAPPER},
     # Created at its first use: tested in test_installed.py.

@@ -48,7 +48,7 @@ class StandInAgent(Actor):
         self._written = ""  # the last path that was given to ranks
 
     @remote
-    async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str, mover: str) -> Endpoint:
+    async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str) -> Endpoint:
         assert slots == layout(ranks)
         return Endpoint(self._node, address)
 

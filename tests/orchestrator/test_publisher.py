@@ -28,7 +28,7 @@ from asyncrl_cli.records.training import Probe
 from asyncrl_cli.system import remote
 from asyncrl_cli.system.remote import Unreachable, wait_for
 from asyncrl_cli.weights.layout import size_of
-from asyncrl_cli.weights.manifest import Overtaken, ReplicaGone
+from asyncrl_cli.weights.manifest import ReplicaGone, Superseded
 
 PROBE = (1, 2, 3, 4)
 RANKS = 2
@@ -405,7 +405,7 @@ def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytes
 NOT_IN_TIME = "its host has not got weight version 1 in time; it does not serve until then"
 
 
-def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.RETRY_S", LIMIT_S * 2)
 
     async def check() -> None:
@@ -418,7 +418,7 @@ def test_a_fetch_that_a_newer_version_overtakes_is_not_a_fault(monkeypatch: pyte
                 while harness.current == (0, harness.sum(0)):
                     await asyncio.sleep(0)
                 if len(fetches) == 1:  # in the same iteration of the event loop in which the version is replaced
-                    raise Overtaken("a newer version is fetched")
+                    raise Superseded("a newer version is fetched")
 
         harness.hosts.works = works
         state = harness.state("new", engine, "d")

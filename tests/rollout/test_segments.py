@@ -183,14 +183,6 @@ def test_segments_are_the_beginning_of_the_final_rollout(
         assert at_pause[name] == (crossed[name].versions == version - 1).sum(), "the pause delivered all old tokens"
 
 
-def test_the_engine_normalizes_with_the_kernels(bench: Bench) -> None:
-    """vLLM's worker would not start if it did not have these implementations."""
-    from asyncrl_cli.rollout.vllm_cpu_norms import PROVIDER
-
-    priority = bench.engine._vllm.vllm_config.kernel_config.ir_op_priority
-    assert [priority.rms_norm[0], priority.fused_add_rms_norm[0]] == [PROVIDER, PROVIDER]
-
-
 def test_a_rollout_continues_where_another_engine_stopped(bench: Bench, loops: asyncio.Runner) -> None:
     """Interrupted anywhere, a rollout is the same, greedy or sampled; with other weights it keeps its beginning."""
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-from asyncrl_cli.weights.http_mover import HttpMover
 from asyncrl_cli.weights.layout import CHUNK_BYTES, TensorSlot, chunks_of
 from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.replica import Replica
+from asyncrl_cli.weights.transfer import WeightServer
 
 TOKEN = "the-token-of-the-run-under-test"
 RANKS = 2
@@ -83,7 +83,7 @@ class BadHolder(http.server.BaseHTTPRequestHandler):
             "refusing": lambda _: self.answer(b"", status=401),
             "nothing-after-all": lambda _: self.answer(b"", status=404),
             "no-http": lambda _: self.write(b"SSH-2.0-OpenSSH_9.2\r\n\r\n"),
-            "endless-head": lambda _: self.write(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 10_000),
+            "endless-head": lambda _: self.write(b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000),
             "silent": lambda _: self.wait(),
             "stalling": lambda body: self.answer(body, send=len(body) // 2, then=self.wait),
             "slow": lambda body: self.answer(body, step_s=0.05),
@@ -123,7 +123,7 @@ def main(kind: str) -> None:
     if kind in ("good", "rank-0", "rank-1"):
         replica = Replica(SLOTS, RANKS)
         hold(replica, 1, {"rank-0": [0], "rank-1": [1]}.get(kind, range(RANKS)))
-        print(HttpMover(TOKEN).serve(replica, "127.0.0.1"), flush=True)
+        print(WeightServer(replica, TOKEN, "127.0.0.1").url, flush=True)
         signal.pause()
     BadHolder.kind = kind
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), BadHolder)

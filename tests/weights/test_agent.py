@@ -13,7 +13,7 @@ import pytest
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights.agent import HostAgent
-from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, Superseded
 from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, manifest
 
 pytestmark = [pytest.mark.stack, pytest.mark.slow]
@@ -98,7 +98,7 @@ def test_calls_for_one_version_share_a_fetch_and_a_newer_one_ends_it(agents: Age
     newer = engine.pull.remote(agents.publish(trainer, 2, first), [trainers], 60.0)
     assert get(newer).fetched_bytes > 0
     for call in waiting:
-        with pytest.raises(Overtaken, match="weight version 1 is not fetched"):
+        with pytest.raises(Superseded, match="pull of weight version 1 cancelled"):
             get(call)
 
 

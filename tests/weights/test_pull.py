@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from asyncrl_cli.weights import pull as pull_module
-from asyncrl_cli.weights import wire
-from asyncrl_cli.weights.http_mover import HttpMover
-from asyncrl_cli.weights.manifest import Endpoint, Manifest, Overtaken, Pulled, PullFailed
-from asyncrl_cli.weights.movers import HolderFault, Link
+from asyncrl_cli.weights import transfer
+from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
 from asyncrl_cli.weights.pull import Pull
 from asyncrl_cli.weights.replica import Replica
+from asyncrl_cli.weights.transfer import Connection, HolderFault, WeightServer
 from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, hold, manifest
 
 pytestmark = pytest.mark.slow
@@ -33,8 +33,8 @@ BAD = {
     "error": "it answered with HTTP status 500",
     "refusing": "it refuses the run's token",
     "nothing-after-all": "it does not have the chunk",
-    "no-http": "its answer is not HTTP/1.1 with a length",
-    "endless-head": "the head is too long",
+    "no-http": "its answer is not HTTP/1.1",
+    "endless-head": "its answer is not HTTP/1.1",
     "silent": "it did not answer in time",
     "stalling": "it did not answer in time",
 }
@@ -82,12 +82,14 @@ def replica() -> Iterator[Replica]:
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "SILENCE_S", 0.3)
-    monkeypatch.setattr("asyncrl_cli.weights.http_mover.SILENCE_S", 0.3)
+    monkeypatch.setattr(transfer, "SILENCE_S", 0.3)
+
+
+connect = partial(Connection, token=TOKEN)
 
 
 def pull(replica: Replica, holders: Sequence[Endpoint], timeout_s: float = 60, version: int = 1) -> Pulled:
-    return Pull(replica, manifest(version), HttpMover(TOKEN), holders, timeout_s).run()
+    return Pull(replica, manifest(version), connect, holders, timeout_s).run()
 
 
 def failure(replica: Replica, holder: Endpoint, fault: str) -> PullFailed:
@@ -123,7 +125,7 @@ def test_the_bytes_of_the_version_arrive_once(replica: Replica, holders: Holders
 def test_a_bad_holder_is_named_and_a_good_one_is_enough(replica: Replica, holders: Holders, kind: str) -> None:
     bad, good = holders(kind, "good")
     error = failure(replica, bad, BAD[kind])
-    assert f"{len(CHUNKS)} of {len(CHUNKS)} chunks of weight version 1 are missing" in error.message
+    assert f"{len(CHUNKS)} of {len(CHUNKS)} chunks of weight version 1 are still missing" in error.message
     assert f"{bad.url} (node {kind[:8]}): " in error.message
     assert BAD[kind] in error.message
     assert TOKEN not in str(error)
@@ -169,19 +171,21 @@ def test_an_idle_holder_takes_over_what_is_slow(
 ) -> None:
     monkeypatch.setattr(pull_module, "SLOW_S", 0.2)
     stalling, good = holders("stalling", "good")
-    pulled = pull(replica, [stalling, good], timeout_s=wire.SILENCE_S)  # otherwise the timeout for silence would end it
+    pulled = pull(
+        replica, [stalling, good], timeout_s=transfer.SILENCE_S
+    )  # otherwise the timeout for silence would end it
     assert has_version(replica, pulled.path, 1)
     assert pulled.faults == {"stalling": "it was slower than another"}
 
 
-def test_a_newer_pull_overtakes_an_older_one(replica: Replica, holders: Holders) -> None:
+def test_a_newer_pull_supersedes_an_older_one(replica: Replica, holders: Holders) -> None:
     (stalling,) = holders("stalling")
-    older = Pull(replica, manifest(1), HttpMover(TOKEN), [stalling], 60)
+    older = Pull(replica, manifest(1), connect, [stalling], 60)
     with ThreadPoolExecutor(1) as thread:
         running: Future[Pulled] = thread.submit(older.run)
         holders.line("stalling")
-        older.overtake()
-        with pytest.raises(Overtaken, match="weight version 1 is not fetched any more"):
+        older.supersede()
+        with pytest.raises(Superseded, match="pull of weight version 1 cancelled"):
             running.result(60)
     assert not any(replica.held(1))
 
@@ -189,14 +193,14 @@ def test_a_newer_pull_overtakes_an_older_one(replica: Replica, holders: Holders)
 def test_a_version_that_is_replaced_while_it_arrives(replica: Replica, holders: Holders) -> None:
     """Ranks of this host begin versions 2 and 3 meanwhile, so there is no memory for version 1."""
     (stalling,) = holders("stalling")
-    older = Pull(replica, manifest(1), HttpMover(TOKEN), [stalling], 60)
+    older = Pull(replica, manifest(1), connect, [stalling], 60)
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(older.run)
         holders.line("stalling")
         hold(replica, 2)
         hold(replica, 3)
-        older.overtake()
-        with pytest.raises(Overtaken):
+        older.supersede()
+        with pytest.raises(Superseded):
             running.result(60)
     assert replica.versions() == {2: len(CHUNKS), 3: len(CHUNKS)}
     path = replica.path(manifest(3))
@@ -207,15 +211,12 @@ def test_a_version_that_is_replaced_while_it_arrives(replica: Replica, holders: 
 def test_hosts_that_fetch_at_the_same_time_give_to_each_other(holders: Holders) -> None:
     """Each of two hosts fetches from one trainer host, and from the other host as a peer."""
     rank_0, rank_1 = holders("rank-0", "rank-1")
-    mover = HttpMover(TOKEN)
     with closing(Replica(SLOTS, RANKS)) as one, closing(Replica(SLOTS, RANKS)) as other:
-        peers = []
-        servers = [HttpMover(TOKEN), HttpMover(TOKEN)]
-        for server, replica in zip(servers, (one, other), strict=True):
-            peers.append(Endpoint(f"peer-{len(peers)}", server.serve(replica, "127.0.0.1")))
+        servers = [WeightServer(replica, TOKEN, "127.0.0.1") for replica in (one, other)]
+        peers = [Endpoint(f"peer-{index}", server.url) for index, server in enumerate(servers)]
         pulls = [
-            Pull(one, manifest(1), mover, [rank_0, peers[1]], 60),
-            Pull(other, manifest(1), mover, [rank_1, peers[0]], 60),
+            Pull(one, manifest(1), connect, [rank_0, peers[1]], 60),
+            Pull(other, manifest(1), connect, [rank_1, peers[0]], 60),
         ]
         with ThreadPoolExecutor(2) as threads:
             for replica, pulled in zip((one, other), threads.map(Pull.run, pulls), strict=True):
@@ -230,8 +231,8 @@ def test_unchanged_chunks_are_not_fetched_again(replica: Replica, holders: Holde
     digests = list(manifest(1).digests)
     digests[2] = manifest(2).digests[2]
     next_version = Manifest(9, SLOTS, RANKS, tuple(digests))
-    with pytest.raises(PullFailed, match=f"1 of {len(CHUNKS)} chunks of weight version 9 are missing"):
-        Pull(replica, next_version, HttpMover(TOKEN), [], 0.1).run()
+    with pytest.raises(PullFailed, match=f"1 of {len(CHUNKS)} chunks of weight version 9 are still missing"):
+        Pull(replica, next_version, connect, [], 0.1).run()
     assert replica.path(manifest(1)) == pulled.path
     assert sum(replica.held(9)) == len(CHUNKS) - 1
 
@@ -239,22 +240,22 @@ def test_unchanged_chunks_are_not_fetched_again(replica: Replica, holders: Holde
 def test_a_version_that_was_made_again_with_other_bytes_is_fetched_again(replica: Replica, holders: Holders) -> None:
     first = pull(replica, holders("good"))
     again = replace(manifest(2), version=1)
-    with closing(Replica(SLOTS, RANKS)) as trainer, closing(HttpMover(TOKEN)) as mover:
+    with closing(Replica(SLOTS, RANKS)) as trainer, closing(WeightServer(trainer, TOKEN, "127.0.0.1")) as server:
         descriptor = os.open(trainer.begin(1), os.O_RDWR)
         os.pwrite(descriptor, content(2), 0)
         os.close(descriptor)
         with ThreadPoolExecutor(1) as threads:
             trainer.digest(1, range(RANKS), threads)
-        endpoint = Endpoint("trainer", mover.serve(trainer, "127.0.0.1"))
-        second = Pull(replica, again, mover, [endpoint], 60).run()
+        second = Pull(replica, again, connect, [Endpoint("trainer", server.url)], 60).run()
     assert replica.path(again) == second.path != first.path
     assert has_version(replica, first.path, 1), "which engines may still load"
 
 
-class CountingLink:
+class FailingConnection(Connection):
     """A holder in memory that counts requests, and fails."""
 
-    def __init__(self, asked: list[int], failure: Exception) -> None:
+    def __init__(self, url: str, asked: list[int], failure: Exception) -> None:
+        super().__init__(url, TOKEN)
         self.asked = asked
         self.failure = failure
 
@@ -265,28 +266,16 @@ class CountingLink:
         self.asked.append(index)
         raise self.failure
 
-    def abort(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class CountingMover(HttpMover):
-    """Connects to ``CountingLink``s."""
-
-    def __init__(self, failure: Exception) -> None:
-        super().__init__(TOKEN)
-        self.asked: list[int] = []
-        self.connect: Callable[[Endpoint], Link] = lambda _: CountingLink(self.asked, failure)  # type: ignore[method-assign,assignment]
-
 
 def test_a_holder_that_fails_is_asked_less_and_less(replica: Replica) -> None:
-    mover = CountingMover(HolderFault("it has a fault"))
+    asked: list[int] = []
+    failing = partial(FailingConnection, asked=asked, failure=HolderFault("it has a fault"))
     with pytest.raises(PullFailed, match="it has a fault"):
-        Pull(replica, manifest(1), mover, [Endpoint("n", "http://x")], 0.9).run()
-    assert 1 <= len(mover.asked) <= 4 * 3, "by four connections, at once, after 0.25 s and after another 0.5 s"
+        Pull(replica, manifest(1), failing, [Endpoint("n", "http://x")], 0.9).run()
+    assert 1 <= len(asked) <= 4 * 3, "by four connections, at once, after 0.25 s and after another 0.5 s"
 
 
-def test_an_error_of_the_mover_itself_is_not_waited_for(replica: Replica) -> None:
-    mover = CountingMover(KeyError("a mistake in a mover"))
-    with pytest.raises(KeyError, match="a mistake in a mover"):
-        Pull(replica, manifest(1), mover, [Endpoint("n", "http://x")], 600).run()
+def test_an_error_that_is_no_holders_fault_is_not_waited_for(replica: Replica) -> None:
+    failing = partial(FailingConnection, asked=[], failure=KeyError("a mistake here"))
+    with pytest.raises(KeyError, match="a mistake here"):
+        Pull(replica, manifest(1), failing, [Endpoint("n", "http://x")], 600).run()

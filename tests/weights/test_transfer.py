@@ -16,13 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.weights import http_server, wire
-from asyncrl_cli.weights.http_mover import HttpMover
-from asyncrl_cli.weights.http_server import WeightServer
+from asyncrl_cli.weights import transfer
 from asyncrl_cli.weights.layout import plan_slots
-from asyncrl_cli.weights.manifest import Endpoint, Manifest
-from asyncrl_cli.weights.movers import HolderFault
+from asyncrl_cli.weights.manifest import Manifest
 from asyncrl_cli.weights.replica import Replica
+from asyncrl_cli.weights.transfer import Connection, HolderFault, WeightServer
 
 TOKEN = "a-token-of-the-run"
 SLOTS = plan_slots([("w", torch.int8, (1000,))])
@@ -131,7 +129,7 @@ def test_a_request_with_a_body_or_two_authorizations_is_refused(server: WeightSe
 
 
 def test_requests_are_bounded_in_size(server: WeightServer) -> None:
-    padding = "x" * (wire.HEAD_BYTES - len(request("/weights/7", more="X: \r\n")))
+    padding = "x" * (transfer.HEAD_BYTES - len(request("/weights/7", more="X: \r\n")))
     longest = request("/weights/7", more=f"X: {padding}\r\n")
     assert status(ask(server, longest)) == 200
     assert status(ask(server, b"G" * len(longest))) == 400, "without waiting for its end"
@@ -148,7 +146,7 @@ def test_whatever_comes_gets_no_weights_and_ends_nothing(
 
 
 def test_a_client_that_is_silent_is_not_waited_for(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "SILENCE_S", 0.2)
+    monkeypatch.setattr(transfer, "SILENCE_S", 0.2)
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
         connection.sendall(b"GET /weights/7 HTTP/1.1\r\n")
@@ -156,7 +154,7 @@ def test_a_client_that_is_silent_is_not_waited_for(server: WeightServer, monkeyp
 
 
 def test_connections_are_bounded(server: WeightServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "CONNECTIONS", 1)
+    monkeypatch.setattr(transfer, "CONNECTIONS", 1)
     address = urlsplit(server.url)
     with socket.create_connection((address.hostname, address.port), timeout=10) as first:
         first.sendall(request("/weights/7"))
@@ -173,7 +171,7 @@ def test_the_token_is_logged_nowhere(
     ask(server, request("/weights/7", token=TOKEN + "x"))
     ask(server, request("/other"))
     with pytest.raises(HolderFault) as caught:
-        HttpMover(TOKEN).connect(Endpoint("n", server.url)).fetch(7, 3, manifest.digests[0], [memoryview(bytearray(1))])
+        Connection(server.url, TOKEN).fetch(7, 3, manifest.digests[0], [memoryview(bytearray(1))])
     output = capfd.readouterr()
     assert TOKEN not in caplog.text + output.out + output.err + repr(caught.value)
 
