@@ -47,7 +47,7 @@ def track(
         echo(f"report   cannot be made: {sender.unreported}")
     echo(f"to       {hide(target.uri)}")
     echo(f"MLflow   run {sender.mlflow_run_id} in experiment {tracking.experiment}")
-    if sender.version:
-        echo(f"model    {tracking.register_model}, version {sender.version}")
+    if target.model and sender.outbox.version:
+        echo(f"model    {tracking.register_model}, version {sender.outbox.version}")
     elif register:
         echo("model    none: the run has not finished")

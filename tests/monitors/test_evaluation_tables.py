@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.monitors.mlflow.outbox import FILE
-from asyncrl_cli.monitors.mlflow.rows import TAG, TAG_LENGTH, table, tag
-from asyncrl_cli.monitors.mlflow.sender import Sender
+from asyncrl_cli.monitors.mlflow.sender import TABLES_TAG, TAG_LENGTH, Sender, table, tables_tag
 
 from .mlflow_runs import Logged, evaluate, local, started_run, tracking_at
 
@@ -41,7 +40,7 @@ def test_a_row_for_each_response_with_all_that_is_known_of_it(tmp_path: Path) ->
 @pytest.mark.parametrize("count", [0, 1, 100, 1000])
 def test_the_tag_is_json_that_fits_and_names_the_last_tables(count: int) -> None:
     names = [f"evaluations/step-{step:06d}-greedy.json" for step in range(count)]
-    value = tag(names)
+    value = tables_tag(names)
     named = [entry["path"] for entry in json.loads(value)]
     assert len(value) <= TAG_LENGTH
     assert named == names[count - len(named) :]
@@ -68,4 +67,4 @@ def test_mlflow_loads_each_table_once_however_often_it_was_sent(tmp_path: Path) 
     assert loaded(0)["uid"].tolist() == ["a", "b", "c"]
     assert loaded(0)["response"].tolist() == ["2", "", "!"]
     assert loaded(5)["reward"].tolist() == [1.0]
-    assert [entry["type"] for entry in json.loads(logged.run.data.tags[TAG])] == ["table", "table"]
+    assert [entry["type"] for entry in json.loads(logged.run.data.tags[TABLES_TAG])] == ["table", "table"]

@@ -10,7 +10,7 @@ import pytest
 from asyncrl_cli.monitors.base import Ending
 from asyncrl_cli.monitors.mlflow.outbox import Outbox
 from asyncrl_cli.monitors.mlflow.sender import target_of
-from asyncrl_cli.monitors.mlflow.tracker import TRACKING_S, Mlflow
+from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 
@@ -18,11 +18,10 @@ from .mlflow_runs import spec_of
 
 
 def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
-    """The message if the actor's answer is ``problem``."""
+    """The message if ``problem`` prevents that everything is sent."""
 
     class Answered(Mlflow):
-        def _ended(self, status: str, timeout_s: float, reason: str) -> str:
-            assert (status, timeout_s, reason) == ("FINISHED", TRACKING_S["FINISHED"], "")
+        def _end(self, ending: Ending) -> str:
             return problem
 
     return Answered(Recorder(run, pytest.fail), spec_of(tracking)).finish(Ending("finished"))

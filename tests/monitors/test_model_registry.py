@@ -45,12 +45,12 @@ def test_it_is_one_version_however_often_it_is_tried(run: RunDirectory, tmp_path
     target = local(tmp_path, NAME)
     first = Sender(run, target)
     first.send("FINISHED")
-    assert first.version == "1"
+    assert first.outbox.version == "1"
     Sender(run, target).send("FINISHED")
     (run.path / FILE).unlink()  # killed before it could record what it had sent
     again = Sender(run, target)
     again.send("FINISHED")
-    assert again.version == "1"
+    assert again.outbox.version == "1"
     assert versions(target.uri) == {"1": {"asyncrl_run": "spelling-1", "asyncrl_step": "3"}}
     logged = Logged(target.uri)
     assert {name for name in logged.files() if name.startswith("models/")} == {
@@ -73,7 +73,7 @@ def test_only_a_finished_run_and_only_when_asked(run: RunDirectory, tmp_path: Pa
         Sender(run, local(tmp_path, NAME)).send(status)
     silent = Sender(run, local(tmp_path))
     silent.send("FINISHED")
-    assert silent.version == ""
+    assert silent.outbox.version == ""
     assert Logged(local(tmp_path).uri).client.search_registered_models() == []
     assert not any(name.startswith("models/") for name in Logged(local(tmp_path).uri).files())
 
@@ -86,7 +86,7 @@ def test_a_continued_run_is_a_further_version_and_the_first_one_is_kept(run: Run
     save_model(run, b"weights of step 6")
     later = Sender(run, target)
     later.send("FINISHED")
-    assert later.version == "2"
+    assert later.outbox.version == "2"
     assert {version: tags["asyncrl_step"] for version, tags in versions(target.uri).items()} == {"1": "3", "2": "6"}
     logged = Logged(target.uri)
     assert logged.content(f"{PLACE}/model/model.safetensors") == b"weights of step 3"

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES, Outbox
 from asyncrl_cli.monitors.mlflow.sender import Sender
-from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
+from asyncrl_cli.monitors.mlflow.tracker import machine_monitors, sample_machine
 from asyncrl_cli.runs.directory import RunDirectory
 
 from .mlflow_runs import Logged, do_steps, local, started_run
@@ -29,16 +29,15 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def sampled(run: RunDirectory, count: int) -> list[dict[str, Any]]:
-    """At least this many samples from a sampler, which is then stopped."""
-    there = threading.Semaphore(0)
-    sampler = MachineSampler(run, there.release, every_s=0.01)
+    """At least this many samples, from a thread that is then stopped."""
+    there, stopped = threading.Semaphore(0), threading.Event()
+    thread = threading.Thread(target=sample_machine, args=(run, machine_monitors(), there.release, stopped, 0.01))
+    thread.start()
     for _ in range(count):
         assert there.acquire(timeout=LIMIT_S)
-    sampler.stop()
-    for thread in threading.enumerate():
-        if thread.name == "machine":
-            thread.join(LIMIT_S)
-            assert not thread.is_alive(), "stopped"
+    stopped.set()
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
     return run.read(SAMPLES)
 
 

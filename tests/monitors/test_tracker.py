@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 
 from asyncrl_cli.monitors.base import Ending, RunInfo
-from asyncrl_cli.monitors.mlflow import tracker as tracker_module
 from asyncrl_cli.monitors.mlflow.outbox import FILE, SAMPLES
-from asyncrl_cli.monitors.mlflow.rows import PARAMETER_LENGTH
-from asyncrl_cli.monitors.mlflow.sender import Sender, Target
-from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
-from asyncrl_cli.monitors.mlflow.tracker import Mlflow, Tracker
+from asyncrl_cli.monitors.mlflow.sender import PARAMETER_LENGTH, Sender, Target
+from asyncrl_cli.monitors.mlflow.tracker import TRACKING_S, Mlflow, Tracker
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from tests.inspect.made_runs import SITUATIONS, made_run
@@ -135,20 +131,40 @@ def server(tmp_path: Path) -> Iterator[Server]:
     late.stop()
 
 
+def sending(run: RunDirectory, target: Target) -> tuple[Tracker, Thread]:
+    """A tracker as in the child process, in a thread."""
+    tracker = Tracker(run, target)
+    thread = Thread(target=tracker.send_until_done, daemon=True)
+    thread.start()
+    return tracker, thread
+
+
+def send_to_the_end(run: RunDirectory, target: Target, ending: Ending) -> None:
+    tracker = Tracker(run, target)
+    tracker.end(ending)
+    tracker.send_until_done()
+
+
+def until_failed(run: RunDirectory, server: Server) -> None:
+    until(lambda: sent(run).get("problem") == f"no answer from {server.uri}", "an attempt to fail")
+
+
 def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: Server) -> None:
-    tracker = Tracker(run, Target(server.uri, "tests"))
+    tracker, thread = sending(run, Target(server.uri, "tests"))
     do_steps(run, 1, 3)
     tracker.more()
-    until(lambda: tracker.finish("RUNNING", 0.0) == f"no answer from {server.uri}", "the first attempt to fail")
+    until_failed(run, server)
     server.start()
-    until(lambda: sent(run)["step"] == 3, "the steps to be sent")
+    until(lambda: sent(run)["step"] == 3 and not sent(run)["problem"], "the steps to be sent")
     server.stop()
     do_steps(run, 4, 6)
     evaluate(run, 6, 0.5)
     tracker.more()
-    until(lambda: tracker.finish("RUNNING", 0.0) == f"no answer from {server.uri}", "an attempt to fail")
+    until_failed(run, server)
+    tracker.end(Ending("finished"))
     server.start()
-    assert tracker.finish("FINISHED", LIMIT_S) == ""
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
     logged = Logged(server.uri)
     assert logged.history("loss") == losses(6)
     assert logged.run.info.status == "FINISHED"
@@ -161,7 +177,6 @@ def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: S
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     """A run that has files of every kind: a journal, an evaluation and a model."""
-    monkeypatch.setattr(tracker_module, "MachineSampler", partial(MachineSampler, every_s=0.01))
     run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"])
     for name in ("evaluations", "model"):
         (run.path / name).mkdir()
@@ -170,6 +185,7 @@ def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     (run.path / "model/model.safetensors").write_bytes(b"weights")
     do_steps(run, 1, 3)
     evaluate(run, 3, 0.5, [{"uid": "a", "response": "yes"}])
+    run.append(SAMPLES, {"step": 3, "time": 1e6, "system/cpu_utilization_percentage": 50.0})
     run.update(phase="running", step=3)
     return run
 
@@ -186,16 +202,12 @@ ALL_KINDS = {
 
 def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirectory, server: Server) -> None:
     target = Target(server.uri, "tests", model="speller")
-    tracker = Tracker(whole, target, system_metrics=True)
-    until(lambda: whole.read(SAMPLES), "a sample")
-    until(lambda: tracker.finish("RUNNING", 0.0) == f"no answer from {server.uri}", "the first attempt to fail")
-    assert tracker.finish("FINISHED", 0.1) == f"no answer from {server.uri}"
-    for thread in threading.enumerate():
-        if thread.name == "machine":
-            thread.join(LIMIT_S)
-            assert not thread.is_alive(), "no system metrics after the end of the run"
+    tracker, thread = sending(whole, target)
+    until_failed(whole, server)
+    tracker.end(Ending("finished"))
     server.start()
-    assert tracker.finish("FINISHED", LIMIT_S) == ""
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
 
     (whole.path / FILE).unlink()  # killed before it could record what it had sent
     Sender(whole, target).send("FINISHED", whole.as_if(phase="finished"))
@@ -203,8 +215,7 @@ def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirect
     assert logged.run.info.status == "FINISHED"
     assert logged.files() >= ALL_KINDS
     assert logged.history("loss") == losses(3)
-    samples = whole.read(SAMPLES)
-    assert len(logged.history("system/cpu_utilization_percentage")) == len(samples)
+    assert logged.history("system/cpu_utilization_percentage") == [(3, 50.0)]
     assert b"</html>" in logged.content("report.html")[-20:]
     assert logged.content("models/step-000003/model/model.safetensors") == b"weights"
     [version] = logged.client.search_model_versions("name = 'speller'")
@@ -214,71 +225,77 @@ def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirect
     assert table["response"].tolist() == ["yes"]
 
 
-def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(
-    whole: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    others = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        target = Target(f"http://127.0.0.1:{silent.getsockname()[1]}", "tests", model="speller")
-        tracker = Tracker(whole, target, system_metrics=True)
-        connection, _ = silent.accept()  # it has connected
-        with connection:
-            assert tracker.finish("FINISHED", 0.1) == "not done within 0 s"
-            monkeypatch.setattr(tracker_module, "failure", lambda *_: "")  # it does not try again
-    for thread in set(threading.enumerate()) - others:
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-
-
 @pytest.mark.parametrize(
-    ("status", "text"), [("FINISHED", "Nothing: no part had a fault."), ("FAILED", "The run failed: no disk.")]
+    ("ending", "text"),
+    [
+        (Ending("finished"), "Nothing: no part had a fault."),
+        (Ending("failed", reason="no disk"), "The run failed: no disk."),
+    ],
 )
-def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, status: str, text: str) -> None:
-    tracker = Tracker(whole, local(tmp_path))
-    assert tracker.finish(status, LIMIT_S, "no disk" if status == "FAILED" else "") == ""
+def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, ending: Ending, text: str) -> None:
+    send_to_the_end(whole, local(tmp_path), ending)
     assert text in Logged(local(tmp_path).uri).content("report.html").decode()
 
 
-def test_a_killed_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
-    tracker = Tracker(whole, local(tmp_path, "speller"))
-    assert tracker.finish("KILLED", LIMIT_S) == ""
+def test_an_interrupted_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
+    send_to_the_end(whole, local(tmp_path, "speller"), Ending("interrupted"))
     files = Logged(local(tmp_path).uri).files()
     assert "evaluations/step-000003-greedy.json" in files
     assert not files & {"report.html", "models/step-000003/MLmodel"}
 
 
-# -- in its actor
+# -- the child process
 
 
-def test_a_killed_tracker_starts_again_and_sends_the_rest(run: RunDirectory, tmp_path: Path) -> None:
-    import tempfile
+def monitor_of(run: RunDirectory, tmp_path: Path, **tracking: Any) -> tuple[Mlflow, Recorder]:
+    recorder = Recorder(run, pytest.fail)
+    monitor = Mlflow(recorder, spec_of({"experiment": "tests", **tracking}, runs_dir=str(tmp_path)))
+    monitor.started(RunInfo(run.run_id, run.path, 4, {}))
+    return monitor, recorder
 
-    import psutil
-    import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=tempfile.mkdtemp(prefix="ray-"))
-    try:
-        target = local(tmp_path)
-        recorder = Recorder(run, pytest.fail)
-        monitor = Mlflow(recorder, spec_of({"experiment": target.experiment}, runs_dir=str(tmp_path)))
-        monitor.started(RunInfo(run.run_id, run.path, 4, {}))
-        do_steps(run, 1, 2)
-        monitor.stepped(2, 2, {})
-        until(lambda: sent(run)["step"] == 2, "the first steps")
-
-        def is_tracker(process: psutil.Process) -> bool:
-            try:
-                return "TrackerActor" in " ".join(process.cmdline())
-            except psutil.Error:  # it has ended, or is a zombie
-                return False
-
-        [process] = filter(is_tracker, psutil.Process(os.getpid()).children(recursive=True))
-        process.kill()
-        do_steps(run, 3, 4)
-        monitor.stepped(4, 4, {})
-        assert monitor.finish(Ending("finished")).startswith("run ")
-    finally:
-        ray.shutdown()
+def test_a_killed_child_starts_again_and_sends_the_rest(run: RunDirectory, tmp_path: Path) -> None:
+    target = local(tmp_path)
+    monitor, recorder = monitor_of(run, tmp_path)
+    do_steps(run, 1, 2)
+    monitor.stepped(2, 2, {})
+    until(lambda: sent(run)["step"] == 2, "the first steps")
+    monitor._child.kill()
+    monitor._child.wait()
+    do_steps(run, 3, 4)
+    monitor.stepped(4, 4, {})
+    recorder.wait()
+    assert monitor.finish(Ending("finished")).startswith("run ")
     logged = Logged(target.uri)
     assert logged.history("loss") == losses(4)
     assert logged.run.info.status == "FINISHED"
+
+
+def test_a_child_that_dies_at_the_end_leaves_the_rest_to_track(run: RunDirectory, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monitor, _ = monitor_of(run, tmp_path, uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        do_steps(run, 1, 2)
+        connection, _ = silent.accept()  # it has connected
+        with connection:
+            Thread(target=monitor._child.send_signal, args=[signal.SIGKILL]).start()
+            note = monitor.finish(Ending("finished"))
+    assert note.startswith("2 steps kept, not sent (the process that sends has ended with exit code -9); later: ")
+
+
+def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TRACKING_S, "finished", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monitor, _ = monitor_of(run, tmp_path, uri=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        connection, _ = silent.accept()
+        with connection:
+            note = monitor.finish(Ending("finished"))
+    assert note.startswith("the rest kept, not sent (not done within 0 s); later: ")
+    assert monitor._child.poll() == -signal.SIGKILL
+
+
+def test_the_child_ends_when_its_driver_is_gone(run: RunDirectory, tmp_path: Path) -> None:
+    monitor, _ = monitor_of(run, tmp_path)
+    monitor._input.close()
+    assert monitor._child.wait(LIMIT_S) == 1

@@ -18,7 +18,7 @@ from asyncrl_cli.core.secrets import hide, is_secret, remember
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.monitors.mlflow.outbox import Outbox
-from asyncrl_cli.monitors.mlflow.rows import parameters
+from asyncrl_cli.monitors.mlflow.sender import parameters
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
 from asyncrl_cli.spec.changes import check_changes

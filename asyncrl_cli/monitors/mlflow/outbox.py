@@ -7,8 +7,8 @@ No data is stored for MLflow only, so a server that does not answer costs no mem
 Progress is noted after sending. So after a crash some data is sent again, which changes nothing, because each number is
 sent with the step and the time at which it was recorded.
 
-A step has not been sent if its number or its time is above that of the last step sent. A resumed run repeats steps;
-their new numbers are sent, too, and MLflow shows both.
+A step has not been sent if its number or its time is above the last sent step's. A resumed run repeats steps; their new
+numbers are sent, too, and MLflow shows both.
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ EVALUATIONS = "evaluations/*.jsonl"
 STEPS = "metrics.jsonl"
 SAMPLES = "system.jsonl"
 BLOCK = 2**16
-"""Bytes read at a time from the end of metrics.jsonl."""
+"""Bytes read at a time from the end of a file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The record of the data that has been sent.
-
-    ``step`` and ``time`` (unix time, s) are those of the last step. ``logged`` and ``uploaded`` name files by their
-    path in the run's folder, with the time of the version whose numbers were logged or that was uploaded (mtime, ns);
-    of the model's files ``uploaded`` has the artifacts' paths. ``reported`` names in the same way what the report was
-    made of, and ``sampled`` is the time (unix time, s) of the machine's last sample. ``registered`` has the versions of
-    models that were registered, by the model's name and artifact. ``status`` is MLflow's word for the state of the run.
-    """
+    """The record of the data that has been sent. Files are named by their path in the run's folder, each with the time
+    of the version that was sent (mtime, ns)."""
 
     uri: str
     experiment: str
     run_id: str = ""
     status: str = ""
+    """MLflow's word for the state of the run."""
     step: int = 0
     time: float = 0.0
+    """Number and time (unix time, s) of the last step."""
     logged: Mapping[str, int] = field(default_factory=dict)
+    """Files whose numbers were sent."""
     uploaded: Mapping[str, int] = field(default_factory=dict)
+    """Files that were sent; the model's by the path of their artifact."""
     reported: Mapping[str, int] = field(default_factory=dict)
+    """What the report was made of."""
     sampled: float = 0.0
+    """Time (unix time, s) of the machine's last sample."""
     registered: Mapping[str, str] = field(default_factory=dict)
+    """Versions of registered models, by the model's name and artifact."""
+    problem: str = ""
+    """Why the last attempt did not send everything."""
 
 
 class Outbox:
@@ -62,7 +65,13 @@ class Outbox:
 
     def __init__(self, run: RunDirectory, uri: str, experiment: str) -> None:
         self.run = run
-        self.sent = _read(run, hide(uri), experiment)
+        self.sent = Sent(hide(uri), experiment)
+        try:
+            sent = Sent(**json.loads((run.path / FILE).read_text()))
+        except (OSError, ValueError, TypeError):
+            return
+        if (sent.uri, sent.experiment) == (self.sent.uri, experiment):
+            self.sent = sent
 
     @property
     def version(self) -> str:
@@ -75,7 +84,7 @@ class Outbox:
         self.run.write_json(FILE, asdict(self.sent), private=True)
 
     def forget(self) -> None:
-        """Note that the MLflow run was deleted, so that everything is sent again."""
+        """Have everything sent again."""
         self.sent = Sent(self.sent.uri, self.sent.experiment)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -94,15 +103,6 @@ class Outbox:
 
     def _new_rows(self, name: str, is_new: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         return list(takewhile(is_new, _rows_from_the_end(self.run.path / name)))[::-1]
-
-
-def _read(run: RunDirectory, uri: str, experiment: str) -> Sent:
-    nothing = Sent(uri, experiment)
-    try:
-        sent = Sent(**json.loads((run.path / FILE).read_text()))
-    except (OSError, ValueError, TypeError):
-        return nothing
-    return sent if (sent.uri, sent.experiment) == (uri, experiment) else nothing
 
 
 def _rows_from_the_end(path: Path) -> Iterator[dict[str, Any]]:

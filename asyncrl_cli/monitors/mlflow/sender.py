@@ -1,45 +1,53 @@
-"""Sends the contents of a run's outbox to MLflow.
+"""Sends a run's data to MLflow: numbers, parameters, evaluations and their tables, files, the report and the model.
 
 Invariant: ``send`` may fail or be killed at any point and be called again, by any process; in the end MLflow has one
-run with all data once. The MLflow run has the run's id in a tag, by which it is found again even if
-the answer to its creation was lost.
+run with all data once. The MLflow run has the run's id in a tag, by which it is found again even if the answer to its
+creation was lost.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatch
+from itertools import accumulate
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
+from asyncrl_cli.monitors.base import evaluation_metrics
 from asyncrl_cli.monitors.mlflow.model_registry import RUN_TAG, register
 from asyncrl_cli.monitors.mlflow.outbox import EVALUATIONS, SPEC, STEPS, Outbox
-from asyncrl_cli.monitors.mlflow.rows import (
-    TAG,
-    Number,
-    evaluation_numbers,
-    parameters,
-    row_numbers,
-    table,
-    table_of,
-    tag,
-)
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 Entry = TypeVar("Entry")
+Number = tuple[str, float, float, int]
+"""Name, value, unix time (s) and step."""
+
 FINISHED = "FINISHED"
 STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
 """MLflow's status for each phase of a run that has ended."""
 REPORT = "report.html"
+NO_METRICS = ("step", "version", "time")
+"""Keys of a row that are not metrics."""
+TABLES_TAG = "mlflow.loggedArtifacts"
+"""The tag of a run by which MLflow knows its tables."""
+FIRST_COLUMNS = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
+"""Columns of every table. An evaluation's other fields follow them."""
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
-"""MLflow's limits: entries of one request."""
+PARAMETER_LENGTH = 6000
+TAG_LENGTH = 8000
+"""MLflow's limits: entries of one request, and characters of a parameter's and a tag's value."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -56,13 +64,14 @@ terminal. What the user has set stays."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a run's data is sent. ``artifacts`` is where a new experiment keeps its files; None leaves that to MLflow.
-    ``model`` is the registered model of which a finished run becomes a version; None for none."""
+    """Where a run's data is sent."""
 
     uri: str
     experiment: str
     artifacts: str | None = None
+    """Where a new experiment keeps its files; None leaves that to MLflow."""
     model: str | None = None
+    """The registered model that gets a finished run's model as a version; None for none."""
 
 
 def target_of(spec: ExperimentSpec) -> Target:
@@ -75,39 +84,36 @@ def target_of(spec: ExperimentSpec) -> Target:
 
 
 class Sender:
-    """Sends one run. ``steps`` and ``evaluations`` count what it has sent; ``reported`` says whether it sent a report,
-    and ``unreported`` why it could make none."""
+    """Sends one run."""
 
     def __init__(self, run: RunDirectory, target: Target) -> None:
         # Its own view of the folder: the driver's remembers the state that it wrote.
         self._run = RunDirectory(run.path)
         self._target = target
-        self._outbox = Outbox(run, target.uri, target.experiment)
         self._client: Any = None
+        self.outbox = Outbox(run, target.uri, target.experiment)
         self.steps = 0
         self.evaluations = 0
+        """Steps and evaluations that this object has sent."""
         self.reported = False
+        """Whether it has sent a report."""
         self.unreported = ""
+        """Why no report could be made."""
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
 
     @property
     def mlflow_run_id(self) -> str:
         """Empty before the first successful ``send``."""
-        return self._outbox.sent.run_id
-
-    @property
-    def version(self) -> str:
-        """The newest version of the target's registered model that the run is; empty for none."""
-        return self._outbox.version if self._target.model is not None else ""
+        return self.outbox.sent.run_id
 
     def send(self, status: str, ended: RunDirectory | None = None) -> None:
         """Send what is missing; ``status`` is MLflow's word for the state of the run. ``ended`` is the run as the
         report shows it; None for no report. Raises what MLflow raises.
         """
-        self._connect()
-        self._send_steps()
-        self._send_samples()
+        if self._client is None:
+            self._connect()
+        self._send_rows()
         self._send_parameters()
         self._send_evaluations()
         self._send_status(status)
@@ -116,11 +122,11 @@ class Sender:
         if ended is not None:
             self._upload_report(ended)
         if self._target.model is not None and status == FINISHED:
-            register(self._client, self._outbox, self._run, self._target.model)
+            register(self._client, self.outbox, self._run, self._target.model)
+        if self.outbox.sent.problem:
+            self.outbox.note(problem="")
 
     def _connect(self) -> None:
-        if self._client is not None:
-            return
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
@@ -131,7 +137,7 @@ class Sender:
             except MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                     raise
-                self._outbox.forget()
+                self.outbox.forget()  # the MLflow run was deleted
         if not self.mlflow_run_id:
             self._find_or_create_run(client)
         self._client = client
@@ -147,74 +153,78 @@ class Sender:
         run_id = self._run.run_id
         found = client.search_runs([experiment_id], f"tags.{RUN_TAG} = '{run_id}'", max_results=1)
         if found:
-            self._outbox.note(run_id=found[0].info.run_id)
+            self.outbox.note(run_id=found[0].info.run_id)
             return
         started = self._run.manifest.get("started")
         start_time = int(datetime.fromisoformat(started).timestamp() * 1000) if started else None
         created = client.create_run(experiment_id, start_time=start_time, tags={RUN_TAG: run_id}, run_name=run_id)
-        self._outbox.note(run_id=created.info.run_id, status="RUNNING")
+        self.outbox.note(run_id=created.info.run_id, status="RUNNING")
 
-    def _send_steps(self) -> None:
-        for rows in _requests(self._outbox.steps()):
-            self._log([entry for row in rows for entry in row_numbers(row)])
-            sent, last = self._outbox.sent, rows[-1]
-            self._outbox.note(step=max(sent.step, last["step"]), time=max(sent.time, last["time"]))
+    def _send_rows(self) -> None:
+        for rows in _requests(self.outbox.steps()):
+            self._log_rows(rows)
+            sent, last = self.outbox.sent, rows[-1]
+            self.outbox.note(step=max(sent.step, last["step"]), time=max(sent.time, last["time"]))
             self.steps += len(rows)
+        for rows in _requests(self.outbox.samples()):
+            self._log_rows(rows)
+            self.outbox.note(sampled=rows[-1]["time"])
 
-    def _send_samples(self) -> None:
-        for rows in _requests(self._outbox.samples()):
-            self._log([entry for row in rows for entry in row_numbers(row)])
-            self._outbox.note(sampled=rows[-1]["time"])
+    def _log_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        self._log(
+            (name, float(value), row["time"], row["step"])
+            for row in rows
+            for name, value in row.items()
+            if name not in NO_METRICS and isinstance(value, int | float)
+        )
 
     def _send_parameters(self) -> None:
         """MLflow keeps a parameter as it was first logged; what a resumed run changed is in its spec.yaml."""
-        for name, version in self._outbox.files(SPEC, self._outbox.sent.logged).items():
+        for name, version in self.outbox.files(SPEC, self.outbox.sent.logged).items():
             from mlflow.entities import Param
 
-            spec = resolved_spec(self._run)
             known = self._client.get_run(self.mlflow_run_id).data.params
-            entries = [Param(key, value) for key, value in parameters(spec).items() if key not in known]
+            values = parameters(resolved_spec(self._run))
+            entries = [Param(key, value) for key, value in values.items() if key not in known]
             for params in _chunks(entries, PARAMETERS_AT_ONCE):
                 self._client.log_batch(self.mlflow_run_id, params=params, synchronous=True)
             self._note_logged(name, version)
 
     def _send_evaluations(self) -> None:
-        for name, version in self._outbox.files(EVALUATIONS, self._outbox.sent.logged).items():
+        for name, version in self.outbox.files(EVALUATIONS, self.outbox.sent.logged).items():
             with (self._run.path / name).open() as file:
-                self._log(list(evaluation_numbers(file.readline(), version / 1e9)))
+                result = json.loads(file.readline())
+            at = version / 1e9  # when the file was written
+            self._log((metric, value, at, result["step"]) for metric, value in evaluation_metrics(result))
             self._note_logged(name, version)
             self.evaluations += 1
 
     def _send_status(self, status: str) -> None:
-        if self._outbox.sent.status == status:
+        if self.outbox.sent.status == status:
             return
         if status == "RUNNING":
             self._client.update_run(self.mlflow_run_id, status=status)
         else:
             ended = int(self._run.state.updated * 1000) or None
             self._client.set_terminated(self.mlflow_run_id, status=status, end_time=ended)
-        self._outbox.note(status=status)
+        self.outbox.note(status=status)
 
     def _upload(self) -> None:
-        for pattern in (SPEC, EVALUATIONS):
-            for name, version in self._outbox.files(pattern, self._outbox.sent.uploaded).items():
-                if pattern == SPEC:
-                    self._client.log_text(self.mlflow_run_id, spec_text(self._run), name)
-                else:
-                    folder = name.rpartition("/")[0]
-                    self._client.log_artifact(self.mlflow_run_id, str(self._run.path / name), artifact_path=folder)
-                    self._upload_table(name)
-                self._outbox.note(uploaded={**self._outbox.sent.uploaded, name: version})
-
-    def _upload_table(self, evaluation: str) -> None:
-        name = table_of(evaluation)
-        self._client.log_text(self.mlflow_run_id, table(self._run.path / evaluation), name)
-        sent = {table_of(one) for one in self._outbox.sent.uploaded if fnmatch(one, EVALUATIONS)}
-        self._client.set_tag(self.mlflow_run_id, TAG, tag(sorted({name, *sent})))
+        for name, version in self.outbox.files(SPEC, self.outbox.sent.uploaded).items():
+            self._client.log_text(self.mlflow_run_id, spec_text(self._run), name)
+            self._note_uploaded(name, version)
+        for name, version in self.outbox.files(EVALUATIONS, self.outbox.sent.uploaded).items():
+            path = self._run.path / name
+            self._client.log_artifact(self.mlflow_run_id, str(path), artifact_path=name.rpartition("/")[0])
+            self._client.log_text(self.mlflow_run_id, table(path), _table_name(name))
+            sent = [one for one in self.outbox.sent.uploaded if fnmatch(one, EVALUATIONS)]
+            tables = sorted({_table_name(one) for one in (name, *sent)})
+            self._client.set_tag(self.mlflow_run_id, TABLES_TAG, tables_tag(tables))
+            self._note_uploaded(name, version)
 
     def _upload_report(self, ended: RunDirectory) -> None:
-        of = self._outbox.files(STEPS, self._outbox.sent.reported)
-        if not of:
+        source = self.outbox.files(STEPS, self.outbox.sent.reported)
+        if not source:
             return
         from asyncrl_cli.inspect.report.page import render
         from asyncrl_cli.inspect.report.summary import summarize
@@ -225,10 +235,10 @@ class Sender:
             self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             return
         self._client.log_text(self.mlflow_run_id, page, REPORT)
-        self._outbox.note(reported=of)
+        self.outbox.note(reported=source)
         self.reported = True
 
-    def _log(self, numbers: Sequence[Number]) -> None:
+    def _log(self, numbers: Iterable[Number]) -> None:
         from mlflow.entities import Metric
 
         entries = [Metric(name, value, int(at * 1000), step) for name, value, at, step in numbers]
@@ -236,7 +246,10 @@ class Sender:
             self._client.log_batch(self.mlflow_run_id, metrics=metrics, synchronous=True)
 
     def _note_logged(self, name: str, version: int) -> None:
-        self._outbox.note(logged={**self._outbox.sent.logged, name: version})
+        self.outbox.note(logged={**self.outbox.sent.logged, name: version})
+
+    def _note_uploaded(self, name: str, version: int) -> None:
+        self.outbox.note(uploaded={**self.outbox.sent.uploaded, name: version})
 
 
 def send_rest(run: RunDirectory, target: Target) -> Sender:
@@ -266,6 +279,48 @@ def failure(error: Exception, uri: str) -> str:
         cause = cause.__cause__ or cause.__context__
     lines = str(error).splitlines()
     return hide(f"{type(error).__name__}: {lines[0] if lines else 'no message'}")
+
+
+def parameters(spec: dict[str, Any]) -> dict[str, str]:
+    """A spec in MLflow's form: dotted names, short texts."""
+    return {re.sub(r"[^\w.\-/ ]", "_", key): str(value)[:PARAMETER_LENGTH] for key, value in flatten(spec).items()}
+
+
+def table(evaluation: Path) -> str:
+    """An evaluation's responses as a table of MLflow: JSON with ``columns`` and ``data``.
+
+    MLflow's own ``log_table`` appends to a table that exists. Here a table is one whole evaluation, so sending it twice
+    changes nothing (decision 0032).
+    """
+    with evaluation.open(encoding="utf-8") as file:
+        result = json.loads(file.readline())
+        rows = []
+        for line in file:
+            sample = json.loads(line)
+            metrics = sample.pop("metrics", {})
+            rows.append({"step": result["step"], "kind": result["kind"], **sample, **metrics})
+    columns = list(dict.fromkeys([*FIRST_COLUMNS, *(name for row in rows for name in row)]))
+    data = [[_cell(row.get(name)) for name in columns] for row in rows]
+    return json.dumps({"columns": columns, "data": data}, ensure_ascii=False)
+
+
+def _cell(value: Any) -> Any:
+    """The value of a cell: messages as JSON text, and None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _table_name(evaluation: str) -> str:
+    return evaluation.removesuffix(".jsonl") + ".json"
+
+
+def tables_tag(tables: Iterable[str]) -> str:
+    """The tag that names these tables; if they do not fit, as many of the last ones as do."""
+    entries = [json.dumps({"path": name, "type": "table"}) for name in tables]
+    lengths = accumulate((len(entry) + len(", ") for entry in reversed(entries)), initial=len("[]"))
+    fitting = sum(length <= TAG_LENGTH for length in lengths) - 1
+    return f"[{', '.join(entries[len(entries) - fitting :])}]"
 
 
 def _requests(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:

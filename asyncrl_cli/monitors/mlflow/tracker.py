@@ -1,116 +1,52 @@
-"""The monitor for MLflow, with its own actor: imports, database and a slow server cost the run nothing.
+"""The monitor for MLflow. A child process sends: imports, database and a slow server cost the run nothing.
 
     working --failed--> waiting (1 s, 2 s, ... 30 s, or the run's end) --> working
     working --all sent--> idle --more--> working
-    working --all sent, and the run has ended--> done
+    working --all sent, and the run has ended--> exit
 
-Invariant: the driver never waits for MLflow before the run's end. What there is to send is on disk (``outbox``), so
-this process may be killed at any time; Ray starts another.
+The child's standard input brings lines of JSON: first the run and the target, then null for new data in the run's
+folder, at last how the run ended. If the input closes before that, the driver is gone, and the child ends.
+
+Invariant: the driver never waits for MLflow before the run's end. All data is on disk (``outbox``), so the child may be
+killed at any time. The next step starts another one; `asyncrl track` sends what is missing at the end.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
-from typing import Any
+from threading import Condition, Event, Thread
+from typing import IO, Any
 
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo
-from asyncrl_cli.monitors.mlflow.outbox import Outbox
-from asyncrl_cli.monitors.mlflow.sender import FINISHED, STATUS, Sender, Target, failure, target_of
-from asyncrl_cli.monitors.mlflow.system_metrics import MachineSampler
-from asyncrl_cli.runs.directory import Phase, RunDirectory
+from asyncrl_cli.monitors.mlflow.outbox import SAMPLES, Outbox
+from asyncrl_cli.monitors.mlflow.sender import STATUS, Sender, Target, failure, target_of
+from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
-from asyncrl_cli.system.remote import on_node
 
-RUNNING = "RUNNING"
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 """Seconds between two attempts: the first value, and the largest."""
-REPORTED: Mapping[str, Phase] = {"FINISHED": "finished", "FAILED": "failed"}
-"""Ends after which a report is sent, and the phase that it shows. A run that was interrupted has no time for one, and
-is usually resumed."""
+SAMPLE_S = 10.0
+"""Seconds between two samples of the machine, as in MLflow."""
 RESTARTS = 10
-TRACKING_S = {"FINISHED": 30.0, "FAILED": 10.0, "KILLED": 2.0}
-"""Seconds that a run waits for MLflow at its end, by its status."""
-ANSWER_S = 1.0
-"""Seconds for a call to the actor and its answer, in addition to the actor's own waiting time."""
-
-
-class Tracker:
-    """Sends in its own thread, repeatedly, until the run has ended and everything is sent."""
-
-    def __init__(self, run: RunDirectory, target: Target, system_metrics: bool = False) -> None:
-        self._sender = Sender(run, target)
-        self._ended: RunDirectory | None = None
-        self._run = run
-        self._uri = target.uri
-        self._changed = threading.Condition()
-        self._more = False
-        self._status = RUNNING
-        self._problem = ""
-        self._done = False
-        self._machine = MachineSampler(run, self.more) if system_metrics else None
-        threading.Thread(target=self._send_forever, name="mlflow", daemon=True).start()
-
-    def more(self) -> None:
-        """Notify it that there is new data in the run's folder."""
-        with self._changed:
-            self._more = True
-            self._changed.notify_all()
-
-    def finish(self, status: str, patience_s: float, reason: str = "") -> str:
-        """The run has ended: FINISHED, FAILED (for this ``reason``) or KILLED. Returns an empty text once everything is
-        sent, or after ``patience_s`` the problem that prevents it."""
-        if self._machine is not None:
-            self._machine.stop()
-        with self._changed:
-            if status in REPORTED:
-                self._ended = self._run.as_if(phase=REPORTED[status], reason=reason)
-            self._status = status
-            self._changed.notify_all()
-            if self._changed.wait_for(lambda: self._done, patience_s):
-                return ""
-            return self._problem or f"not done within {patience_s:.0f} s"
-
-    def _send_forever(self) -> None:
-        wait_s = FIRST_WAIT_S
-        while not self._done:
-            with self._changed:
-                status, ended, self._more = self._status, self._ended, False
-            try:
-                self._sender.send(status, ended)
-                problem = ""
-                if self._sender.unreported:
-                    print(f"no report could be made: {self._sender.unreported}", flush=True)
-            except Exception as error:
-                problem = failure(error, self._uri)
-            if problem != self._problem:
-                print(problem or "everything is sent again", flush=True)
-            with self._changed:
-                self._problem = problem
-                if problem:
-                    self._changed.wait_for(lambda: self._status != status, wait_s)  # noqa: B023
-                    wait_s = min(2 * wait_s, LONGEST_WAIT_S) if self._status == status else FIRST_WAIT_S
-                else:
-                    self._done = status != RUNNING
-                    self._changed.notify_all()
-                    self._changed.wait_for(lambda: self._more or self._done or self._status != status)  # noqa: B023
-                    wait_s = FIRST_WAIT_S
-
-
-class TrackerActor(Tracker):
-    """The Ray actor."""
-
-    def __init__(self, run_path: str, target: Target, system_metrics: bool) -> None:
-        redirect_output(str(Path(run_path) / "logs"), "mlflow")
-        super().__init__(RunDirectory(Path(run_path)), target, system_metrics)
+"""Restarts of the child in one run: one that cannot work dies at every step."""
+TRACKING_S = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
+"""Seconds that a run waits for MLflow at its end, by its phase."""
 
 
 class Mlflow(Monitor):
-    """The driver's side: waits for MLflow only at the run's end, and never fails because of it."""
+    """The driver's side. It never fails because of MLflow."""
 
     name = "MLflow"
 
@@ -118,47 +54,197 @@ class Mlflow(Monitor):
         self._recorder = recorder
         self._target = target_of(spec)
         self._system_metrics = spec.tracking.system_metrics
-        self._actor: Any = None
+        self._restarts = RESTARTS
 
     def started(self, run: RunInfo) -> None:
-        import ray
-
-        # On the driver's node, which has the run's folder.
-        options = ray.remote(TrackerActor).options(
-            num_cpus=0, max_restarts=RESTARTS, max_task_retries=-1, scheduling_strategy=on_node()
-        )
-        self._actor = options.remote(str(run.folder), self._target, self._system_metrics)
+        self._start()
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self._recorder.then(self._more)  # once it is on disk: that is what is sent
+        self._recorder.then(self._more)  # once it is on disk: the child reads it there
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._recorder.then(self._more)
 
     def finish(self, ending: Ending) -> str:
-        status = STATUS[ending.phase]
-        problem = self._ended(status, TRACKING_S[status], ending.reason)
+        problem = self._end(ending)
         run, target = self._recorder.run, self._target
         outbox = Outbox(run, target.uri, target.experiment)
         if not problem:
-            model = f", {target.model} version {outbox.version}" if target.model and status == FINISHED else ""
+            registered = target.model and ending.phase == "finished"
+            model = f", {target.model} version {outbox.version}" if registered else ""
             return f"run {outbox.sent.run_id} in experiment {target.experiment}{model}"
         steps = len(outbox.steps())
         kept = counted(steps, "step") if steps else "the rest"
         return f"{kept} kept, not sent ({problem}); later: asyncrl track {run.argument}"
 
+    def _start(self) -> None:
+        # In its own session, because Ctrl-C in the terminal must not end it. The run's mark is in its environment: so
+        # the reaper ends it, and an input that closes does so in a cluster that has no reaper.
+        self._child = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
+        )
+        os.set_blocking(self._input.fileno(), False)
+        # Not as arguments, which every user of the machine can read: the URI may hold a password.
+        self._tell([str(self._recorder.run.path), asdict(self._target), self._system_metrics])
+
+    @property
+    def _input(self) -> IO[bytes]:
+        assert self._child.stdin is not None
+        return self._child.stdin
+
+    def _tell(self, message: Any) -> None:
+        with suppress(OSError):  # it has ended, or it hangs and its input is full
+            self._input.write(json.dumps(message).encode() + b"\n")
+
     def _more(self) -> None:
-        self._actor.more.remote()
+        if self._child.poll() is None:
+            self._tell(None)
+        elif self._restarts:
+            self._restarts -= 1
+            self._input.close()
+            self._start()
 
-    def _ended(self, status: str, timeout_s: float, reason: str) -> str:
+    def _end(self, ending: Ending) -> str:
         """Wait until everything is sent. Returns the problem that prevents it; empty if there is none."""
-        import ray
-        from ray.exceptions import GetTimeoutError
-
+        self._more()
+        self._tell(asdict(ending))
+        limit_s = TRACKING_S[ending.phase]
         try:
-            problem: str = ray.get(self._actor.finish.remote(status, timeout_s, reason), timeout=timeout_s + ANSWER_S)
-        except GetTimeoutError:
-            return f"not done within {timeout_s:.0f} s"
+            code = self._child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            noted = Outbox(self._recorder.run, self._target.uri, self._target.experiment).sent.problem
+            return noted or f"not done within {limit_s:.0f} s"
+        finally:
+            self._child.kill()
+            self._child.wait()
+            self._input.close()
+        return f"the process that sends has ended with exit code {code}" if code else ""
+
+
+class Tracker:
+    """The child's side: sends again and again, until the run has ended and everything is sent."""
+
+    def __init__(self, run: RunDirectory, target: Target) -> None:
+        self._run = run
+        self._uri = target.uri
+        self._sender = Sender(run, target)
+        self._changed = Condition()
+        self._more = False
+        self._ending: Ending | None = None
+
+    def more(self) -> None:
+        """There is new data in the run's folder."""
+        with self._changed:
+            self._more = True
+            self._changed.notify_all()
+
+    def end(self, ending: Ending) -> None:
+        """The run has ended."""
+        with self._changed:
+            self._ending = ending
+            self._changed.notify_all()
+
+    def send_until_done(self) -> None:
+        wait_s = FIRST_WAIT_S
+        shown = ""
+        while True:
+            with self._changed:
+                ending, self._more = self._ending, False
+            problem = self._attempt(ending)
+            if problem != shown:
+                print(problem or "everything is sent again", flush=True)
+                shown = problem
+            if ending is not None and not problem:
+                return
+            with self._changed:
+                if problem:
+                    ended = self._changed.wait_for(lambda: self._ending is not ending, wait_s)  # noqa: B023
+                    wait_s = FIRST_WAIT_S if ended else min(2 * wait_s, LONGEST_WAIT_S)
+                else:
+                    self._changed.wait_for(lambda: self._more or self._ending is not None)
+                    wait_s = FIRST_WAIT_S
+
+    def _attempt(self, ending: Ending | None) -> str:
+        """Send what is missing. Returns the problem; empty if there is none."""
+        ended = None
+        if ending is not None and ending.phase != "interrupted":  # which has no time for a report
+            ended = self._run.as_if(phase=ending.phase, reason=ending.reason)
+        try:
+            self._sender.send("RUNNING" if ending is None else STATUS[ending.phase], ended)
         except Exception as error:
-            return f"the process that sends is gone: {type(error).__name__}"
-        return problem
+            problem = failure(error, self._uri)
+            with suppress(OSError):
+                self._sender.outbox.note(problem=problem)  # the driver shows it
+            return problem
+        if self._sender.unreported:
+            print(f"no report could be made: {self._sender.unreported}", flush=True)
+        return ""
+
+
+def machine_monitors() -> list[Any]:
+    """MLflow's monitors of processors, memory, disk, network and GPUs."""
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+    from mlflow.system_metrics.metrics.network_monitor import NetworkMonitor
+    from mlflow.system_metrics.metrics.rocm_monitor import ROCMMonitor
+
+    monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
+    for gpus in (GPUMonitor, ROCMMonitor):
+        with suppress(Exception):  # no such GPU, or no library for it; each library has its own type of error
+            monitors.append(gpus())
+    return monitors
+
+
+def sample_machine(
+    run: RunDirectory, monitors: Sequence[Any], more: Callable[[], None], stopped: Event, every_s: float = SAMPLE_S
+) -> None:
+    """Add rows to system.jsonl until ``stopped``.
+
+    MLflow's own thread around its monitors ends at the first request that a server does not answer. These samples are
+    kept and sent like steps.
+    """
+
+    def measured() -> dict[str, float]:
+        found: dict[str, float] = {}
+        for monitor in monitors:
+            monitor.collect_metrics()
+            found |= {f"system/{name}": value for name, value in monitor.aggregate_metrics().items()}
+            monitor.clear_metrics()
+        return found
+
+    measured()  # shares of time are since the call before, in the same thread
+    while not stopped.wait(every_s):
+        run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **measured()})
+        more()
+
+
+def main() -> None:
+    # Unbuffered: Python cannot exit while another thread waits in a buffered reader of standard input.
+    messages = map(json.loads, FileIO(0, closefd=False))
+    path, target, system_metrics = next(messages)
+    run = RunDirectory(Path(path))
+    redirect_output(str(run.path / "logs"), "mlflow")
+    tracker = Tracker(run, Target(**target))
+    ended = Event()
+
+    def listen() -> None:
+        try:
+            for message in messages:
+                if message is None:
+                    tracker.more()
+                else:
+                    ended.set()
+                    tracker.end(Ending(**message))
+        finally:
+            os._exit(1)  # the driver is gone
+
+    Thread(target=listen, daemon=True).start()
+    if system_metrics:
+        # Imported before the other thread imports MLflow.
+        Thread(target=sample_machine, args=(run, machine_monitors(), tracker.more, ended), daemon=True).start()
+    tracker.send_until_done()
+
+
+if __name__ == "__main__":
+    main()
