@@ -27,7 +27,7 @@ def plain_text(text: str = "", style: str = "") -> Text:
 
 
 def counted(count: int | str, noun: str) -> str:
-    """A number of things: ``1 engine``, ``2 engines``, ``1 to 2 engines``, ``2 batches``."""
-    plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
+    """A number of things: ``1 engine``, ``2 engines``, ``1 to 2 engines``, ``2 batches``, ``2 epochs``."""
+    plural = "es" if noun.endswith(("s", "x", "nch", "tch", "sh")) else "s"
     shown = f"{count:,}" if isinstance(count, int) else count
     return f"{shown} {noun}{'' if shown == '1' else plural}"

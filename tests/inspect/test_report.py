@@ -16,13 +16,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl_cli.inspect.report import samples as samples_module
-from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts
+from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts, scatter_chart
 from asyncrl_cli.inspect.report.curves import Axis, Curves, Points, curves, smoothed
 from asyncrl_cli.inspect.report.facts import clock
 from asyncrl_cli.inspect.report.findings import failed
 from asyncrl_cli.inspect.report.page import embedded, render, short_labels, write
 from asyncrl_cli.inspect.report.recorded_files import GPU, PROCESSOR, evaluation_files, machine_samples, newest
-from asyncrl_cli.inspect.report.run_charts import scatter_chart
 from asyncrl_cli.inspect.report.samples import held_out_samples, samples
 from asyncrl_cli.inspect.report.summary import summarize
 from asyncrl_cli.journal.queries import snapshot
@@ -132,24 +131,22 @@ def test_every_chart_is_a_plotly_figure_with_an_element_on_the_page(run: RunDire
     assert set(charts) == {a["id"] for _, a in Elements(page).elements if a.get("class") == "chart"}
     for chart in charts.values():
         Figure(data=chart["data"], layout=chart["layout"])  # raises for properties that a figure does not have
-        for xs in (chart["xs"] or {}).values():
-            assert [len(x) for x in xs] == [len(trace["y"]) for trace in chart["data"]]
+        for trace in chart["data"]:
+            assert all(len(xs) == len(trace["y"]) for xs in trace.get("meta", {}).values())
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = []
+    runs = {}
     for name, rate in (("fast", 0.1), ("slow", 0.2)):
-        runs.append(made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], run_id=name))
-        vary_metrics(runs[-1], SERIES)
-        runs[-1].write_text("spec.yaml", f"seed: 1\ntrainer: {{rate: {rate}}}\n{name}: [1]\n")
-    page = render([summarize(run) for run in runs])
+        runs[name] = made_run(tmp_path, monkeypatch, SITUATIONS["slow trainer"], run_id=name)
+        vary_metrics(runs[name], SERIES)
+        runs[name].write_text("spec.yaml", f"seed: 1\ntrainer: {{rate: {rate}}}\n{name}: [1]\n")
+    page = render([summarize(run) for run in runs.values()])
     text = Elements(page).text
     assert "trainer.rate" in text["code"] and "0.10.2" in text["code"]
     assert "not set" in text["code"] and "seed" not in text["code"]
     reward = charts_of(page)["chart-0"]["data"]
-    by_run = {trace["name"].split(",")[0]: trace for trace in reward}
-    assert list(by_run) == ["fast", "slow"]
-    fast, slow = by_run["fast"], by_run["slow"]
+    fast, slow = (next(one for one in reward if f"<extra>{name}," in (one["hovertemplate"] or "")) for name in runs)
     assert fast["line"]["color"] != slow["line"]["color"]
     assert fast["marker"]["symbol"] != slow["marker"]["symbol"], "not by colour alone"
 
@@ -263,7 +260,7 @@ def test_curves_are_means_of_steps_in_a_row(points: int, tmp_path: Path, monkeyp
     where = held_out.axis
     assert (where.steps, where.tokens, where.hours, held_out.values) == ((4,), (40.0,), (1.0,), (0.5,))
     for chart in curve_charts({"run": found}).charts:
-        json.dumps(chart.document(), allow_nan=False)
+        json.dumps(chart.data, allow_nan=False)
 
 
 # -- rollouts to read
@@ -387,7 +384,7 @@ def course(steps: int, **changes: Any) -> Curves:
 def test_the_bound_is_drawn_and_the_largest_staleness_is_seen_beneath_the_mean() -> None:
     (chart,) = [one for one in curve_charts({"run": course(30)}).charts if one.title == STALENESS]
     assert [(shape["y0"], shape["y1"]) for shape in chart.layout["shapes"]] == [(2, 2)]
-    assert "bound 2" in chart.layout["annotations"][0]["text"]
+    assert chart.layout["shapes"][0]["label"]["text"] == "bound 2"
     widest, mean = (trace["line"]["width"] for trace in chart.data)
     assert widest > 2 * mean and chart.data[0]["name"] == "max"
 
@@ -401,7 +398,11 @@ def test_evaluations_on_other_prompts_are_not_joined() -> None:
     chart = curve_charts({"run": course(30, evaluations=evaluations)}).charts[1]
     assert chart.title == "Held-out accuracy"
     assert [trace["mode"] for trace in chart.data] == ["lines+markers", "markers", "markers"]
-    assert [key.label for key in chart.key] == ["greedy, 128 prompts", "greedy, 512 prompts", "sampled, 512 prompts"]
+    assert [trace["name"] for trace in chart.data] == [
+        "greedy, 128 prompts",
+        "greedy, 512 prompts",
+        "sampled, 512 prompts",
+    ]
     assert chart.data[0]["error_y"]["array"] == pytest.approx([0.1] * 3)
 
 

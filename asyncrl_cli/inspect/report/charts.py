@@ -1,6 +1,6 @@
-"""The report's charts over the course of runs, as figures of plotly.js: dicts that become JSON.
+"""The report's charts, as figures of plotly.js: dicts that become JSON.
 
-Each curve carries its x values three times (``xs``), and the page's script shows the ones that are chosen. Colours that
+A curve's x values are in its ``meta``, one list for each axis; the page's script shows the chosen ones. Colours that
 depend on light or dark are the script's. Nothing depends on colour alone: several metrics of a run differ by their
 dashes, several runs by their markers.
 """
@@ -8,57 +8,63 @@ dashes, several runs by their markers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
+from zlib import crc32
 
-from asyncrl_cli.inspect.report.curves import Axis, Curves, smoothed
+from asyncrl_cli.inspect.report.curves import Axis, Curves, in_parts, smoothed
+from asyncrl_cli.inspect.report.evidence import NAMES, PARTS, StepTime, TrainerPart
+from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
+from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
 COLOURS = ("#2a85c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 """By Okabe and Ito, so that colour-blind people tell them apart; the blue is lighter, to be seen on dark ground."""
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FAINT = "#8b949e"
+PART_COLOURS: Mapping[TrainerPart, str] = dict(
+    zip(PARTS, ("#009e73", "#56b4e9", "#0072b2", "#e69f00", "#d55e00", "#cc79a7", "#999999"), strict=True)
+)
+GROUP_COLOURS = dict(zip(GROUP_NAMES, ("#e69f00", "#0072b2", "#b8c4ce"), strict=True))
+"""Groups with nothing right, with something to learn, and with nothing wrong."""
+RAMP = ("#d3e4f3", "#9cc8e2", "#559ecb", "#2171b5", "#134b8a")
+"""From low to high, in order also for colour-blind people."""
+STEP_SCALE = [[0, "#56b4e9"], [0.5, "#9a6fb0"], [1, "#d55e00"]]
+"""From early to late steps, seen on light and on dark ground."""
 MARKERS = 8
 """Markers along a run's curve, where runs are compared."""
 DIGITS = 5
 """Significant digits of a number in a chart."""
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """An entry of a legend. ``shape`` is a line's dash, ``broad``, ``area``, or a point: ``marker``, ``dotted``."""
-
-    label: str
-    colour: str
-    shape: str
+STEP_RANGES = 80
+"""Columns of a chart of shares."""
+MOST_AGES = 8
+"""Values of staleness that are drawn as stacked shares; more become a heat map."""
+JITTER = 0.3
+"""The height over which equal rewards are scattered, as a share of the distance between two values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One figure. ``xs``: by axis, the x values of each trace; None where x is something else. ``section`` is the part
-    of the page that it belongs to."""
+    """One figure. ``section`` is its part of the page, if it shows all runs."""
 
     title: str
     data: list[dict[str, Any]]
     layout: dict[str, Any]
-    xs: dict[str, list[list[float]]] | None = None
-    key: tuple[Key, ...] = ()
     section: str = ""
-
-    def document(self) -> dict[str, Any]:
-        """What the page's script is given."""
-        return {"data": self.data, "layout": self.layout, "xs": self.xs}
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart of metrics, by the labels they have in it. A ``smooth`` one has a running mean over the values."""
+    """A chart of metrics."""
 
     section: str
     title: str
     series: Mapping[str, str]
+    """Labels by the metrics' names."""
     smooth: bool = True
+    """Draw a running mean over the values."""
 
 
 LEARNING, OPTIMIZATION, SPEED = "Learning", "Optimization", "Staleness and speed"
@@ -112,9 +118,22 @@ class CurveCharts:
     constant: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A curve of one run: the ``at``-th of the run at ``run_at`` in the chart."""
+
+    run: str
+    label: str
+    run_at: int
+    at: int
+    axis: Axis
+    values: Sequence[float | None]
+
+
 def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
     """Charts of held-out accuracy, of the ``PANELS`` and of the machine, with all runs in each. Charts for which no run
     has data are omitted. ``runs`` are by their labels."""
+    several = len(runs) > 1
     charts, constant = [], {}
     for panel in PANELS:
         lines = _lines_of(panel, runs)
@@ -122,28 +141,24 @@ def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
         if len(values) == 1 and panel.title != STALENESS:
             constant[panel.title] = values.pop()
         elif lines:
-            charts.append(_chart(panel.section, panel.title, lines, len(runs) > 1, panel.smooth))
+            charts.append(_chart(panel.section, panel.title, lines, several=several, smooth=panel.smooth))
             if panel.title == STALENESS:
-                charts[-1] = _with_bounds(charts[-1], {curves.max_staleness for curves in runs.values()})
-    charts[1:1] = [chart for chart in (_accuracy(runs), _pass_at(runs)) if chart.data]
+                _add_bounds(charts[-1], {curves.max_staleness for curves in runs.values()})
+    passed = [
+        _Line(run, name, run_at, at, points.axis, points.values)
+        for run_at, (run, curves) in enumerate(runs.items())
+        for at, (name, points) in enumerate(curves.pass_at.items())
+    ]
+    held_out = [_accuracy(runs), _chart(LEARNING, "Held-out pass@k (sampled)", passed, several=several)]
+    charts[1:1] = [chart for chart in held_out if chart.data]
     for title in dict.fromkeys(title for curves in runs.values() for title in curves.machine):
         lines = [
             _Line(label, "", at, 0, curves.machine[title].axis, curves.machine[title].values)
             for at, (label, curves) in enumerate(runs.items())
             if title in curves.machine
         ]
-        charts.append(_chart(SPEED, title, lines, len(runs) > 1, smooth=False))
+        charts.append(_chart(SPEED, title, lines, several=several))
     return CurveCharts(tuple(charts), constant)
-
-
-@dataclass(frozen=True, slots=True)
-class _Line:
-    run: str
-    label: str
-    run_at: int
-    at: int
-    axis: Axis
-    values: Sequence[float | None]
 
 
 def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
@@ -170,59 +185,55 @@ def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
     ]
 
 
-def _chart(section: str, title: str, lines: Sequence[_Line], several: bool, smooth: bool) -> Chart:
+def _chart(section: str, title: str, lines: Sequence[_Line], *, several: bool, smooth: bool = False) -> Chart:
     data: list[dict[str, Any]] = []
-    axes: list[Axis] = []
-    key: dict[str, Key] = {}
+    labels: set[str] = set()
     for line in lines:
-        colour = COLOURS[(line.run_at if several else line.at) % len(COLOURS)]
-        dash = DASHES[line.at % len(DASHES)]
         mean = smoothed(line.values) if smooth else None
-        name = ", ".join(part for part in (line.run if several else "", line.label) if part) or title
+        trace = _trace(line, several=several)
         if mean is not None:
-            data.append(_trace(name, line.values, colour, "solid", 1.0) | {"opacity": 0.4, "hoverinfo": "skip"})
-            axes.append(line.axis)
-        trace = _trace(name, line.values if mean is None else mean, colour, dash, 2.0)
+            faint = {"showlegend": False, "hoverinfo": "skip", "hovertemplate": None, "opacity": 0.4}
+            data.append(trace | faint | {"line": {"color": trace["line"]["color"], "width": 1.0}})
+            trace["y"] = short(mean)
         if several:
-            marker = {"symbol": SYMBOLS[line.run_at % len(SYMBOLS)], "size": 7, "maxdisplayed": MARKERS}
-            trace |= {"mode": "lines+markers", "marker": marker}
+            symbol = SYMBOLS[line.run_at % len(SYMBOLS)]
+            trace |= {
+                "mode": "lines+markers",
+                "marker": {"symbol": symbol, "size": 7, "maxdisplayed": MARKERS},
+            }
+        trace["showlegend"] = bool({line.label} - labels - {""})
+        labels.add(line.label)
         data.append(trace)
-        axes.append(line.axis)
-        if line.label:
-            key[line.label] = Key(line.label, FAINT if several else colour, dash)
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": _axis_of(title)}
-    return Chart(title, data, layout, _xs(axes), tuple(key.values()), section)
-
-
-def _axis_of(title: str) -> dict[str, Any]:
+    axis = {"tickformat": ".0%"} if "share" in title else {}
     if title == LEARNING_RATE:
-        return {"tickformat": "~e", "rangemode": "tozero"}
-    return {"tickformat": ".0%"} if "share" in title else {}
+        axis = {"tickformat": "~e", "rangemode": "tozero"}
+    return Chart(title, data, {"yaxis": axis}, section)
 
 
-def _trace(name: str, values: Sequence[float | None], colour: str, dash: str, width: float) -> dict[str, Any]:
+def _trace(line: _Line, *, several: bool) -> dict[str, Any]:
+    """A curve. The legend has each label once, and switches the label of all runs."""
+    name = ", ".join(filter(None, [line.run if several else "", line.label]))
     return {
         "type": "scatter",
-        "mode": "lines+markers" if len(values) == 1 else "lines",
-        "name": name,
-        "y": short(values),
-        "line": {"color": colour, "dash": dash, "width": width},
+        "mode": "lines+markers" if len(line.values) == 1 else "lines",
+        "name": line.label,
+        "legendgroup": line.label,
+        "hovertemplate": f"%{{x}}: %{{y}}<extra>{name}</extra>",
+        "y": short(line.values),
+        "meta": {axis: short(values) for axis, values in asdict(line.axis).items()},
+        "line": {
+            "color": COLOURS[(line.run_at if several else line.at) % len(COLOURS)],
+            "dash": DASHES[line.at % len(DASHES)],
+            "width": 2.0,
+        },
     }
 
 
-def _xs(axes: Sequence[Axis]) -> dict[str, list[list[float]]]:
-    return {
-        "steps": [short(axis.steps) for axis in axes],
-        "tokens": [short(axis.tokens) for axis in axes],
-        "hours": [short(axis.hours) for axis in axes],
-    }
-
-
-def _with_bounds(chart: Chart, bounds: set[int]) -> Chart:
-    """The staleness with its bound; the largest one is drawn broad, so that the mean on it does not hide it."""
+def _add_bounds(chart: Chart, bounds: set[int]) -> None:
+    """Draw the bound, and the largest staleness broad, so that the mean on it does not hide it."""
     for trace in chart.data:
-        broad = trace["name"].endswith("max")
-        trace["line"] |= {"shape": "hvh", "dash": "solid"} | ({"width": 5.0} if broad else {"width": 1.6})
+        broad = trace["name"] == "max"
+        trace["line"] |= {"shape": "hvh", "dash": "solid", "width": 5.0 if broad else 1.6}
         trace["opacity"] = 0.45 if broad else 1.0
     chart.layout["shapes"] = [
         {
@@ -233,46 +244,29 @@ def _with_bounds(chart: Chart, bounds: set[int]) -> Chart:
             "y0": bound,
             "y1": bound,
             "line": {"color": FAINT, "width": 1.5, "dash": "dot"},
-        }
-        for bound in sorted(bounds)
-    ]
-    chart.layout["annotations"] = [
-        {
-            "xref": "paper",
-            "x": 1,
-            "xanchor": "right",
-            "y": bound,
-            "yanchor": "bottom",
-            "text": f"bound {bound}",
-            "showarrow": False,
+            "label": {"text": f"bound {bound}", "textposition": "end"},
         }
         for bound in sorted(bounds)
     ]
     chart.layout["yaxis"] = {"range": [-0.1, max(bounds) * 1.15 + 0.3], "dtick": max(1, max(bounds) // 4)}
-    key = tuple(Key(one.label, one.colour, "broad" if one.label == "max" else "solid") for one in chart.key)
-    return replace(chart, key=key)
 
 
 def _accuracy(runs: Mapping[str, Curves]) -> Chart:
     """Evaluations with their 95 % intervals. A line joins those on as many prompts, where there are three at least."""
     data: list[dict[str, Any]] = []
-    axes: list[Axis] = []
-    key: dict[str, Key] = {}
-    several = len(runs) > 1
+    labels: set[str] = set()
     for run_at, (run, curves) in enumerate(runs.items()):
         kinds = list(dict.fromkeys(kind for kind, _ in curves.evaluations))
         for (kind, prompts), points in curves.evaluations.items():
-            at = kinds.index(kind)
-            colour = COLOURS[(run_at if several else at) % len(COLOURS)]
+            line = _Line(run, f"{kind}, {prompts:,} prompts", run_at, kinds.index(kind), points.axis, points.values)
+            trace = _trace(line, several=len(runs) > 1)
             joined = len(points.values) > 2
+            symbol = SYMBOLS[run_at % len(SYMBOLS)] + ("" if joined else "-open-dot" if line.at else "-open")
             measured = list(zip(points.values, points.spans, strict=True))
-            label = f"{kind}, {prompts:,} prompts"
-            dash = DASHES[at % len(DASHES)]
-            trace = _trace(f"{run}, {label}" if several else label, points.values, colour, dash, 2.0)
-            symbol = SYMBOLS[run_at % len(SYMBOLS)] + ("" if joined else "-open-dot" if at else "-open")
             trace |= {
                 "mode": "lines+markers" if joined else "markers",
-                "marker": {"symbol": symbol, "size": 6 if joined else 10, "color": colour},
+                "showlegend": line.label not in labels,
+                "marker": {"symbol": symbol, "size": 6 if joined else 10, "color": trace["line"]["color"]},
                 "error_y": {
                     "type": "data",
                     "symmetric": False,
@@ -282,36 +276,143 @@ def _accuracy(runs: Mapping[str, Curves]) -> Chart:
                     "width": 2,
                 },
             }
+            labels.add(line.label)
             data.append(trace)
-            axes.append(points.axis)
-            key[label] = Key(label, FAINT if several else colour, dash if joined else "dotted" if at else "marker")
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"range": [0, 1.04]}}
-    return Chart("Held-out accuracy", data, layout, _xs(axes), tuple(key.values()), LEARNING)
+    return Chart("Held-out accuracy", data, {"yaxis": {"range": [0, 1.04]}}, LEARNING)
 
 
-def _pass_at(runs: Mapping[str, Curves]) -> Chart:
-    lines = [
-        _Line(run, name, run_at, at, points.axis, points.values)
-        for run_at, (run, curves) in enumerate(runs.items())
-        for at, (name, points) in enumerate(curves.pass_at.items())
+# -- one run alone: how its time was spent, and how what it trained on was distributed
+
+
+def time_chart(times: Sequence[StepTime]) -> Chart:
+    """What the trainer did, as shares of its time in ranges of steps."""
+    ranges = in_parts(times, STEP_RANGES)
+    sums = [{part: math.fsum(time.seconds[part] for time in some) for part in PARTS} for some in ranges]
+    shown = [part for part in PARTS if any(spent[part] for spent in sums)]
+    shares = {
+        NAMES[part].removeprefix("waiting for "): [spent[part] / (sum(spent.values()) or 1.0) for spent in sums]
+        for part in shown
+    }
+    colours = [PART_COLOURS[part] for part in shown]
+    return _stacked("The trainer's time", [some[-1].step + 1 for some in ranges], shares, colours)
+
+
+def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
+    """The share of tokens by their staleness, over ranges of steps."""
+    ranges = in_ranges(steps, STEP_RANGES)
+    ages = range(max((max(step.tokens, default=0) for step in ranges), default=0) + 1)
+    title, x = "Tokens by their staleness in versions", [step.last + 1 for step in ranges]
+    shares = [[step.tokens[age] / (step.tokens.total() or 1) for step in ranges] for age in ages]
+    if len(ages) > MOST_AGES:
+        return _heat_map(title, x, list(ages), shares, name="staleness")
+    return _stacked(title, x, {str(age): share for age, share in zip(ages, shares, strict=True)}, ramp(len(ages)))
+
+
+def shares_chart(title: str, found: Shares) -> Chart:
+    """Shares of rollouts or groups, over ranges of steps."""
+    of_groups = found.shares.keys() <= GROUP_COLOURS.keys()
+    colours = [GROUP_COLOURS[name] for name in found.shares] if of_groups else ramp(len(found.shares))
+    return _stacked(title, found.steps, found.shares, colours)
+
+
+def histogram_chart(title: str, found: Histogram) -> Chart:
+    """Distributions side by side, one for each range of steps."""
+    return _heat_map(title, found.steps, found.values, found.shares)
+
+
+def scatter_chart(points: Sequence[tuple[int, float, int]], rewards: Sequence[float] | None) -> Chart:
+    """Length against reward, coloured by step. ``rewards``: all values that occur, if these are few; else None. With
+    few values points would cover each other, so they are scattered around their value."""
+    tokens, heights, steps = (list(column) for column in zip(*points, strict=True)) if points else ([], [], [])
+    axis: dict[str, Any] = {"title": {"text": "reward"}}
+    shown: Sequence[float] = heights
+    if rewards is not None:
+        apart = min((high - low for low, high in pairwise(rewards)), default=1.0)
+        shown = [
+            reward + JITTER * apart * (crc32(repr((at, count)).encode()) / 2**32 - 0.5) * 2
+            for at, (reward, count) in enumerate(zip(heights, tokens, strict=True))
+        ]
+        axis |= {"tickvals": list(rewards), "zeroline": False}
+    trace = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": tokens,
+        "y": short(shown),
+        "customdata": short(heights),
+        "marker": {
+            "size": 5,
+            "opacity": 0.6,
+            "color": steps,
+            "colorscale": STEP_SCALE,
+            "colorbar": {"title": {"text": "step"}, "thickness": 10, "outlinewidth": 0},
+        },
+        "hovertemplate": "%{x} tokens, reward %{customdata} (step %{marker.color})<extra></extra>",
+    }
+    layout = {"xaxis": {"title": {"text": "tokens"}}, "yaxis": axis}
+    return Chart(f"Length and reward of {len(points):,} rollouts", [trace], layout)
+
+
+def ramp(count: int) -> list[str]:
+    """So many colours, from low to high."""
+    if count <= 1:
+        return [RAMP[1]] * count
+    colours = []
+    for at in range(count):
+        below, share = divmod(at * (len(RAMP) - 1) / (count - 1), 1)
+        low, high = (bytes.fromhex(RAMP[min(int(below) + one, len(RAMP) - 1)][1:]) for one in (0, 1))
+        mixed = bytes(round(dark + (light - dark) * share) for dark, light in zip(low, high, strict=True))
+        colours.append(f"#{mixed.hex()}")
+    return colours
+
+
+def _stacked(title: str, x: Sequence[int], shares: Mapping[str, Sequence[float]], colours: Sequence[str]) -> Chart:
+    widths = [at - before for before, at in pairwise([2 * x[0] - x[1] if len(x) > 1 else x[0] - 1, *x])] if x else []
+    data = [
+        {
+            "type": "bar",
+            "width": widths,
+            "offset": [-width for width in widths],
+            "name": name,
+            "x": list(x),
+            "y": short(share),
+            "marker": {"color": colour, "line": {"width": 0}},
+            "hovertemplate": f"{name} %{{y:.1%}} (to step %{{x}})<extra></extra>",
+        }
+        for (name, share), colour in zip(shares.items(), colours, strict=True)
     ]
-    return _chart(LEARNING, "Held-out pass@k (sampled)", lines, len(runs) > 1, smooth=False)
+    layout = {
+        "showlegend": True,
+        "barmode": "stack",
+        "bargap": 0,
+        "xaxis": {"title": {"text": "step"}},
+        "yaxis": {"tickformat": ".0%", "range": [0, 1]},
+    }
+    return Chart(title, data, layout)
+
+
+def _heat_map(
+    title: str, x: Sequence[float], y: Sequence[float], z: Sequence[Sequence[float]], name: str = ""
+) -> Chart:
+    trace = {
+        "type": "heatmap",
+        "x": short(x),
+        "y": short(y),
+        "z": [short(row) for row in z],
+        "zmin": 0,
+        "colorbar": {"tickformat": ".0%", "thickness": 10, "outlinewidth": 0},
+        "hovertemplate": "to step %{x}<br>%{y}: %{z:.1%}<extra></extra>",
+    }
+    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": name}}}
+    return Chart(title, [trace], layout)
 
 
 def short(values: Sequence[float | None]) -> list[Any]:
     """Numbers with few digits; None for NaN and infinity, which JSON does not have."""
-    return [
-        None if value is None or not math.isfinite(value) else value if isinstance(value, int) else _rounded(value)
-        for value in values
-    ]
-
-
-def _rounded(value: float) -> float | int:
-    rounded = float(f"{value:.{DIGITS}g}")
-    return int(rounded) if rounded.is_integer() else rounded
-
-
-def sections(charts: Sequence[Chart]) -> Iterator[tuple[str, list[Chart]]]:
-    """Charts by the section they belong to, in their order."""
-    for section in dict.fromkeys(chart.section for chart in charts):
-        yield section, [chart for chart in charts if chart.section == section]
+    found: list[Any] = []
+    for value in values:
+        if value is None or not math.isfinite(value):
+            found.append(None)
+        else:
+            rounded = value if isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+            found.append(int(rounded) if float(rounded).is_integer() else rounded)
+    return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from asyncrl_cli.core.files import output_file
 from asyncrl_cli.core.flatten import flatten
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.pages import moment, number
-from asyncrl_cli.inspect.report.charts import Chart, curve_charts, sections
+from asyncrl_cli.inspect.report.charts import Chart, curve_charts
 from asyncrl_cli.inspect.report.summary import RunSummary
 
 NOT_SET = "not set"
@@ -43,27 +43,27 @@ def render(runs: Sequence[RunSummary]) -> str:
     environment.filters |= {"moment": moment, "counted": counted}
     charts: dict[str, Chart] = {}
 
-    def drawn(chart: Chart) -> str:
-        name = f"chart-{len(charts)}"
-        charts[name] = chart
-        return name
+    def drawn(some: Iterable[Chart]) -> list[tuple[str, str]]:
+        """The ids of charts on the page, with their titles."""
+        first = len(charts)
+        charts.update((f"chart-{at}", chart) for at, chart in enumerate(some, first))
+        return [(name, chart.title) for name, chart in list(charts.items())[first:]]
 
     labels = short_labels([run.run_id for run in runs])
     course = curve_charts(dict(zip(labels, (run.curves for run in runs), strict=True)))
-    common = [(section, [(drawn(chart), chart) for chart in some]) for section, some in sections(course.charts)]
-    own = {run.run_id: [(drawn(chart), chart) for chart in run.charts] for run in runs}
+    sections = dict.fromkeys(chart.section for chart in course.charts)
     folder = files("asyncrl_cli.inspect.report") / "page"
     return environment.get_template("report.html.j2").render(
         runs=runs,
         labels=labels,
-        common=common,
+        common=[(name, drawn(chart for chart in course.charts if chart.section == name)) for name in sections],
         constant={title: number(value) for title, value in course.constant.items()},
-        own=own,
+        own={run.run_id: drawn(run.charts) for run in runs},
         differences=differences(runs),
         style=(folder / "report.css").read_text(encoding="utf-8"),
         script=(folder / "report.js").read_text(encoding="utf-8"),
         plotly=(files("plotly") / "package_data" / "plotly.min.js").read_text(encoding="utf-8"),
-        data=embedded({name: chart.document() for name, chart in charts.items()}),
+        data=embedded({name: {"data": chart.data, "layout": chart.layout} for name, chart in charts.items()}),
     )
 
 

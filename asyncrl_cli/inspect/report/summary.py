@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.inspect.decoding import open_decoder
-from asyncrl_cli.inspect.report.charts import SERIES, Chart
-from asyncrl_cli.inspect.report.curves import Curves, curves
-from asyncrl_cli.inspect.report.evidence import StepTime, activity, besides, breakdown, prediction, trainer_time
-from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
-from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, stale
-from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
-from asyncrl_cli.inspect.report.run_charts import (
+from asyncrl_cli.inspect.report.charts import (
+    SERIES,
+    Chart,
     histogram_chart,
     scatter_chart,
     shares_chart,
     staleness_chart,
     time_chart,
 )
+from asyncrl_cli.inspect.report.curves import Curves, curves
+from asyncrl_cli.inspect.report.evidence import StepTime, activity, besides, breakdown, prediction, trainer_time
+from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
+from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, stale
+from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
 from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, held_out_samples, samples
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.journal import rollouts

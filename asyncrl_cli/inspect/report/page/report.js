@@ -18,7 +18,7 @@
       plot_bgcolor: "transparent",
       font: { family: getComputedStyle(document.body).fontFamily, color: colour("--ink"), size: 11 },
       margin: { l: 45, r: 12, t: 12, b: 35 },
-      showlegend: false,
+      legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", bgcolor: "transparent" },
       hoverlabel: { font: { size: 12 } },
     };
   };
@@ -26,11 +26,12 @@
 
   const draw = () => {
     for (const [id, chart] of Object.entries(charts)) {
-      const data = chart.data.map((trace, at) => {
-        const x = chart.xs ? { x: chart.xs[against][at] } : {};
-        return { ...trace, ...x, ...(trace.type === "heatmap" ? { colorscale: scale() } : {}) };
-      });
-      const layout = chart.xs ? { ...chart.layout, xaxis: { title: { text: AXES[against] } } } : chart.layout;
+      const data = chart.data.map((trace) => ({
+        ...trace,
+        ...(trace.meta ? { x: trace.meta[against] } : {}),
+        ...(trace.type === "heatmap" ? { colorscale: scale() } : {}),
+      }));
+      const layout = { xaxis: { title: { text: AXES[against] } }, ...chart.layout };
       Plotly.react(id, data, dressed(layout), { responsive: true, displayModeBar: false });
     }
   };
