@@ -9,10 +9,10 @@ import json
 import math
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
@@ -21,14 +21,10 @@ from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, par
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
     RECENT_GROUPS,
-    Distribution,
-    Due,
     GroupFilter,
     GroupRecord,
     GroupRow,
-    Overview,
     RolloutRecord,
-    StateCount,
     group_record,
     groups_called,
     list_groups,
@@ -42,11 +38,15 @@ DUE_ROWS = 12
 TOKENS_SHOWN = 4000
 """A group with more sampled tokens shows the log-prob of each only rollout by rollout."""
 UID_WIDTH = 20
+TOKEN_MARGIN = "    |"
 CONTEXT_MARGIN = "  > "
 """The margin of text that is context: the policy did not sample it."""
 AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
 REASONS = {"uniform": "all rewards are equal", "failed": "a rollout failed past its retries"}
 """What the ledger's short categories mean."""
+ENDS = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
+"""What finish reasons mean."""
+Value = TypeVar("Value")
 
 
 # -- the buffer as a whole
@@ -57,7 +57,21 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
     found = overview(connection)
     document = asdict(found)
     document |= {"run": run.run_id, "phase": run.status, **document.pop("progress")}
-    settings, due = found.progress.settings, found.due
+    settings = found.progress.settings
+    rejected = ", ".join(f"{reason} {count}" for reason, count in sorted(found.rejected.items()))
+    states = [
+        (
+            count.state,
+            f"{count.groups:,}",
+            _known(count.rollouts, lambda ended: f"{ended:,} of {count.groups * settings.group_size:,}"),  # noqa: B023
+            _known(count.tokens, "{:,}".format),
+            _known(count.age_s, duration),
+            _known(count.oldest_s, duration),
+            rejected if count.state == "rejected" else AGES.get(count.state, "") if count.groups else "",
+        )
+        for count in found.states
+    ]
+    header: tuple[str, ...] = ("groups", "count", "ended rollouts", "tokens", "median age", "oldest", "")
     lines = [
         f"run      {run.run_id}, {run.status}",
         f"progress {found.progress.step} of {settings.total_steps} batches taken, "
@@ -66,54 +80,33 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
         f"{counted(settings.groups_per_step, 'group')} of {settings.group_size} per step, a version every "
         f"{counted(settings.publish_every, 'step')}",
         "",
-        *table(
-            ("groups", "count", "ended rollouts", "tokens", "median age", "oldest", ""),
-            [_state_row(count, found) for count in found.states],
-            left=(0, 6),
-        ),
+        *table(header, states, left=(0, 6)),
     ]
-    if due:
-        rows = [_due_row(row) for row in due[:DUE_ROWS]]
-        newer = due[DUE_ROWS:]
-        if newer:
-            rows.append(("newer", "", "", str(sum(d.running for d in newer)), str(sum(d.finished for d in newer))))
+    if found.due:
+        due = [(one.version, one.staleness, one.deadline, one.running, one.finished) for one in found.due]
+        rows = [tuple(map(str, row)) for row in due[:DUE_ROWS]]
+        if newer := due[DUE_ROWS:]:
+            rows.append(("newer", "", "", str(sum(row[3] for row in newer)), str(sum(row[4] for row in newer))))
         lines += [
             "",
             *table(("admitted at version", "staleness if taken now", "deadline", "running", "finished"), rows),
         ]
     for name, distributions in (("length (tokens)", found.lengths), ("reward", found.rewards)):
         if distributions:
+            quantiles = ("minimum", "p10", "median", "p90", "maximum")
+            rows = [
+                (one.state, f"{one.count:,}", number(one.mean), *(number(getattr(one, name)) for name in quantiles))
+                for one in distributions
+            ]
             header = (name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max")
-            lines += ["", *table(header, [_distribution_row(row) for row in distributions])]
+            lines += ["", *table(header, rows)]
     if found.lengths:
         lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
     return Page(document, lines)
 
 
-def _state_row(count: StateCount, found: Overview) -> tuple[str, ...]:
-    note = AGES.get(count.state, "") if count.groups else ""
-    if count.state == "rejected":
-        note = ", ".join(f"{reason} {number}" for reason, number in sorted(found.rejected.items()))
-    size = found.progress.settings.group_size
-    ended = "" if count.rollouts is None else f"{count.rollouts:,} of {count.groups * size:,}"
-    return (
-        count.state,
-        f"{count.groups:,}",
-        ended,
-        "" if count.tokens is None else f"{count.tokens:,}",
-        "" if count.age_s is None else duration(count.age_s),
-        "" if count.oldest_s is None else duration(count.oldest_s),
-        note,
-    )
-
-
-def _due_row(due: Due) -> tuple[str, ...]:
-    return str(due.version), str(due.staleness), str(due.deadline), str(due.running), str(due.finished)
-
-
-def _distribution_row(row: Distribution) -> tuple[str, ...]:
-    quantiles = (row.minimum, row.p10, row.median, row.p90, row.maximum)
-    return row.state, f"{row.count:,}", number(row.mean), *map(number, quantiles)
+def _known(value: Value | None, shown: Callable[[Value], str], unknown: str = "") -> str:
+    return unknown if value is None else shown(value)
 
 
 # -- some groups
@@ -132,29 +125,27 @@ def list_page(run: RunDirectory, connection: sqlite3.Connection, wanted: GroupFi
     }
     if not rows:
         return Page(document, [f"no group of {run.run_id} matches"])
-    size = progress(connection).settings.group_size
+    size, now = progress(connection).settings.group_size, time.time()
+    cells = [
+        (
+            str(row.group_id),
+            row.uid if len(row.uid) <= UID_WIDTH else f"…{row.uid[1 - UID_WIDTH :]}",
+            f"{row.state}: {row.reason}" if row.reason else row.state,
+            str(row.version),
+            _known(row.staleness, str, "-"),
+            _known(row.step, lambda step: str(step + 1), "-"),
+            f"{row.rollouts}/{size}",
+            f"{row.tokens:,}",
+            _known(row.reward, number, "-"),
+            duration(now - row.admitted_at),
+        )
+        for row in rows
+    ]
     header = ("group", "prompt", "state", "version", "staleness", "step", "ended", "tokens", "reward", "age")
-    now = time.time()
-    lines = table(header, [_list_row(row, size, now) for row in rows], left=(1, 2))
+    lines = table(header, cells, left=(1, 2))
     if more:
         lines.append(f"(the {limit} newest; --limit shows more)")
     return Page(document, lines)
-
-
-def _list_row(row: GroupRow, group_size: int, now: float) -> tuple[str, ...]:
-    uid = row.uid if len(row.uid) <= UID_WIDTH else f"…{row.uid[1 - UID_WIDTH :]}"
-    return (
-        str(row.group_id),
-        uid,
-        f"{row.state}: {row.reason}" if row.reason else row.state,
-        str(row.version),
-        "-" if row.staleness is None else str(row.staleness),
-        "-" if row.step is None else str(row.step + 1),
-        f"{row.rollouts}/{group_size}",
-        f"{row.tokens:,}",
-        "-" if row.reward is None else number(row.reward),
-        duration(now - row.admitted_at),
-    )
 
 
 def _group_document(row: GroupRow) -> dict[str, Any]:
@@ -201,31 +192,42 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
 def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord) -> Page:
     decoder = open_decoder(run)
     row, settings = record.row, progress(connection).settings
-    shown = sum(rollout.tokens for rollout in record.rollouts) <= TOKENS_SHOWN or len(record.rollouts) == 1
-    texts = [_texts(rollout, decoder) for rollout in record.rollouts]
+    with_tokens = sum(rollout.tokens for rollout in record.rollouts) <= TOKENS_SHOWN or len(record.rollouts) == 1
+    reward = _known(row.reward, lambda mean: f", mean reward {number(mean)}")
+    size = f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see the context of its rollouts"
     lines = [
         f"group    {row.group_id}, prompt {row.uid}: {row.state}{f' ({row.reason})' if row.reason else ''}",
         f"when     {_when(row, settings.max_staleness)}",
-        f"rollouts {row.rollouts} of {settings.group_size} ended, {row.tokens:,} tokens"
-        + ("" if row.reward is None else f", mean reward {number(row.reward)}"),
+        f"rollouts {row.rollouts} of {settings.group_size} ended, {row.tokens:,} tokens{reward}",
+        *([f"why      {REASONS.get(row.reason, row.reason)}"] if row.reason else []),
+        f"prompt   {size}",
     ]
-    if row.reason:
-        lines.append(f"why      {REASONS.get(row.reason, row.reason)}")
-    size = f"{len(record.prompt_ids)} tokens" if record.prompt_ids else "of an episode: see the context of its rollouts"
-    lines += [f"prompt   {size}", *_prompt_lines(record)]
-    for rollout, text in zip(record.rollouts, texts, strict=True):
-        lines += ["", *_rollout_lines(rollout, text, decoder, shown)]
-    if not shown:
+    content = record.prompt.content
+    if isinstance(content, str):
+        lines += paragraph(content, "    ")
+    else:
+        for message in content:
+            text = message.get("content")
+            lines += [f"  {message.get('role', '?')}"]
+            lines += paragraph(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), "    ")
+    if record.prompt.fields:
+        lines += ["fields", *paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")]
+    documents = []
+    for rollout in record.rollouts:
+        texts = _texts(rollout, decoder)
+        lines += ["", *_rollout_lines(rollout, texts, decoder, with_tokens)]
+        documents.append(_rollout_document(rollout, texts))
+    if not with_tokens:
         lines += ["", f"(`--rollout {record.rollouts[0].rollout_id}` shows the log-prob of every token)"]
     if decoder is None:
         lines += ["", "(tokens are shown as ids: there is no tokenizer.json in the run's model_stub/)"]
     document = {
         "run": run.run_id,
         **_group_document(row),
-        "prompt": record.prompt.content,
+        "prompt": content,
         "fields": record.prompt.fields,
         "prompt_ids": record.prompt_ids,
-        "rollouts": [_rollout_document(rollout, text) for rollout, text in zip(record.rollouts, texts, strict=True)],
+        "rollouts": documents,
     }
     return Page(document, lines)
 
@@ -238,20 +240,6 @@ def _when(row: GroupRow, bound: int) -> str:
     if row.step is not None:
         return f"{text}; taken in step {row.step + 1}, {age} later (bound {bound})"
     return f"{text}, {age} ago; to be taken by version {row.version + bound}"
-
-
-def _prompt_lines(record: GroupRecord) -> Iterator[str]:
-    content = record.prompt.content
-    if isinstance(content, str):
-        yield from paragraph(content, "    ")
-    else:
-        for message in content:
-            yield f"  {message.get('role', '?')}"
-            text = message.get("content")
-            yield from paragraph(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), "    ")
-    if record.prompt.fields:
-        yield "fields"
-        yield from paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")
 
 
 Texts = list[list[str | None]]
@@ -287,17 +275,11 @@ def _ids(sequence: Sequence[Segment]) -> list[int]:
     return [token for segment in sequence for token in segment.ids.tolist()]
 
 
-def _calls(segments: Sequence[Segment]) -> int:
-    """Runs of sampled tokens."""
-    return sum(1 for context, _ in groupby(segment.version == CONTEXT for segment in segments) if not context)
-
-
 def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None, with_tokens: bool) -> Iterator[str]:
     sequences = _sequences(rollout)
-    yield (
-        f"rollout {rollout.rollout_id}: {_judgement(rollout)}; {rollout.tokens} tokens{_size(sequences)}, "
-        f"{_end(rollout)}"
-    )
+    judged = "failed" if rollout.failure else _known(rollout.reward, lambda r: f"reward {number(r)}", "no reward yet")
+    end = ENDS.get(rollout.finish_reason, rollout.finish_reason)
+    yield f"rollout {rollout.rollout_id}: {judged}; {rollout.tokens} tokens{_size(sequences)}, {end}"
     if rollout.failure:
         yield from paragraph(rollout.failure, "    ")
     if rollout.metrics:
@@ -327,7 +309,14 @@ def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], wit
     if text is not None:
         yield from paragraph(text, "    ")
     if with_tokens or text is None:
-        yield from _token_lines(names, logprobs.tolist())
+        line = TOKEN_MARGIN
+        for name, logprob in zip(names, logprobs.tolist(), strict=True):
+            cell = f" {name} {logprob:.2f}"
+            if len(line) + len(cell) > WIDTH:
+                yield line
+                line = TOKEN_MARGIN
+            line += cell
+        yield line
 
 
 def _branch(sequence: Sequence[Segment]) -> int:
@@ -335,35 +324,14 @@ def _branch(sequence: Sequence[Segment]) -> int:
 
 
 def _size(sequences: Sequence[Sequence[Segment]]) -> str:
-    """What there is beside the number of sampled tokens; nothing for a rollout of one turn."""
+    """Calls, context and branches of a rollout; empty for a rollout of one turn."""
     context = sum(len(segment.ids) for sequence in sequences for segment in sequence if segment.version == CONTEXT)
     if not context:
         return ""
-    calls = f" in {counted(sum(map(_calls, sequences)), 'call')}, {context} of context"
-    return f"{calls}, {counted(len(sequences) - 1, 'branch')}" if len(sequences) > 1 else calls
-
-
-def _judgement(rollout: RolloutRecord) -> str:
-    if rollout.failure:
-        return "failed"
-    return "no reward yet" if rollout.reward is None else f"reward {number(rollout.reward)}"
-
-
-def _end(rollout: RolloutRecord) -> str:
-    ends = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
-    return ends.get(rollout.finish_reason, str(rollout.finish_reason))
-
-
-def _token_lines(names: Sequence[str], logprobs: Sequence[float]) -> Iterator[str]:
-    """Each token with its log-prob, as many on a line as fit."""
-    line = "    |"
-    for name, logprob in zip(names, logprobs, strict=True):
-        cell = f" {name} {logprob:.2f}"
-        if len(line) + len(cell) > WIDTH:
-            yield line
-            line = "    |"
-        line += cell
-    yield line
+    # A call is a run of sampled tokens.
+    runs = chain.from_iterable(groupby(sequence, lambda segment: segment.version == CONTEXT) for sequence in sequences)
+    size = f" in {counted(sum(not is_context for is_context, _ in runs), 'call')}, {context} of context"
+    return f"{size}, {counted(len(sequences) - 1, 'branch')}" if len(sequences) > 1 else size
 
 
 def _rollout_document(rollout: RolloutRecord, texts: Texts) -> dict[str, Any]:
