@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 from common import header, row
 
-from asyncrl_cli.data.lazy_prompts import LazyPrompts
 from asyncrl_cli.data.loader import PromptLoader
+from asyncrl_cli.data.rows import LazyPrompts
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.buffer_client import BufferClient

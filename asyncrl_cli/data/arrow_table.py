@@ -1,29 +1,25 @@
 """Prompts from an Arrow table (Parquet files and data sets of Hugging Face `datasets`), each created on demand.
 
-The table stays in Arrow's packed columns, mapped from disk if possible; only the rows in use are Python objects. When
-the table is opened, its columns are checked as a whole.
+The table stays in Arrow's packed columns, mapped from disk if possible; only the rows in use are Python objects.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import MEDIA
-from asyncrl_cli.data.lazy_prompts import LazyPrompts
-from asyncrl_cli.data.rows import UID, RowForm, check_size, same_uid, unreadable
+from asyncrl_cli.data.rows import LazyPrompts, RowForm
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.data_sources import template_columns
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def read_parquet(path: Path, size: int | None = None, form: RowForm | None = None) -> ArrowPrompts:
+def read_parquet(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
     """The prompts of the first ``size`` rows of a Parquet file (all of them by default).
 
     Raises ``DataError`` if the file cannot be read, has fewer rows than ``size``, or has a row that is not a prompt.
@@ -42,45 +38,39 @@ def read_parquet(path: Path, size: int | None = None, form: RowForm | None = Non
             table = file.read_row_groups(groups)
     except (OSError, pa.ArrowException) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise unreadable(str(path), reason) from error
-    return ArrowPrompts(table, str(path), size, form or RowForm())
+        form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
+    return ArrowPrompts(table, size, form)
 
 
 class ArrowPrompts(LazyPrompts):
-    """The first ``size`` rows of a table as prompts, without columns of bytes (images, sounds): fields are JSON.
+    """The first ``size`` rows of a table as prompts, without columns of bytes (images, sounds): fields are JSON."""
 
-    ``source`` is the location in errors; rows are counted from 1.
-    """
+    def __init__(self, table: pa.Table, size: int | None, form: RowForm, mapped: Iterable[str] = ()) -> None:
+        """``mapped``: the files that the table is mapped from. Raises ``DataError`` for a wrong row or column.
 
-    def __init__(
-        self, table: pa.Table, source: str, size: int | None, form: RowForm, mapped: Iterable[str] = ()
-    ) -> None:
-        """``mapped``: the files that the table is mapped from. Raises ``DataError`` for a column that is missing, or
-        does not contain prompts or uids."""
-        check_size(len(table), source, size)
+        All rows are checked here as far as whole columns tell; their other mistakes are found when they are made.
+        """
+        form.check_size(len(table), size)
         self._mapped = {file: os.stat(file) for file in mapped}
-        self._source = source
         self._form = form
         table = table.slice(0, size)
-        self._refuse_media(table)
+        _refuse_media(table, form)
         self._table = _readable(table)
-        self._check_columns()
-        super().__init__(len(self._table), self._row)
+        super().__init__(len(table), self._row)
+        for row in _suspects(self._table, form):
+            self._row(row)
+        if form.uid_column in self._table.column_names:
+            _refuse_twins(self._table.column(form.uid_column), form)
 
     def _row(self, row: int) -> Prompt:
         self._check_files()
         values = self._table.slice(row, 1).to_pylist()[0]
-        content = values.get(self._form.prompt_column)
-        if isinstance(content, list):  # Arrow gives each message the keys of all.
-            values[self._form.prompt_column] = [_without_nulls(message) for message in content]
-        prompt = self._form.prompt(values, self._source, "row", row + 1)
-        if isinstance(content, list) and not isinstance(prompt.content, str):
-            # And each call of a tool the arguments of all. Only now, because uids hash the row with them.
-            messages = ({key: _without_inner_nulls(value) for key, value in one.items()} for one in prompt.content)
-            prompt = replace(prompt, content=tuple(messages))
-        if isinstance(tools := prompt.fields.get("tools"), list):
-            prompt = replace(prompt, fields={**prompt.fields, "tools": _without_inner_nulls(tools)})
-        return prompt
+        # Arrow gives each message the keys of all messages, and each call of a tool the arguments of all calls.
+        if isinstance(content := values.get(self._form.prompt_column), list):
+            values[self._form.prompt_column] = [_message(one) for one in content]
+        if isinstance(tools := values.get("tools"), list):
+            values["tools"] = _without_nulls(tools)
+        return self._form.prompt(values, row + 1)
 
     def field(self, name: str) -> list[Any]:
         """The values of one column, in the order of rows; None for each when there is no such column."""
@@ -98,93 +88,68 @@ class ArrowPrompts(LazyPrompts):
             if os.path.samestat(now, before) and now.st_size < before.st_size:
                 raise DataError(
                     f"{file} was truncated from {before.st_size:,} to {now.st_size:,} bytes while it was in use",
-                    location=self._source,
+                    location=self._form.source,
                     hint="restore it, then `asyncrl resume`; write changed data to a new folder",
                 )
 
-    def _check_columns(self) -> None:
-        import pyarrow.compute as pc
 
-        names = self._table.column_names
-        for name in names:
-            for floats in _float_columns(self._table.column(name)):
-                wrong = pc.invert(pc.is_finite(floats))
-                self._refuse_first(wrong, f"`{name}` is NaN or infinite", "write null, or remove the row or the column")
-        if missing := sorted(self._form.needed - set(names)):
-            hint = f"the columns are {', '.join(names)}; name one of them in the split's keys"
-            self._refuse(f"no column `{missing[0]}`", hint)
-        if self._form.template is None:
-            self._check_prompts(self._table.column(self._form.prompt_column))
-        else:
-            for name in sorted(template_columns(self._form.template)):
-                nulls = pc.is_null(self._table.column(name))
-                self._refuse_first(nulls, f"`{name}` is null", "fill it in, or remove the row")
-        if self._form.uid_column in names:
-            uids = self._table.column(self._form.uid_column)
-            self._check_uids(uids)
-            if pc.count_distinct(uids).as_py() < len(uids) - uids.null_count:
-                self._refuse_twins(uids)
+def _suspects(table: pa.Table, form: RowForm) -> Iterator[int]:
+    """Rows that cannot be prompts, as far as whole columns tell: the first one of each kind. The row says itself what
+    is wrong with it."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
 
-    def _refuse_media(self, table: pa.Table) -> None:
-        """Refuse rows with images or sounds, which ``_readable`` would drop."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
+    if not form.needed <= set(table.column_names):
+        yield 0
+    masks = [pc.invert(pc.is_finite(floats)) for column in table.columns for floats in _float_columns(column)]
+    masks += [pc.is_null(table.column(name)) for name in form.needed]
+    read = {form.uid_column} if form.template is not None else {form.uid_column, form.prompt_column}
+    for name in read & set(table.column_names):
+        column = table.column(name)
+        if (length := _length(column)) is not None:
+            masks.append(pc.equal(length, 0))
+        elif name == form.prompt_column or not pa.types.is_integer(column.type):
+            masks.append(pc.is_valid(column))
+    for mask in masks:
+        if (row := pc.index(mask, True).as_py()) >= 0:
+            yield row
 
-        for name in set(MEDIA) & set(table.column_names):
-            column = table.column(name)
-            if _has_bytes(column.type):
-                lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-                some = pc.greater(pc.list_value_length(column), 0) if lists else pc.is_valid(column)
+
+def _refuse_media(table: pa.Table, form: RowForm) -> None:
+    """Refuse rows with images or sounds, which ``_readable`` would drop."""
+    import pyarrow.compute as pc
+
+    for name in set(MEDIA) & set(table.column_names):
+        column = table.column(name)
+        if _has_bytes(column.type):
+            length = _length(column)
+            row = pc.index(pc.is_valid(column) if length is None else pc.greater(length, 0), True).as_py()
+            if row >= 0:
                 hint = "remove the rows or the column: models get text alone"
-                self._refuse_first(some, f"the row has `{name}`", hint)
+                form.refuse(row + 1, f"the row has `{name}`", hint)
 
-    def _check_prompts(self, column: pa.ChunkedArray) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as pc
 
-        name, kind = self._form.prompt_column, column.type
-        if pa.types.is_null(kind):
-            self._refuse(f"`{name}` is null", "give every row a prompt", row=0)
-        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        if not text and not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
-            hint = "name a column of texts or of lists of messages, or set a template"
-            self._refuse(f"the column `{name}` has the type {kind}", hint)
-        empty = pc.equal(pc.utf8_length(column) if text else pc.list_value_length(column), 0)
-        self._refuse_first(pc.is_null(column), f"`{name}` is null", "give every row a prompt")
-        self._refuse_first(empty, f"`{name}` is empty", "give every row a prompt")
+def _refuse_twins(uids: pa.ChunkedArray, form: RowForm) -> None:
+    import pyarrow.compute as pc
 
-    def _check_uids(self, column: pa.ChunkedArray) -> None:
-        import pyarrow as pa
-        import pyarrow.compute as pc
+    if pc.count_distinct(uids).as_py() == len(uids) - uids.null_count:
+        return
+    first: dict[Any, int] = {}
+    for row, uid in enumerate(uids.to_pylist(), start=1):
+        if uid is not None and uid in first:
+            form.refuse_twins(uid, first[uid], row)
+        first[uid] = row
 
-        name, kind = self._form.uid_column, column.type
-        text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
-        if not (text or pa.types.is_integer(kind) or (pa.types.is_null(kind) and name == UID)):
-            hint = "make uids texts or whole numbers, or rename the column"
-            self._refuse(f"the column `{name}` has the type {kind}", hint)
-        hint = "give every row a uid"
-        if name != UID:
-            self._refuse_first(pc.is_null(column), f"`{name}` is null", hint)
-        if text:
-            self._refuse_first(pc.equal(pc.utf8_length(column), 0), f"`{name}` is empty", hint)
 
-    def _refuse_twins(self, uids: pa.ChunkedArray) -> NoReturn:
-        first: dict[Any, int] = {}
-        for row, uid in enumerate(uids.to_pylist()):
-            if uid is not None and uid in first:
-                same_uid(uid, self._source, "row", first[uid] + 1, row + 1)
-            first[uid] = row
-        raise AssertionError("the uids are distinct")
+def _length(column: pa.ChunkedArray) -> Any:
+    """The lengths of texts or lists; None for a column of others."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
 
-    def _refuse_first(self, wrong: pa.ChunkedArray, fault: str, hint: str) -> None:
-        import pyarrow.compute as pc
-
-        row = pc.index(wrong, True).as_py()
-        if row >= 0:
-            self._refuse(fault, hint, row)
-
-    def _refuse(self, fault: str, hint: str, row: int | None = None) -> NoReturn:
-        raise DataError(fault, location=self._source if row is None else f"{self._source}:{row + 1}", hint=hint)
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        return pc.utf8_length(column)
+    lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    return pc.list_value_length(column) if lists else None
 
 
 def _readable(table: pa.Table) -> pa.Table:
@@ -220,13 +185,14 @@ def _has_bytes(kind: Any) -> bool:
     return any(test(kind) for test in tests) or any(map(_has_bytes, below))
 
 
-def _without_inner_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_inner_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_inner_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _without_nulls(message: Any) -> Any:
+def _message(message: Any) -> Any:
+    """A message without nulls, except a content that is null."""
     if not isinstance(message, dict):
         return message
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    return {key: _without_nulls(value) for key, value in message.items() if value is not None or key == "content"}

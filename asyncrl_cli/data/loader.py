@@ -1,4 +1,4 @@
-"""The endless, resumable stream of training prompts, and the stages of a curriculum.
+"""The endless, resumable stream of training prompts, the stages of a curriculum, and online filtering.
 
 An epoch has the rows of one stage, each once; without a curriculum there is one endless stage of all rows. The last
 epoch of a stage ends where the stage does.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.core.seeds import derive_fraction
 from asyncrl_cli.data.arrow_table import ArrowPrompts
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import CurriculumSpec
@@ -138,6 +139,45 @@ class PromptLoader:
         for row in reversed(indices):
             shuffled.setdefault(int(strata[row]), []).append(row)
         return [shuffled[int(strata[row])].pop() for row in rows]
+
+
+class PromptFilter:
+    """Excludes training prompts that are solved: others have their turns.
+
+    A prompt is excluded once every rollout of its group was right in ``solved_streak`` visits in a row. It keeps
+    ``revisit_fraction`` of its turns, and returns when it is not solved in one of them.
+
+    Invariant: which prompts are excluded follows from the visits' outcomes alone, which the journal has (``restore``).
+    """
+
+    def __init__(self, solved_streak: int, revisit_fraction: float, seed: int) -> None:
+        self._solved_streak = solved_streak
+        self._revisit_fraction = revisit_fraction
+        self._seed = seed
+        self._streaks: dict[str, int] = {}
+        """For each uid: how many of its newest visits in a row solved it."""
+
+    @property
+    def filtered(self) -> int:
+        """Prompts that are excluded now."""
+        return sum(streak >= self._solved_streak for streak in self._streaks.values())
+
+    def restore(self, streaks: Mapping[str, int]) -> None:
+        """Forget everything but these streaks, by uid."""
+        self._streaks = dict(streaks)
+
+    def visited(self, uid: str, solved: bool) -> None:
+        """A visit has ended; it was ``solved`` when every rollout was right."""
+        if solved:
+            self._streaks[uid] = self._streaks.get(uid, 0) + 1
+        else:
+            self._streaks.pop(uid, None)
+
+    def excludes(self, uid: str, epoch: int) -> bool:
+        """Whether a prompt's turn in an epoch goes to others."""
+        if self._streaks.get(uid, 0) < self._solved_streak:
+            return False
+        return derive_fraction(self._seed, epoch, uid) >= self._revisit_fraction
 
 
 def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[Stage, ...]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from itertools import islice
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.records.prompt import Message, Prompt
@@ -23,15 +24,47 @@ from asyncrl_cli.spec.data_sources import template_columns
 UID = "uid"
 """The column that may name rows without being configured."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-Unit = Literal["line", "row"]
-"""What a source counts, from 1."""
 LIKE_OPENAI = 'write messages as OpenAI does, such as {"role": "user", "content": "…"}'
+_PYTHON_MESSAGES = re.compile(r"\s*(array\()?\[?\s*\{\s*'(role|content|from|value)'\s*:")
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """``size`` prompts; row ``i`` is made by ``make(i)`` at each access.
+
+    So a hundred thousand prompts cost nothing until they are used, and every process sees the same ones.
+    """
+
+    def __init__(self, size: int, make: Callable[[int], Prompt]) -> None:
+        if size < 1:
+            raise ValueError(f"a split needs at least one prompt, not {size}")
+        self._size = size
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._size
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self._make(row) for row in range(self._size)[index]]
+        try:
+            row = range(self._size)[operator.index(index)]
+        except IndexError:
+            raise IndexError(f"row {index} of {self._size} prompts") from None
+        return self._make(row)
 
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """Which columns a prompt is made of (the keys of ``SplitSpec`` by the same names)."""
+    """How the rows of one source become prompts. Columns are the keys of ``SplitSpec`` by the same names."""
 
+    source: str
+    """The location in errors, before the row's number: a file, a hub id, a function or a key of the spec."""
+    unit: Literal["line", "row"] = "row"
+    """Rows are numbered by it, from 1."""
     prompt_column: str = "prompt"
     uid_column: str = UID
     template: str | None = None
@@ -45,121 +78,118 @@ class RowForm:
         content = template_columns(self.template) if self.template is not None else {self.prompt_column}
         return frozenset(content if self.uid_column == UID else {*content, self.uid_column})
 
-    def prompt(self, row: Mapping[str, Any], source: str, unit: Unit, number: int, raw: bytes | None = None) -> Prompt:
-        """The prompt of row ``number`` of ``source``. Without a uid, it is named by its number and a hash of ``raw``
-        (by default, of its JSON).
+    def refuse(self, number: int | None, fault: str, hint: str) -> NoReturn:
+        """Raise the ``DataError`` of a row, or with None of the whole source."""
+        raise DataError(fault, location=self.source if number is None else f"{self.source}:{number}", hint=hint)
+
+    def prompt(self, row: Mapping[str, Any], number: int, raw: bytes | None = None) -> Prompt:
+        """The prompt of a row. Without a uid, it is named by its number and a hash of ``raw`` (by default, of its
+        JSON).
 
         Raises ``DataError`` with the row's location if it cannot be a prompt.
         """
-
-        def refuse(fault: str, hint: str) -> NoReturn:
-            raise DataError(fault, location=f"{source}:{number}", hint=hint)
-
         for column in sorted(self.needed - row.keys()):
-            refuse(f"the row has no `{column}`", f"add it; the keys of the row are {', '.join(row) or 'none'}")
+            hint = f"add it, or name another column in the split's keys; the row has {', '.join(row) or 'none'}"
+            self.refuse(number, f"no column `{column}`", hint)
         taken = {self.uid_column} if self.template is not None else {self.uid_column, self.prompt_column}
         try:
             fields = {str(key): json_value(value) for key, value in row.items() if key not in taken}
         except TypeError as error:
-            refuse(f"the row has a value that is not JSON: {error}", "use text, numbers, booleans, lists and mappings")
-        if self.template is None:
-            content = self._content(row[self.prompt_column], refuse)
-        else:
-            for column in sorted(template_columns(self.template)):
-                if row[column] is None:
-                    refuse(f"`{column}` is null", "fill it in, or remove the row")
-            try:
-                content = self.template.format_map(row)
-            except (ValueError, TypeError, LookupError, AttributeError) as error:
-                refuse(f"the template fails: {type(error).__name__}: {error}", "change the template or the row")
-            if not content:
-                refuse("the template makes an empty prompt", "change the template or the row")
+            hint = "use text, numbers, booleans, lists and mappings"
+            self.refuse(number, f"the row has a value that is not JSON: {error}", hint)
+        content = self._messages(row, number) if self.template is None else self._templated(row, number)
+        if self.system is not None:
+            messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
+            if messages[0]["role"] == "system":
+                self.refuse(number, "the prompt already has a system message", "remove `system` from the split")
+            content = ({"role": "system", "content": self.system}, *messages)
         uid = row.get(self.uid_column)
         if isinstance(uid, int) and not isinstance(uid, bool):
             uid = str(uid)
         if uid is None and self.uid_column == UID:
             # The journal knows prompts by these uids: with others, a run could not be resumed (decision 0024).
             raw = json.dumps(json_value(row), sort_keys=True).encode() if raw is None else raw
-            uid = f"{unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
+            uid = f"{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
-            refuse(f"`{self.uid_column}` is {kind(uid)}", "make it a text that is not empty, or remove it")
-        return self.checked(Prompt(uid, self._with_system(content, refuse), fields), f"{source}:{number}")
+            self.refuse(number, f"`{self.uid_column}` is {kind(uid)}", "make it text or a whole number, or remove it")
+        return self.checked(Prompt(uid, content, fields), number)
 
-    def checked(self, prompt: Prompt, location: str) -> Prompt:
+    def checked(self, prompt: Prompt, number: int) -> Prompt:
         """The prompt. Raises ``DataError`` if it cannot be encoded or recorded, or if the task cannot score it."""
         if fault := _fault_of(prompt):
-            raise DataError(f"prompt {prompt.uid!r}: {fault[0]}", location=location, hint=fault[1])
+            self.refuse(number, f"prompt {prompt.uid!r}: {fault[0]}", fault[1])
         if self.check is not None:
             try:
                 self.check(prompt)
             except Exception as error:  # The user's task may raise anything.
                 raise DataError(
                     f"the task cannot score prompt {prompt.uid!r}: {error}",
-                    location=location,
+                    location=f"{self.source}:{number}",
                     hint="correct or remove the row, or name another field in task.options",
                 ) from error
         return prompt
 
-    def _content(self, value: Any, refuse: Callable[[str, str], NoReturn]) -> str | tuple[Message, ...]:
+    def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> list[Prompt]:
+        """The first ``size`` prompts (all of them by default), given with their numbers.
+
+        Raises ``DataError`` if there are none, or fewer than ``size``, or two have the same uid.
+        """
+        prompts: list[Prompt] = []
+        numbers: dict[str, int] = {}
+        for number, prompt in islice(rows, size):
+            if prompt.uid in numbers:
+                self.refuse_twins(prompt.uid, numbers[prompt.uid], number)
+            numbers[prompt.uid] = number
+            prompts.append(prompt)
+        self.check_size(len(prompts), size)
+        return prompts
+
+    def refuse_twins(self, uid: object, first: int, second: int) -> NoReturn:
+        """Raise the ``DataError`` of two rows with the same uid."""
+        self.refuse(second, f"the uid {str(uid)!r} is also the uid of {self.unit} {first}", "make uids unique")
+
+    def check_size(self, rows: int, size: int | None) -> None:
+        """Raise ``DataError`` if there are no rows, or fewer than ``size``."""
+        if not rows:
+            self.refuse(None, "no rows", "write one row per prompt")
+        if size is not None and rows < size:
+            self.refuse(None, f"fewer rows ({rows}) than size {size}", "lower or remove size")
+
+    def _messages(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:
+        """The prompt column: text, or messages, which may be JSON text, as in CSV files."""
+        value = row[self.prompt_column]
         if isinstance(value, str) and value:
+            if _PYTHON_MESSAGES.match(value):
+                fault = f"`{self.prompt_column}` has messages as Python prints them"
+                self.refuse(number, fault, "write them as JSON (json.dumps)")
             try:
-                messages = _messages_in(value)
-            except ValueError as error:
-                refuse(f"`{self.prompt_column}` has {error}", "write them as JSON (json.dumps)")
-            if messages is None:
+                parsed = json.loads(value) if value.lstrip().startswith(("[", "{")) else None
+            except (ValueError, RecursionError):
+                parsed = None
+            some = parsed if isinstance(parsed, list) else [parsed]
+            if not some or not all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in some):
                 return value
-            value = messages
+            value = parsed
         if not isinstance(value, (list, tuple)) or not value:
-            refuse(f"`{self.prompt_column}` is {kind(value)}", f"make it text, or {LIKE_OPENAI}")
+            self.refuse(number, f"`{self.prompt_column}` is {kind(value)}", f"make it text, or {LIKE_OPENAI}")
         for message in value:
             if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
-                refuse("a message has no `role`", LIKE_OPENAI)
+                self.refuse(number, "a message has no `role`", LIKE_OPENAI)
         return tuple(value)
 
-    def _with_system(
-        self, content: str | tuple[Message, ...], refuse: Callable[[str, str], NoReturn]
-    ) -> str | tuple[Message, ...]:
-        if self.system is None:
-            return content
-        messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
-        if messages[0]["role"] == "system":
-            refuse("the prompt already has a system message", "remove `system` from the split")
-        return ({"role": "system", "content": self.system}, *messages)
-
-
-def collect(rows: Iterator[tuple[int, Prompt]], source: str, unit: Unit, size: int | None) -> list[Prompt]:
-    """The first ``size`` prompts of ``source`` (all of them by default), given with their numbers.
-
-    Raises ``DataError`` if there are none, or fewer than ``size``, or two have the same uid.
-    """
-    prompts: list[Prompt] = []
-    numbers: dict[str, int] = {}
-    for number, prompt in islice(rows, size):
-        if prompt.uid in numbers:
-            same_uid(prompt.uid, source, unit, numbers[prompt.uid], number)
-        numbers[prompt.uid] = number
-        prompts.append(prompt)
-    check_size(len(prompts), source, size)
-    return prompts
-
-
-def unreadable(source: str, reason: str) -> DataError:
-    """The error that a file cannot be read."""
-    return DataError(f"cannot be read: {reason}", location=source, hint="correct the path in the spec, or the file")
-
-
-def same_uid(uid: object, source: str, unit: Unit, first: int, second: int) -> NoReturn:
-    """Raise the ``DataError`` that two rows have the same uid."""
-    message = f"the uid {str(uid)!r} is also the uid of {unit} {first}"
-    raise DataError(message, location=f"{source}:{second}", hint="make uids unique")
-
-
-def check_size(rows: int, source: str, size: int | None) -> None:
-    """Raise ``DataError`` if there are no rows, or fewer than ``size``."""
-    if not rows:
-        raise DataError("no rows", location=source, hint="write one row per prompt")
-    if size is not None and rows < size:
-        raise DataError(f"fewer rows ({rows}) than size {size}", location=source, hint="lower or remove size")
+    def _templated(self, row: Mapping[str, Any], number: int) -> str:
+        assert self.template is not None
+        for column in sorted(template_columns(self.template)):
+            if row[column] is None:
+                self.refuse(number, f"`{column}` is null", "fill it in, or remove the row")
+        try:
+            content = self.template.format_map(row)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            hint = "change the template or the row"
+            self.refuse(number, f"the template fails: {type(error).__name__}: {error}", hint)
+        if not content:
+            self.refuse(number, "the template makes an empty prompt", "change the template or the row")
+        return content
 
 
 def json_value(value: Any) -> Any:
@@ -185,26 +215,6 @@ def kind(value: Any) -> str:
         return "empty"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), f"a {type(value).__name__}")
-
-
-def _messages_in(text: str) -> Any:
-    """The message or messages that a text is in JSON, as in CSV files; None if it is another text.
-
-    Raises ``ValueError`` for messages as Python prints them.
-    """
-    if _PYTHON_MESSAGES.match(text):
-        raise ValueError("messages as Python prints them")
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    some = value if isinstance(value, list) else [value]
-    return value if some and all(isinstance(one, dict) and one.keys() & {"role", "from"} for one in some) else None
-
-
-_PYTHON_MESSAGES = re.compile(r"\s*(array\()?\[?\s*\{\s*'(role|content|from|value)'\s*:")
 
 
 def _fault_of(prompt: Prompt) -> tuple[str, str] | None:

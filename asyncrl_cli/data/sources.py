@@ -1,25 +1,35 @@
 """Opens the source of a split's prompts, of any kind (``spec.data_sources``): text files and Parquet, data sets of
-Hugging Face, and functions of the user's."""
+Hugging Face, and functions of the user's.
+
+Text files are JSON Lines (one object a line), or CSV (RFC 4180) with a first line that names the columns. Their rows
+are named and located by the line on which they begin; blank lines are not rows. Rows of one JSON Lines file may differ
+in keys and types, which Arrow's reader refuses, so the standard library reads them.
+"""
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
+import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
-from asyncrl_cli.data.rows import RowForm, collect, kind
-from asyncrl_cli.data.text_files import line_of, read_csv, read_jsonl
+from asyncrl_cli.data.rows import RowForm, kind
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, kind_of
 from asyncrl_cli.spec.inputs import SplitSpec
 
 MOST_ROWS = 5_000_000
 """A function that yields more rows than this, without a size, is taken for endless."""
+LONGEST_CELL = 2**31 - 1
+"""Characters; Python's own limit is shorter than some documents."""
 
 
 def read_source(
@@ -30,24 +40,22 @@ def read_source(
     A function gets ``split``; ``check`` is the task's check of each prompt. Raises ``DataError``.
     """
     assert spec.path is not None
-    form = _form_of(spec, check)
-    path = base / Path(spec.path).expanduser()
+    form = _form_of(spec, base, check)
     match kind_of(spec.path):
-        case "hub":
-            return _read_hub(spec.path, spec.config, spec.split or "train", spec.size, form)
+        case "hub" | "saved":
+            return _read_data_set(spec, form)
         case "function":
             return _read_function(spec.path, base, split, spec.size, form)
         case "parquet":
-            return read_parquet(path, spec.size, form)
-        case "csv":
-            return read_csv(path, spec.size, form)
-        case "saved":
-            return _read_saved(path, spec.split, spec.size, form)
-        case "jsonl":
-            return read_jsonl(path, spec.size, form)
-        case None:
-            suffixes = ", ".join(filter(None, SUFFIXES))
-            raise DataError("unknown kind of file", location=str(path), hint=f"give it one of the suffixes {suffixes}")
+            return read_parquet(Path(form.source), spec.size, form)
+        case "csv" | "jsonl":
+            try:
+                return form.collect(_text_rows(form), spec.size)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
+    suffixes = ", ".join(filter(None, SUFFIXES))
+    raise DataError("unknown kind of file", location=form.source, hint=f"give it one of the suffixes {suffixes}")
 
 
 def row_location(spec: SplitSpec, base: Path, key: str, row: int) -> str:
@@ -55,102 +63,113 @@ def row_location(spec: SplitSpec, base: Path, key: str, row: int) -> str:
     (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
     if spec.path is None:
         return f"{key}:{row + 1}"
-    path = base / Path(spec.path).expanduser()
-    if kind_of(spec.path) not in ("csv", "jsonl"):
-        return f"{path if path.exists() else spec.path}:{row + 1}"
-    return f"{path}:{line_of(path, row, _form_of(spec))}"
+    form = _form_of(spec, base)
+    if form.unit == "row":
+        return f"{form.source}:{row + 1}"
+    line, _ = next(islice(_text_rows(form), row, None))
+    return f"{form.source}:{line}"
 
 
-def _form_of(spec: SplitSpec, check: Callable[[Prompt], None] | None = None) -> RowForm:
-    return RowForm(spec.prompt_column, spec.uid_column, spec.template, spec.system, check)
+def _form_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> RowForm:
+    assert spec.path is not None
+    source = kind_of(spec.path)
+    return RowForm(
+        source=spec.path if source in ("hub", "function") else str(base / Path(spec.path).expanduser()),
+        unit="line" if source in ("csv", "jsonl") else "row",
+        prompt_column=spec.prompt_column,
+        uid_column=spec.uid_column,
+        template=spec.template,
+        system=spec.system,
+        check=check,
+    )
 
 
-def _read_saved(folder: Path, split: str | None, size: int | None, form: RowForm) -> ArrowPrompts:
-    """The prompts of a folder that `datasets` saved."""
-    location = str(folder)
-    datasets = _datasets(location)
+def _text_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+    return _csv_rows(form) if kind_of(form.source) == "csv" else _json_rows(form)
+
+
+def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+    with Path(form.source).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line := line.strip():
+                try:
+                    row: Any = json.loads(line.decode("utf-8-sig"))
+                except UnicodeDecodeError as error:
+                    form.refuse(number, f"not UTF-8 (byte {error.start})", "save the file as UTF-8")
+                except json.JSONDecodeError as error:
+                    fault = f"not JSON: {error.msg} at column {error.colno}"
+                    form.refuse(number, fault, "write one JSON object per line")
+                except ValueError:  # Python's limit: reading longer ones takes quadratic time
+                    digits = sys.get_int_max_str_digits()
+                    form.refuse(number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
+                except RecursionError:
+                    form.refuse(number, "lists or objects are nested too deeply", "flatten the row")
+                if not isinstance(row, dict):
+                    form.refuse(number, f"not a JSON object but {kind(row)}", 'write rows as {"prompt": …}')
+                yield number, form.prompt(row, number, line)
+
+
+def _csv_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+    csv.field_size_limit(LONGEST_CELL)
+    with Path(form.source).open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(file, strict=True)
+        line = 1
+        header: list[str] = []
+        try:
+            for cells in reader:
+                if not header:
+                    header = cells
+                    if len(set(header)) < len(header) or "" in header:
+                        form.refuse(line, "duplicate or empty column names", "give each column a unique name")
+                elif cells:
+                    if len(cells) != len(header):
+                        fault = f"{len(cells)} values for {len(header)} columns"
+                        form.refuse(line, fault, "put values with commas in quotes")
+                    yield line, form.prompt(dict(zip(header, cells, strict=True)), line)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            hint = "put values with commas, quotes or line breaks in quotes, and double the quotes in them"
+            form.refuse(line, f"not CSV: {error}", hint)
+        except UnicodeDecodeError as error:
+            form.refuse(line, f"not UTF-8 here or soon after ({error.reason})", "save the file as UTF-8")
+
+
+def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
+    """The prompts of a folder that `datasets` saved, or of a split of ``hf:owner/name``, from the hub or from the cache
+    of an earlier download."""
     try:
-        found = datasets.load_from_disk(location)
+        datasets: Any = importlib.import_module("datasets")
+    except ImportError as error:
+        form.refuse(None, f"needs Hugging Face datasets: {error}", "pip install 'asyncrl[data]'")
+    name, _, revision = form.source.removeprefix(HUB).partition("@")
+    hub = form.source.startswith(HUB)
+    split = spec.split or "train" if hub else spec.split
+    try:
+        if hub:
+            found = datasets.load_dataset(name, spec.config, split=split, revision=revision or None)
+        else:
+            found = datasets.load_from_disk(form.source)
     except Exception as error:
+        reason = (str(error).splitlines() or ["no message"])[0]
+        fault = f"cannot be {'loaded' if hub else 'read'}: {type(error).__name__}: {reason}"
         hint = "name a folder that Dataset.save_to_disk or DatasetDict.save_to_disk wrote"
-        raise DataError(f"cannot be read: {_first_line(error)}", location=location, hint=hint) from error
+        if hub:
+            hint = "check name, config, split and the network; without one, name a folder that save_to_disk wrote"
+        raise DataError(fault, location=form.source, hint=hint) from error
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             fault = "the data set has several splits" if split is None else f"no split {split!r}"
-            raise DataError(fault, location=location, hint=f"set `split` to one of {', '.join(found)}")
+            form.refuse(None, fault, f"set `split` to one of {', '.join(found)}")
         found = found[split]
-    elif split is not None:
-        raise DataError(f"no split {split!r}: the data set has no splits", location=location, hint="remove `split`")
-    return _arrow(found, location, size, form)
-
-
-def _read_hub(path: str, config: str | None, split: str, size: int | None, form: RowForm) -> ArrowPrompts:
-    """The prompts of a split of ``hf:owner/name``, from the hub or from the cache of an earlier download."""
-    datasets = _datasets(path)
-    name, _, revision = path.removeprefix(HUB).partition("@")
-    try:
-        found = datasets.load_dataset(name, config, split=split, revision=revision or None)
-    except Exception as error:
-        raise DataError(
-            f"cannot be loaded: {_first_line(error)}",
-            location=path,
-            hint="check name, config, split and the network; without one, name a folder that save_to_disk wrote",
-        ) from error
-    return _arrow(found, path, size, form)
-
-
-def _arrow(dataset: Any, source: str, size: int | None, form: RowForm) -> ArrowPrompts:
-    mapped = [file["filename"] for file in dataset.cache_files]
-    return ArrowPrompts(dataset.with_format("arrow")[:size], source, size, form, mapped)
-
-
-def _datasets(source: str) -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ImportError as error:
-        fault = f"needs Hugging Face datasets: {error}"
-        raise DataError(fault, location=source, hint="pip install 'asyncrl[data]'") from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+    elif split is not None and not hub:
+        form.refuse(None, f"no split {split!r}: the data set has no splits", "remove `split`")
+    mapped = [file["filename"] for file in found.cache_files]
+    return ArrowPrompts(found.with_format("arrow")[: spec.size], spec.size, form, mapped)
 
 
 def _read_function(target: str, base: Path, split: str, size: int | None, form: RowForm) -> list[Prompt]:
     """The first ``size`` prompts that ``target(split, size)`` yields (all of them by default), as mappings or
     ``Prompt``s. It yields the same ones at every call: a run that is resumed calls it again."""
-    function = _function(target, base)
-    try:
-        rows = function(split, size)
-        if not isinstance(rows, Iterable):
-            hint = "yield one mapping or Prompt per row"
-            raise DataError(f"the function returned {kind(rows)}", location=target, hint=hint)
-        return collect(_function_rows(rows, target, size, form), target, "row", size)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(
-            f"the function failed with ({split!r}, {size}): {type(error).__name__}: {error}",
-            location=target,
-            hint="fix it; `asyncrl --debug` shows the traceback",
-        ) from error
-
-
-def _function_rows(rows: Iterable[Any], target: str, size: int | None, form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    for number, row in enumerate(rows, start=1):
-        if size is None and number > MOST_ROWS:
-            raise DataError(f"more than {MOST_ROWS:,} rows", location=target, hint="give the split a size")
-        if isinstance(row, Prompt):
-            yield number, form.checked(row, f"{target}:{number}")
-        elif isinstance(row, Mapping):
-            yield number, form.prompt(row, target, "row", number)
-        else:
-            fault = f"the row is neither a mapping nor a Prompt but {kind(row)}"
-            raise DataError(fault, location=f"{target}:{number}", hint='yield rows as {"prompt": …}')
-
-
-def _function(target: str, base: Path) -> Any:
     function = import_named(target, base, target, "name a function f(split, size) that yields rows", DataError)
     try:
         inspect.signature(function).bind("train", None)
@@ -160,4 +179,29 @@ def _function(target: str, base: Path) -> Any:
             location=target,
             hint="give it two parameters: the name of the split, and how many rows are wanted (None for all)",
         ) from None
-    return function
+
+    def prompts(rows: Iterable[Any]) -> Iterator[tuple[int, Prompt]]:
+        for number, row in enumerate(rows, start=1):
+            if size is None and number > MOST_ROWS:
+                form.refuse(None, f"more than {MOST_ROWS:,} rows", "give the split a size")
+            if isinstance(row, Prompt):
+                yield number, form.checked(row, number)
+            elif isinstance(row, Mapping):
+                yield number, form.prompt(row, number)
+            else:
+                fault = f"the row is neither a mapping nor a Prompt but {kind(row)}"
+                form.refuse(number, fault, 'yield rows as {"prompt": …}')
+
+    try:
+        rows = function(split, size)
+        if not isinstance(rows, Iterable):
+            form.refuse(None, f"the function returned {kind(rows)}", "yield one mapping or Prompt per row")
+        return form.collect(prompts(rows), size)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(
+            f"the function failed with ({split!r}, {size}): {type(error).__name__}: {error}",
+            location=target,
+            hint="fix it; `asyncrl --debug` shows the traceback",
+        ) from error

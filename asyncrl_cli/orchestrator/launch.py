@@ -17,8 +17,7 @@ from typing import Any, Literal
 from asyncrl_cli.core.errors import DataError, RunError, UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import PromptFilter
+from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier

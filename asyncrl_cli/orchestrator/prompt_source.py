@@ -9,8 +9,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, Tools, chat_of
-from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import PromptFilter
+from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.spec.sections import ExperimentSpec

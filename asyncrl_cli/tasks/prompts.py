@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.lazy_prompts import LazyPrompts as LazyPrompts  # tasks of users import it from here
+from asyncrl_cli.data.rows import LazyPrompts as LazyPrompts  # tasks of users import it from here
 from asyncrl_cli.data.rows import RowForm
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
@@ -56,9 +56,9 @@ def load_prompts(
     if split_spec.size is None:
         raise DataError(f"{location}.size is not given", hint="set it to the number of prompts that the task makes")
     prompts = task.prompts(split_name, split_spec.size)
-    form = RowForm(check=check)
+    form = RowForm(location, check=check)
     for number, prompt in enumerate(_check_first(prompts), start=1):
-        form.checked(prompt, f"{location}:{number}")
+        form.checked(prompt, number)
     return prompts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.data.prompt_filter import PromptFilter
+from asyncrl_cli.data.loader import PromptFilter
 
 
 @given(st.lists(st.booleans(), max_size=12), st.integers(1, 3))

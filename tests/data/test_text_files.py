@@ -1,6 +1,7 @@
 """Prompts from JSON Lines, and refusals that name the line."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.text_files import read_jsonl
+from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.spec.inputs import SplitSpec
+
+
+def read_jsonl(path: Path, size: int | None = None) -> Sequence[Prompt]:
+    return read_source(SplitSpec(path=str(path), size=size), "train", path.parent)
 
 
 def write(folder: Path, *lines: str | bytes) -> Path:
@@ -68,7 +74,7 @@ def test_all_json_values_are_kept(folder: Path, rows: list[tuple[str, Any]]) -> 
         (b'{"prompt": "\xff"}', "not UTF-8"),
         ("[1]", "a list"),
         ("3", "a number"),
-        ('{"question": "a"}', "has no `prompt`.*question"),
+        ('{"question": "a"}', "no column `prompt`.*question"),
         ('{"prompt": ""}', "`prompt` is empty"),
         ('{"prompt": 3}', "a number"),
         ('{"prompt": null}', "null"),

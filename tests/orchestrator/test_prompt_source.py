@@ -6,8 +6,7 @@ import pytest
 from stand_ins import prompts
 
 from asyncrl_cli.core.errors import DataError, RunError
-from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import PromptFilter
+from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.orchestrator.prompt_source import MAX_SKIPS_IN_A_ROW, UNUSABLE_NAMED, PromptEncoder, PromptSource
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.train.model.tokenizer import character_tokenizer

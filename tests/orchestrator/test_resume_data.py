@@ -11,7 +11,7 @@ from stand_ins import spec
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.text_files import read_jsonl
+from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.progress import newest_serial
 from asyncrl_cli.journal.schema import FILE
@@ -22,6 +22,7 @@ from asyncrl_cli.orchestrator.resume import Plan, check_data
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.inputs import SplitSpec
 
 SPEC = spec(rollout={"group_size": 1}, pipeline={"groups_per_step": 1, "max_staleness": 0})
 PLAN = Plan(Start("resume"), trained=0, again=False, without_journal=False)
@@ -36,7 +37,7 @@ def with_data(run: RunDirectory, rows: list[dict[str, str]]) -> Experiment:
     """The run's experiment, with these rows in its file."""
     path = run.path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Experiment(SPEC, run.path, read_jsonl(path), ())
+    return Experiment(SPEC, run.path, read_source(SplitSpec(path=str(path)), "train", path.parent), ())
 
 
 ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for row in range(9)]

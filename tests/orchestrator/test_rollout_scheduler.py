@@ -29,8 +29,7 @@ from stand_ins import (
 )
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.data.loader import PromptLoader
-from asyncrl_cli.data.prompt_filter import PromptFilter
+from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
