@@ -7,7 +7,7 @@ and tokenizer) while trainer rank 0 makes the weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_wants
-from asyncrl_cli.orchestrator.placement import BundlePart, EnginePlace, Examiner, PlacementGroup
+from asyncrl_cli.orchestrator.placement import Examiner, PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
@@ -44,30 +44,49 @@ class ActorFactory:
     def _logs(self) -> str:
         return str(self.log_folder or self.run_path / "logs")
 
-    def engine_place(self, name: str, trainer: PlacementGroup | None = None) -> EnginePlace:
-        """The placement group for engine ``engine-N``. If engines share GPUs with ranks, bundle N of ``trainer``, the
-        placement group of all ranks."""
-        wants = engine_wants(self.spec)
-        if trainer is not None and shares_gpus(self.spec):
-            return BundlePart(name, trainer, int(name.removeprefix("engine-")), wants)
-        return PlacementGroup(name, wants, self.spec.cluster.engines, examiner=self.examiner)
-
     def trainer_group(self) -> PlacementGroup:
         """The placement group for all trainer ranks, and for the engines that share GPUs with them."""
         spec = self.spec
         who = "the trainer and its engines" if shares_gpus(spec) else "the trainer"
-        return PlacementGroup(who, bundle_wants(spec), spec.cluster.trainer, spec.trainer.ranks, self.examiner)
-
-    def engine(self, group: EnginePlace) -> Any:
-        import ray
-
-        from asyncrl_cli.rollout.engine_settings import engine_environment
-        from asyncrl_cli.rollout.worker import RolloutWorker
-
-        options = ray.remote(RolloutWorker).options(
-            **group.options(), runtime_env={"env_vars": engine_environment(self.spec)}
+        return PlacementGroup(
+            who,
+            bundle_wants(spec),
+            selector=spec.cluster.trainer,
+            count=spec.trainer.ranks,
+            examiner=self.examiner,
         )
-        return options.remote(group.who, self.spec, self._logs)
+
+    def engine(
+        self,
+        name: str,
+        *,
+        folder: Awaitable[Path],
+        budget: RestartBudget,
+        trainer: PlacementGroup | None = None,
+        version: int | None = None,
+    ) -> EngineProcess:
+        """The engine ``engine-N``, which has yet to be started; the arguments are those of ``EngineProcess``. An engine
+        that shares a GPU with a rank is in bundle N of ``trainer``, the placement group of all ranks."""
+        spec, wants, index = self.spec, engine_wants(self.spec), 0
+        shares = trainer is not None and shares_gpus(spec)
+        if trainer is not None and shares:
+            group, index = trainer, int(name.removeprefix("engine-"))
+        else:
+            group = PlacementGroup(name, wants, selector=spec.cluster.engines, examiner=self.examiner)
+
+        def make() -> Any:
+            import ray
+
+            from asyncrl_cli.rollout.engine_settings import engine_environment
+            from asyncrl_cli.rollout.worker import RolloutWorker
+
+            environment = {"env_vars": engine_environment(spec)}
+            options = ray.remote(RolloutWorker).options(**group.options(index, wants), runtime_env=environment)
+            return options.remote(name, spec, self._logs)
+
+        return EngineProcess(
+            spec, name, make, folder=folder, budget=budget, group=group, shares_group=shares, version=version
+        )
 
     def trainer(self, group: PlacementGroup, index: int) -> Any:
         import ray

@@ -14,18 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from enum import StrEnum
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.orchestrator.engine_source import RayEngines, why_lost
-from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, Weights
+from asyncrl_cli.orchestrator.nodes import draining_nodes, why_gone, why_lost
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
-
-Change = Literal["join", "leave"]
-Phase = Literal["joining", "serving", "leaving"]
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.runs.scaling import ScaleAnswer, answer_request, pending_request, remember_wanted, wanted_engines
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 LOOK_S = 1.0
 """Seconds between two looks at draining nodes and at how many engines are wanted."""
@@ -35,22 +38,16 @@ RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
 """Seconds between a failed attempt to add an engine and the next attempt; doubled after each failure."""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolEvents:
-    """Callbacks of the pool.
+SIGTERM = "its process got SIGTERM"
+"""Why an engine leaves that was asked to end."""
 
-    Args:
-        record: records a change durably: the engine's name, the change, and the reason.
-        failed: records that an engine could not join: its name and the cause.
-        notice: shows a text to the user.
-        counted: is called on each change with the number of engines that serve, the number wanted, and what the missing
-            ones wait for.
-    """
 
-    record: Callable[[str, Change, str], Coroutine[Any, Any, None]]
-    failed: Callable[[str, str], Awaitable[None]]
-    notice: Callable[[str], None]
-    counted: Callable[[int, int, str], None]
+class Phase(StrEnum):
+    """Where an engine is between its request and its end."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    LEAVING = "leaving"
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +61,8 @@ class _Member:
     @property
     def phase(self) -> Phase:
         if self.leaving:
-            return "leaving"
-        return "serving" if self.engine is not None and self.engine.serving else "joining"
+            return Phase.LEAVING
+        return Phase.SERVING if self.engine is not None and self.engine.serving else Phase.JOINING
 
 
 def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[int]]:
@@ -74,11 +71,11 @@ def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[i
     ``phases`` has the phase of each engine by its number. New engines get the lowest free numbers. Engines that do not
     serve yet leave first, which costs nothing; among equals, the highest numbers leave first.
     """
-    staying = [number for number, phase in phases.items() if phase != "leaving"]
+    staying = [number for number, phase in phases.items() if phase != Phase.LEAVING]
     if len(staying) <= wanted:
         free = (number for number in range(len(phases) + wanted) if number not in phases)
         return [next(free) for _ in range(wanted - len(staying))], []
-    dispensable = sorted(staying, key=lambda number: (phases[number] == "serving", -number))
+    dispensable = sorted(staying, key=lambda number: (phases[number] == Phase.SERVING, -number))
     return [], dispensable[: len(staying) - wanted]
 
 
@@ -88,47 +85,56 @@ class EnginePool:
     def __init__(
         self,
         bounds: tuple[int, int],
+        run: RunDirectory,
+        *,
+        make: Callable[[str], EngineProcess],
         client: GenerationClient,
-        keeper: EngineKeeper,
-        source: RayEngines,
-        events: PoolEvents,
+        weights: Weights,
+        buffer: BufferClient,
+        budget: RestartBudget,
+        reporter: Reporter,
+        gpu_turn: asyncio.Event | None = None,
+        draining: Callable[[], Mapping[str, str]] = draining_nodes,
+        why_gone: Callable[[str], str] = why_gone,
     ) -> None:
         """``bounds``: the smallest and the largest number of engines. The first engines are started already, and the
-        client has them as engine 0, 1, ..."""
+        client has them as engine 0, 1, ...; ``make(name)`` makes a further one that has yet to be started. ``draining``
+        and ``why_gone`` ask Ray, and may block."""
         self.bounds = bounds
-        self.wanted = bounds[1]
+        # An earlier driver may have been asked for another number.
+        self.wanted = wanted_engines(run, bounds) or bounds[1]
+        self._run = run
+        self._make = make
         self._client = client
-        self._keeper = keeper
-        self._source = source
-        self._events = events
+        self._keeper = EngineKeeper(client, weights, gpu_turn=gpu_turn, joined=self._joined, why_left=self._why_left)
+        self._buffer = buffer
+        self._budget = budget
+        self._reporter = reporter
+        self._draining = draining
+        self._why_gone = why_gone
         self._members: dict[int, _Member] = {
             number: _Member(engine.name, engine) for number, engine in enumerate(client.engines)
         }
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks = asyncio.TaskGroup()
         self._changed = asyncio.Event()
         self._counts = (-1, -1, "")
         self._said_waiting = False
         self._retry_s = RETRY_S  # after the next failure
         self._retry_at = 0.0
-        keeper.on_serving = self._joined
-        keeper.why_left = self._why_left
-        client.on_asked_to_leave = self._asked_to_leave
 
     async def run(self) -> None:
         """Keep as many engines as are wanted. Never ends; raises ``RunError`` after too many restarts of engines."""
-        async with asyncio.TaskGroup() as tasks:
-            self._tasks = tasks
+        async with self._tasks:
             for member in self._members.values():
-                member.task = tasks.create_task(self._keep(member))
+                member.task = self._tasks.create_task(self._keep(member))
             while True:
                 self._changed.clear()
                 self._adjust()
-                await self._leave_draining_nodes()
-                try:
+                await self._leave_on_notice()
+                await self._answer_request()
+                with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
-                except TimeoutError:
-                    pass
 
     def want(self, count: int) -> None:
         """Set the target number of engines. Raises ``ValueError`` if it is outside the bounds."""
@@ -138,14 +144,11 @@ class EnginePool:
         self.wanted = count
         self._changed.set()
 
-    @property
-    def serving(self) -> int:
-        """How many engines serve."""
-        return len(self._client.serving())
-
     def missing(self) -> str:
         """What the run waits for while no engine serves; empty otherwise."""
-        return "" if self.serving else "; ".join(filter(None, ("no engine serves", self._waits_for())))
+        if self._client.serving():
+            return ""
+        return "; ".join(filter(None, ("no engine serves", self._waits_for())))
 
     # -- deciding
 
@@ -154,24 +157,38 @@ class EnginePool:
         if time.monotonic() >= self._retry_at:
             for number in joins:
                 self._members[number] = member = _Member(f"engine-{number}")
-                member.task = self._spawn(self._join(member))
+                member.task = self._tasks.create_task(self._join(member))
         for number in leaves:
             self._leave(self._members[number], f"scaled to {self.wanted}")
-        counts = (self.serving, self.wanted, self._waits_for())
+        counts = (len(self._client.serving()), self.wanted, self._waits_for())
         if counts != self._counts:
             self._counts = counts
-            self._events.counted(*counts)
+            self._reporter.engines(*counts)
 
-    async def _leave_draining_nodes(self) -> None:
-        draining = await asyncio.to_thread(self._source.draining)
+    async def _leave_on_notice(self) -> None:
+        draining = await asyncio.to_thread(self._draining)
         for member in list(self._members.values()):
-            if member.engine is not None and (until := draining.get(member.engine.process.node)):
-                self._leave(member, f"its node is being drained{until}")
+            if member.engine is not None:
+                if until := draining.get(member.engine.process.node):
+                    self._leave(member, f"its node is being drained{until}")
+                elif member.engine.asked_to_leave:
+                    self._leave(member, SIGTERM)
 
-    def _asked_to_leave(self, engine: EngineState) -> None:
-        member = next((one for one in self._members.values() if one.engine is engine), None)
-        if member is not None:
-            self._leave(member, "its process got SIGTERM")
+    async def _answer_request(self) -> None:
+        """Carry out a request of `asyncrl scale`, or refuse it."""
+        request = await asyncio.to_thread(pending_request, self._run)
+        if request is None:
+            return
+        # A full disk must not end the run; the command that made the request notices the missing answer.
+        with suppress(OSError):
+            try:
+                self.want(request.engines)
+            except ValueError as refused:
+                answer = ScaleAnswer(request.id, False, str(refused))
+            else:
+                await asyncio.to_thread(remember_wanted, self._run, request.engines, self.bounds)
+                answer = ScaleAnswer(request.id, True)
+            await asyncio.to_thread(answer_request, self._run, answer)
 
     def _waits_for(self) -> str:
         """What the first engine that has yet to be started waits for; empty when all have started."""
@@ -180,27 +197,28 @@ class EnginePool:
     # -- joining
 
     async def _join(self, member: _Member) -> None:
+        def waits(text: str) -> None:
+            member.waits_for = text
+            if not self._said_waiting:
+                self._said_waiting = True
+                self._reporter.warn(text)
+
+        process = self._make(member.name)
         try:
-            process = await self._source.hire(member.name, lambda waits: self._waits(member, waits))
+            await process.join(waits)
         except UserError as error:  # the others serve: it must not end the run (decision 0040)
             self._forget(member)
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
-            await self._events.failed(member.name, f"it could not join: {error.message}")
+            await self._budget.note("engine", member.name, f"it could not join: {error.message}")
             return
         member.waits_for = ""
         member.engine = self._client.add(process)
         await self._keep(member)
 
-    def _waits(self, member: _Member, waits_for: str) -> None:
-        member.waits_for = waits_for
-        if not self._said_waiting:
-            self._said_waiting = True
-            self._events.notice(waits_for)
-
     def _joined(self, engine: EngineState) -> None:
         self._said_waiting, self._retry_s = False, RETRY_S
-        self._spawn(self._events.record(engine.name, "join", ""))
+        self._tasks.create_task(self._buffer.engine_changed(engine.name, "join", ""))
         self._client.on_room()
         self._changed.set()
 
@@ -211,46 +229,43 @@ class EnginePool:
         reason = await self._keeper.keep(member.engine)
         if not member.leaving:
             member.leaving = reason
-            self._events.notice(f"{member.name} is lost: {reason}")
-            await self._end(member)
+            self._reporter.warn(f"{member.name} is lost: {reason}")
+            await self._end(member, member.engine)
 
     async def _why_left(self, engine: EngineState, unreachable: bool) -> str:
         member = next((one for one in self._members.values() if one.engine is engine), None)
 
-        def leaving() -> str:
-            return "" if member is None else member.leaving
+        def why() -> str:
+            leaving = SIGTERM if engine.asked_to_leave else "" if member is None else member.leaving
+            return leaving or self._why_gone(engine.process.node)
 
-        return leaving() or await why_lost(lambda: leaving() or self._source.why_gone(engine.process.node), unreachable)
+        return await why_lost(why, unreachable)
 
     def _leave(self, member: _Member, reason: str) -> None:
         if not member.leaving:
             member.leaving = reason  # first: code that finds the engine lost must not restart it
-            self._spawn(self._withdraw(member))
+            self._tasks.create_task(self._withdraw(member))
 
     async def _withdraw(self, member: _Member) -> None:
-        if member.engine is not None:
-            self._events.notice(f"{member.name} leaves: {member.leaving}")
-            await self._client.withdraw(member.engine, LEAVE_S)
+        engine = member.engine
+        if engine is not None:
+            self._reporter.warn(f"{member.name} leaves: {member.leaving}")
+            await self._client.withdraw(engine, LEAVE_S)
         if member.task is not None:
             member.task.cancel()
             await asyncio.wait([member.task])
-        if member.engine is not None:
-            await self._end(member)
+        if engine is not None:
+            await self._end(member, engine)
         else:
             self._forget(member)
 
-    async def _end(self, member: _Member) -> None:
+    async def _end(self, member: _Member, engine: EngineState) -> None:
         """End an engine completely; its number may be used again afterwards."""
-        assert member.engine is not None
-        self._client.remove(member.engine)
-        await member.engine.process.dismiss()
+        self._client.remove(engine)
+        await engine.process.dismiss()
         self._forget(member)
-        await self._events.record(member.name, "leave", member.leaving)
+        await self._buffer.engine_changed(member.name, "leave", member.leaving)
 
     def _forget(self, member: _Member) -> None:
         self._members = {number: one for number, one in self._members.items() if one is not member}
         self._changed.set()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        assert self._tasks is not None
-        return self._tasks.create_task(work)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.placement import EnginePlace
+from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.rollout.client import EngineLost, GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -35,16 +35,19 @@ class EngineProcess(SupervisedActor):
         spec: ExperimentSpec,
         name: str,
         make: Callable[[], Any],
+        *,
         folder: Awaitable[Path],
         budget: RestartBudget,
-        group: EnginePlace,
+        group: PlacementGroup,
+        shares_group: bool = False,
         version: int | None = None,
     ) -> None:
         """``make()`` creates an actor in ``group``. ``folder``: the folder of the model that it starts with, a stub if
         all weights are published. ``version``: the weight version of the weights in this folder; None if the engine
-        gets its weights by publishing."""
+        gets its weights by publishing. ``shares_group``: the group outlives the engine."""
         super().__init__("engine", name, make, self._bring_up, budget)
-        self.group = group
+        self._group = group
+        self._shares_group = shares_group
         self._spec = spec
         self._folder = asyncio.ensure_future(folder)
         self._version = version
@@ -54,14 +57,27 @@ class EngineProcess(SupervisedActor):
 
     async def room(self) -> None:
         """Wait until Ray has room for the engine, without a limit once the run has begun and other engines generate."""
-        await self.group.held(self._warn, None if self.node else START_TIMEOUT_S)
+        await self._group.held(self._warn, None if self.node else START_TIMEOUT_S)
+
+    async def join(self, waits: Callable[[str], None]) -> None:
+        """Start once, in a run that does not depend on it. Wait for room without a limit, so that an autoscaler sees
+        the request; ``waits`` is called with what is missing.
+
+        If it is cancelled or raises ``UserError``, nothing of the engine remains.
+        """
+        try:
+            await self._group.held(waits, limit_s=None)
+            await self.start_once()
+        except BaseException:
+            self.release()
+            raise
 
     async def _bring_up(self, actor: Any) -> None:
         """Start the engine. At the first start a ``UserError`` is passed on, because a mistake in the settings would
         occur again. At later starts the settings are known to work, and after any error another process is started."""
         try:
             preloading = wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
-            pid = await self.group.first_answer(preloading, self._warn)
+            pid = await self._group.first_answer(preloading, self._warn)
             # Another host's process has this number, too.
             self.pid = pid if self._spec.cluster.address is None else None
             start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version, self._cache_bytes)
@@ -80,7 +96,8 @@ class EngineProcess(SupervisedActor):
     def release(self) -> None:
         """End the process, and release its resources."""
         super().release()
-        self.group.remove()
+        if not self._shares_group:
+            self._group.remove()
 
     async def dismiss(self) -> None:
         """End the engine for good, in bounded time. It is not counted as a restart."""
@@ -115,22 +132,82 @@ class Weights(Protocol):
         ...
 
 
+class GpuTurns:
+    """Trainer and engines take turns on the GPUs that they share, if nothing is generated while the trainer trains.
+
+    Invariant: during the trainer's turn every engine sleeps, or its process has ended. So engines start, load weights
+    and prove them only during their own turn (``EngineKeeper``).
+    """
+
+    def __init__(self, client: GenerationClient, sleeping: bool, limit_s: float) -> None:
+        """``sleeping``: whether engines sleep during the trainer's turn. ``limit_s``: seconds that an engine may take
+        to fall asleep."""
+        self.engines = asyncio.Event()
+        """Set while it is the engines' turn."""
+        self.engines.set()
+        self._client = client
+        self._sleeping = sleeping
+        self._limit_s = limit_s
+
+    @asynccontextmanager
+    async def trainer(self) -> AsyncIterator[None]:
+        """The trainer's turn. An engine that cannot fall asleep is ended; its keeper starts another after the turn."""
+        if not self._sleeping:
+            yield
+            return
+
+        async def put_to_sleep(engine: EngineState) -> None:
+            # An engine that is starting must finish first: vLLM measures the GPU's free memory during a start.
+            await self._call(engine, await engine.process.running(), "sleep")
+
+        self.engines.clear()
+        engines = list(self._client.engines)
+        try:
+            await asyncio.gather(*map(put_to_sleep, engines))
+            yield
+        finally:
+            await asyncio.gather(*(self._call(engine, engine.process.actor, "wake_up") for engine in engines))
+            self.engines.set()
+
+    async def _call(self, engine: EngineState, actor: Any, method: str) -> None:
+        if actor is None or actor is not engine.process.actor:
+            return
+        try:
+            await wait_for(getattr(actor, method).remote(), engine.name, self._limit_s)
+        except UserError as error:
+            if engine.serving:
+                self._client.mark_dead(engine.name, f"it did not {method.replace('_', ' ')}: {error.message}")
+            else:
+                engine.process.kill()
+
+
+async def _never_left(engine: EngineState, unreachable: bool) -> str:
+    return ""
+
+
 class EngineKeeper:
     """Serves and restarts the engines of one client."""
 
     def __init__(
-        self, client: GenerationClient, weights: Weights, may_start: Callable[[], Awaitable[Any]] | None = None
+        self,
+        client: GenerationClient,
+        weights: Weights,
+        *,
+        gpu_turn: asyncio.Event | None = None,
+        joined: Callable[[EngineState], None] = lambda _: None,
+        why_left: Callable[[EngineState, bool], Awaitable[str]] = _never_left,
     ) -> None:
-        """``may_start()`` returns when engines may use their GPUs. The engine pool sets two callbacks: ``on_serving``
-        is called when an engine has begun to serve. ``why_left(engine, unreachable)`` returns the reason why a lost
-        engine should not be restarted; empty if it should be. ``unreachable``: it is not known yet whether its process
-        is alive."""
+        """``gpu_turn`` is set while engines may use their GPUs. ``joined`` is called when an engine has begun to serve.
+        ``why_left(engine, unreachable)`` returns the reason why a lost engine should not be restarted; empty if it
+        should be. ``unreachable``: it is not known yet whether its process is alive."""
         self._client = client
         self._weights = weights
-        self._may_start = may_start or _at_once
+        self._joined = joined
+        self._why_left = why_left
+        self._gpu_turn = gpu_turn or asyncio.Event()
+        if gpu_turn is None:
+            self._gpu_turn.set()
         self._failures: Counter[tuple[str, str]] = Counter()  # by engine and cause
-        self.on_serving: Callable[[EngineState], None] = lambda _: None
-        self.why_left: Callable[[EngineState, bool], Awaitable[str]] = _stays
 
     async def keep(self, engine: EngineState) -> str:
         """Serve with an engine, through its deaths, until it has left; returns why. Raises ``RunError`` when it dies
@@ -138,26 +215,26 @@ class EngineKeeper:
         while True:
             try:
                 if not engine.serving:
-                    await self._may_start()
+                    await self._gpu_turn.wait()
                     await self._weights.bring_up(engine)
-                    self.on_serving(engine)
+                    self._joined(engine)
                 await self._client.collect(engine)
-                if why := await self.why_left(engine, False):
+                if why := await self._why_left(engine, False):
                     return why
                 continue  # withdrawn: it lives, and serves again when its host has the weights
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
                 reasons = (lost, lost.__cause__)
-                unreachable = any(isinstance(reason, Unreachable) for reason in reasons)
-                by_itself = any(map(_failed_by_itself, reasons))
             # Its requests first: other engines continue them while this one starts (decision 0015).
             self._client.reclaim(engine)
-            if why := await self.why_left(engine, unreachable):
+            if why := await self._why_left(engine, any(isinstance(reason, Unreachable) for reason in reasons)):
                 return why
             await engine.process.lose(engine.process.actor, cause)
-            if by_itself:
+            # An error of its own is likely to come back. Subclasses of ``RunError`` are about what it needs: its
+            # process, its host, the weights.
+            if any(isinstance(reason, ActorCrashed) or type(reason) is RunError for reason in reasons):
                 self._count_failure(engine.name, cause)
-            await self._may_start()
+            await self._gpu_turn.wait()
             await engine.process.running()
 
     def _count_failure(self, name: str, cause: str) -> None:
@@ -172,17 +249,3 @@ class EngineKeeper:
                 location=name,
                 hint=f"correct the setting or installation that the error is about (see logs/{name}.log)",
             )
-
-
-def _failed_by_itself(reason: BaseException | None) -> bool:
-    """Whether an engine has failed by an error of its own, which is likely to come back. Subclasses of ``RunError`` are
-    about what it needs: its process, its host, the weights."""
-    return isinstance(reason, ActorCrashed) or type(reason) is RunError
-
-
-async def _at_once() -> None:
-    pass
-
-
-async def _stays(engine: EngineState, unreachable: bool) -> str:
-    return ""

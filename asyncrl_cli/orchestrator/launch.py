@@ -18,6 +18,7 @@ from asyncrl_cli.core.errors import DataError, RunError, UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.journal.events import STALL
 from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier
@@ -26,13 +27,13 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
-from asyncrl_cli.orchestrator.engine_source import RayEngines
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
+from asyncrl_cli.orchestrator.nodes import why_gone
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource, first_prompts
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.scoring import Scoring
@@ -214,8 +215,7 @@ async def _start(
     made: list[EngineProcess] = []
 
     def make_engine(name: str) -> EngineProcess:
-        place = factory.engine_place(name, trainer_group)
-        made.append(EngineProcess(spec, name, partial(factory.engine, place), engine_folder, budget, place))
+        made.append(factory.engine(name, folder=engine_folder, budget=budget, trainer=trainer_group))
         return made[-1]
 
     async def stop_engines() -> None:
@@ -227,8 +227,7 @@ async def _start(
     buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog's message names the wait and its start, so its limit must be reached first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
-    source = RayEngines(make_engine)
-    replicas = Replicas(factory.host_agent, factory.address_of, budget, source.why_gone)
+    replicas = Replicas(factory.host_agent, factory.address_of, budget, why_gone)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
     checkpoint = start.checkpoint
@@ -249,7 +248,7 @@ async def _start(
     encoder = PromptEncoder.of(spec, tokenizer, "" in experiment.episodic)
     if "" not in experiment.episodic:
         ranks.probe_prompt_ids = prompt_tokens(first_prompts(experiment.train_prompts, encoder))
-    watchdog = Watchdog(limit_s, reporter.stalled)
+    watchdog = Watchdog(limit_s, warn=reporter.stalled, record=lambda wait: buffer.failed(STALL, wait.who, str(wait)))
     decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), spec.task.special_tokens == "shown")
     client = client_of(spec, engines, decode, watchdog.progress)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
@@ -281,7 +280,7 @@ async def _start(
         ranks=ranks,
         replicas=replicas,
         client=client,
-        engine_source=source,
+        make_engine=make_engine,
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,

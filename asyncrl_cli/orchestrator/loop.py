@@ -12,32 +12,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.journal.events import STALL
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
-from asyncrl_cli.orchestrator.engine_pool import EnginePool, PoolEvents
-from asyncrl_cli.orchestrator.engine_source import RayEngines
-from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.orchestrator.engine_pool import EnginePool
+from asyncrl_cli.orchestrator.engines import EngineProcess, GpuTurns
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
-from asyncrl_cli.orchestrator.gpu_turns import GpuTurns
 from asyncrl_cli.orchestrator.metrics import StepRecorder
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
-from asyncrl_cli.orchestrator.scaling import answer_scale_requests
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
-from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Wait, Watchdog
+from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
 from asyncrl_cli.records.groups import Opening, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
@@ -56,7 +51,7 @@ class Parts:
     ranks: TrainerRanks
     replicas: Replicas
     client: GenerationClient
-    engine_source: RayEngines
+    make_engine: Callable[[str], EngineProcess]
     scoring: Scoring
     prompts: PromptSource
     episodes: Episodes | None
@@ -118,15 +113,14 @@ class Orchestrator:
         )
         self._pool = EnginePool(
             (spec.rollout.min_engines, spec.rollout.max_engines),
-            parts.client,
-            EngineKeeper(parts.client, self._publisher, turns.engines.wait),
-            parts.engine_source,
-            PoolEvents(
-                record=self._buffer.engine_changed,
-                failed=partial(parts.budget.note, "engine"),
-                notice=parts.reporter.warn,
-                counted=parts.reporter.engines,
-            ),
+            parts.run,
+            make=parts.make_engine,
+            client=parts.client,
+            weights=self._publisher,
+            buffer=parts.buffer,
+            budget=parts.budget,
+            reporter=parts.reporter,
+            gpu_turn=turns.engines,
         )
         self._accuracies = dict(opening.evaluated)
         self._evaluated = set(opening.evaluations)  # (step, kind) of each evaluation that is done
@@ -137,7 +131,6 @@ class Orchestrator:
         self._written = opening.version  # the newest version whose publish has begun
         self._published: PublishRecord | None = None  # not reported yet
         self._publish_wait_s = 0.0  # of this step's publish, until the trainer could write
-        parts.watchdog.on_stall = self._note_stall
 
     async def run(self) -> None:
         """Train until the last step. Raises ``RunError`` with the first cause when the run cannot continue."""
@@ -148,8 +141,6 @@ class Orchestrator:
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
                     tasks.create_task(self._publisher.guard()),
-                    # Before the pool runs: it sets the number of engines.
-                    tasks.create_task(answer_scale_requests(self._run, self._pool)),
                     tasks.create_task(self._pool.run()),
                 ]
                 await self._loop()
@@ -294,9 +285,6 @@ class Orchestrator:
         if self._steps.reported <= batch.step < self._opening.step:
             self._steps.report(Taken(batch, self._opening.counts, 0.0), report, None)
             self._spawn(self._steps.flush())
-
-    def _note_stall(self, wait: Wait) -> None:
-        self._spawn(self._buffer.failed(STALL, wait.who, str(wait)))
 
     # -- between steps
 

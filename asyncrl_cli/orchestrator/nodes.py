@@ -1,12 +1,14 @@
 """The nodes of a Ray cluster: which of them a part of the run may use, what fits on them, what is missing.
 
-All functions are pure except ``live_nodes``, which asks Ray.
+``live_nodes``, ``draining_nodes`` and ``why_gone`` ask Ray, and may block; the other functions are pure.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncrl_cli.core.errors import RunError
@@ -19,6 +21,10 @@ SHOWN_NODES = 8
 """Nodes that a message lists."""
 ROUNDING = 1e-6
 """Tolerance in comparisons: Ray counts resources in ten-thousandths, so its floats have rounding errors below this."""
+LOOK_S = 1.0
+"""Seconds between two checks of the state of a node."""
+NODE_DEATH_S = 20.0
+"""Seconds to wait after a lost connection for Ray to report the node as lost, which takes about 15."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,38 @@ def live_nodes() -> tuple[Node, ...]:
         if node["Alive"]
     ]
     return tuple(sorted(nodes, key=lambda node: (numbers_of(node.address), node.node_id)))
+
+
+def draining_nodes() -> dict[str, str]:
+    """The nodes that are being drained, by id, each with its deadline as text. Such a notice comes from `ray
+    drain-node`, from an autoscaler that scales down, and from a node whose `ray start --block` got SIGTERM."""
+    from ray._private.state import state  # there is no public way to ask
+
+    return {
+        node: f", until {time.strftime('%H:%M:%S', time.localtime(ms / 1000))}" if ms else " without a deadline"
+        for node, ms in state.get_draining_nodes().items()
+    }
+
+
+def why_gone(node: str) -> str:
+    """Why an actor on this node is lost together with the node; empty while the node is alive. A node that is being
+    drained counts as gone."""
+    if node not in {one.node_id for one in live_nodes()}:
+        return "its node is gone"
+    until = draining_nodes().get(node)
+    return "" if until is None else f"its node is being drained{until}"
+
+
+async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
+    """The reason from ``ask`` why a lost actor should not be restarted; empty if it should be.
+
+    ``unreachable``: it is not known yet whether its process is alive, so ``ask``, which may block, is called until it
+    gives a reason, for at most ``NODE_DEATH_S`` seconds.
+    """
+    deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
+    while not (why := await asyncio.to_thread(ask)) and time.monotonic() < deadline:
+        await asyncio.sleep(LOOK_S)
+    return why
 
 
 def numbers_of(address: str) -> tuple[tuple[int, int, str], ...]:

@@ -88,6 +88,7 @@ class PlacementGroup:
         self,
         who: str,
         bundle: Resources,
+        *,
         selector: NodeSelector,
         count: int = 1,
         examiner: Examiner | None = None,
@@ -215,33 +216,3 @@ class PlacementGroup:
 
         table: dict[str, Any] = placement_group_table(self._group)
         return table
-
-
-class BundlePart:
-    """One engine's part of a bundle; a trainer rank has the rest. It has the interface of ``PlacementGroup``."""
-
-    def __init__(self, who: str, group: PlacementGroup, index: int, wants: Resources) -> None:
-        self.who = who
-        self._group = group
-        self._index = index
-        self._wants = wants
-
-    def ask(self) -> None:
-        """See ``PlacementGroup``, also for the other methods."""
-        self._group.ask()
-
-    async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
-        await self._group.held(warn, limit_s)
-
-    async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
-        return await self._group.first_answer(answer, warn)
-
-    def options(self) -> dict[str, Any]:
-        return self._group.options(self._index, self._wants)
-
-    def remove(self) -> None:
-        """Does nothing, because the rank keeps the bundle."""
-
-
-EnginePlace = PlacementGroup | BundlePart
-"""Where an engine runs."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.engine_source import why_lost
+from asyncrl_cli.orchestrator.nodes import why_lost
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, ActorLost, Unreachable, seconds_for, wait_for
@@ -85,7 +85,7 @@ class Replicas:
         why_gone: Callable[[str], str] = lambda _: "",
     ) -> None:
         """``make(name, node)`` creates an agent on a node, ``address_of(node)`` is the address at which it serves.
-        ``why_gone``: see ``RayEngines``."""
+        ``why_gone(node)``: why an actor there is lost with the node."""
         self._make = make
         self._why_gone = why_gone
         self._address_of = address_of

@@ -11,13 +11,12 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
-from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, client_of
+from asyncrl_cli.orchestrator.engines import EngineKeeper, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.rollout.open_requests import EngineState
@@ -151,10 +150,9 @@ async def _serve(
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
     factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
     model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-    groups = [factory.engine_place(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     engines = [
-        EngineProcess(spec, group.who, partial(factory.engine, group), model, budget, group, served.version)
-        for group in groups
+        factory.engine(f"engine-{index}", folder=model, budget=budget, version=served.version)
+        for index in range(spec.rollout.min_engines)
     ]
     # Below Ray's folder, which the reaper removes even after a kill; engines on other hosts need a shared folder.
     shared = served.logs if spec.cluster.address is not None else os.environ.get("TMPDIR")

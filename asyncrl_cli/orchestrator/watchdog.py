@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 
 LONGEST_LOOK_S = 5.0
 """Largest number of seconds between two checks of the waits."""
+DRIVER = "the driver"
+"""The name of the part that waits for the trainer and for engines."""
+GENERATION = "the trainer"
+"""The name of the part that waits for rollouts."""
 
 T = TypeVar("T")
 
@@ -45,12 +49,14 @@ class Wait:
 class Watchdog:
     """Watches the waits of one run."""
 
-    def __init__(self, limit_s: float, warn: Callable[[str], None]) -> None:
-        """A wait is reported to ``warn`` and ``on_stall`` after half of ``limit_s`` seconds, and ends the run after
-        ``limit_s`` seconds."""
+    def __init__(
+        self, limit_s: float, warn: Callable[[str], None], record: Callable[[Wait], Coroutine[Any, Any, None]]
+    ) -> None:
+        """A wait is shown by ``warn`` and made durable by ``record`` after half of ``limit_s`` seconds, and ends the
+        run after ``limit_s`` seconds."""
         self._limit_s = limit_s
         self._warn = warn
-        self.on_stall: Callable[[Wait], None] = lambda _: None
+        self._record = record
         self._waits: list[Wait] = []
 
     @contextmanager
@@ -83,26 +89,21 @@ class Watchdog:
     async def watch(self) -> None:
         """Check the waits; never ends. Raises ``RunError`` when a wait has exceeded its limit."""
         interval = min(LONGEST_LOOK_S, self._limit_s / 8)
-        while True:
-            await asyncio.sleep(interval)
-            now = time.monotonic()
-            for wait in sorted(self._waits, key=lambda wait: wait.since):
-                limit_s = self._limit_s + wait.extra_s
-                if now - wait.since > limit_s:
-                    others = [str(other) for other in self._waits if other is not wait]
-                    raise RunError(
-                        "; ".join([f"no progress: {wait}", *others]),
-                        location="pipeline",
-                        hint="read that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
-                        "`asyncrl resume` continues from here",
-                    )
-                if now - wait.since > limit_s / 2 and not wait.warned:
-                    wait.warned = True
-                    self._warn(str(wait))
-                    self.on_stall(wait)
-
-
-DRIVER = "the driver"
-"""The name of the part that waits for the trainer and for engines."""
-GENERATION = "the trainer"
-"""The name of the part that waits for rollouts."""
+        async with asyncio.TaskGroup() as recording:  # it may hang, as may anything that is waited for
+            while True:
+                await asyncio.sleep(interval)
+                now = time.monotonic()
+                for wait in sorted(self._waits, key=lambda wait: wait.since):
+                    limit_s = self._limit_s + wait.extra_s
+                    if now - wait.since > limit_s:
+                        others = [str(other) for other in self._waits if other is not wait]
+                        raise RunError(
+                            "; ".join([f"no progress: {wait}", *others]),
+                            location="pipeline",
+                            hint="read that part's log in the run's logs folder, or raise pipeline.stall_minutes; "
+                            "`asyncrl resume` continues from here",
+                        )
+                    if now - wait.since > limit_s / 2 and not wait.warned:
+                        wait.warned = True
+                        self._warn(str(wait))
+                        recording.create_task(self._record(wait))

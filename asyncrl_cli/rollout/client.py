@@ -77,7 +77,7 @@ class GenerationClient:
         ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated. The
         rollout scheduler sets three callbacks: ``on_segments`` gets new tokens of unfinished training rollouts that
         were enqueued, ``on_room`` is called when there may be room for more requests, ``on_engine_request`` gets every
-        request that has left an engine. The engine pool's ``on_asked_to_leave`` gets engines that got SIGTERM.
+        request that has left an engine.
         """
         self.engines: list[EngineState] = [EngineState(process) for process in engines]
         self._slots = slots
@@ -89,7 +89,6 @@ class GenerationClient:
         self.on_room: Callable[[], None] = lambda: None
         self.on_segments: OnSegments = lambda _: None
         self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
-        self.on_asked_to_leave: Callable[[EngineState], None] = lambda _: None
         self._removed = EngineActivity()  # the activity of engines that were removed
         self._open: dict[str, OpenRequest] = {}
         self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped
@@ -241,8 +240,7 @@ class GenerationClient:
             engine.activity = added(engine.activity, delivery.activity)
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
-            if delivery.leaving:
-                self.on_asked_to_leave(engine)
+            engine.asked_to_leave |= delivery.leaving
             # Before the results: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
             now = time.time()

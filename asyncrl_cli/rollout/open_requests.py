@@ -31,8 +31,8 @@ class EngineState:
 
     ``pending`` are the requests assigned to it; those in ``outbox`` have not been sent yet. ``to_cancel`` are ids that
     it still has to cancel. ``dead_because`` is why its process was ended. While it is ``leaving`` it returns its
-    requests; ``emptied`` is set when the last has left it. ``has_completed``: it has completed a request, in this
-    process or in one before.
+    requests; ``emptied`` is set when the last has left it. ``asked_to_leave``: its process got SIGTERM.
+    ``has_completed``: it has completed a request, in this process or in one before.
     """
 
     process: EngineHandle
@@ -44,6 +44,7 @@ class EngineState:
     serving: bool = False
     has_completed: bool = False
     leaving: bool = False
+    asked_to_leave: bool = False
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
     dead_because: str = ""
     sender: asyncio.Task[None] | None = None

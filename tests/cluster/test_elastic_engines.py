@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.stack, pytest.mark.slow]
 
 WATCHES = """
 import sys, time, ray
-from asyncrl_cli.orchestrator.engine_source import RayEngines
+from asyncrl_cli.orchestrator.nodes import draining_nodes, why_gone
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
 
 @ray.remote(num_cpus=1, label_selector={"role": "rollout"})
@@ -23,11 +23,11 @@ class Busy:  # Ray ends a node that is drained and idle
 
 busy = Busy.remote()
 node = ray.get(busy.node.remote())
-engines, reason = RayEngines(None), None
+reason = None
 while reason != "its node is gone":
-    if (now := engines.why_gone(node).partition(",")[0]) != reason:
+    if (now := why_gone(node).partition(",")[0]) != reason:
         reason = now
-        print("reason:", reason, "by notice" if node in engines.draining() else "", flush=True)
+        print("reason:", reason, "by notice" if node in draining_nodes() else "", flush=True)
     time.sleep(0.2)
 """
 

@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import numpy as np
 from stand_in_hosts import StandInAgent, StandInHosts, layout
-from stand_ins import Actor, ReadyGroup, StandInBuffer, StandInProcess, prompts, remote
+from stand_ins import Actor, ReadyGroup, StandInBuffer, StandInProcess, prompts, remote, watchdog
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
 from asyncrl_cli.monitors.base import Monitor
@@ -36,7 +36,6 @@ from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
-from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import (
     Attestation,
     Delivery,
@@ -263,31 +262,39 @@ class Engine(Actor):
             self.die()
 
 
+class Process(StandInProcess):
+    """An engine's actors; a further engine waits for room, and may not start."""
+
+    def __init__(self, fate: Fate, **more: Any) -> None:
+        super().__init__(**more)
+        self._fate = fate
+
+    async def join(self, waits: Callable[[str], None]) -> None:
+        waits(f"{self.name} waits until Ray has room for it")
+        for _ in range(self._fate.random.randint(0, 20)):
+            await asyncio.sleep(0)
+        if self._fate.strikes("hire", 0.2):
+            raise ActorLost("it does not start", location=self.name)
+        await self.start_once()
+
+
 class Cluster:
     """Has room for more engines, each on its own node, and reclaims nodes; sometimes the run is scaled."""
 
-    def __init__(self, fate: Fate, make: Callable[[str, str], StandInProcess]) -> None:
-        """``make(name, node)``: an engine on a node."""
+    def __init__(self, fate: Fate, make: Callable[[str, str, bool], Process]) -> None:
+        """``make(name, node, started)``: an engine on a node."""
         self._fate = fate
         self._make = make
         # The first engine is on the node of rank 0, the others are on nodes without ranks.
         self._nodes = (f"host-{9 * number}" for number in count())
-        self._processes: list[StandInProcess] = []
+        self._processes: list[Process] = []
         self.pool: EnginePool | None = None
 
-    def engine(self, name: str) -> StandInProcess:
+    def engine(self, name: str, started: bool = False) -> Process:
         """A new engine."""
-        process = self._make(name, next(self._nodes))
+        process = self._make(name, next(self._nodes), started)
         self._processes.append(process)
         return process
-
-    async def hire(self, name: str, waits: Callable[[str], None]) -> StandInProcess:
-        waits(f"{name} waits until Ray has room for it")
-        for _ in range(self._fate.random.randint(0, 20)):
-            await asyncio.sleep(0)
-        if self._fate.strikes("hire", 0.2):
-            raise ActorLost("it does not start", location=name)
-        return self.engine(name)
 
     def draining(self) -> dict[str, str]:
         assert self.pool is not None
@@ -536,14 +543,19 @@ class Simulation:
         )
         await ranks.preload()
         await ranks.start(start.checkpoint and start.checkpoint.folder)
-        watchdog = Watchdog(600.0, reporter.warn)
+        dog = watchdog(600.0, reporter.warn)
 
-        def make(name: str, node: str) -> StandInProcess:
-            return StandInProcess(name, lambda: self._noted(Engine(self.fate, hosts, node)), budget, node)
+        def make(name: str, node: str, started: bool) -> Process:
+            def actor() -> Any:
+                return self._noted(Engine(self.fate, hosts, node))
+
+            return Process(self.fate, name=name, make_actor=actor, budget=budget, node=node, started=started)
 
         cluster = Cluster(self.fate, make)
-        processes: list[Any] = [cluster.engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
-        client = client_of(spec, processes, Encoder().decode, watchdog.progress)
+        processes: list[Any] = [
+            cluster.engine(f"engine-{index}", started=True) for index in range(spec.rollout.min_engines)
+        ]
+        client = client_of(spec, processes, Encoder().decode, dog.progress)
         scorer: Any = Scorer()
         encoder, data = Encoder(), prompts(PROMPTS)
         held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]
@@ -553,7 +565,7 @@ class Simulation:
             ranks=ranks,
             replicas=hosts.replicas,
             client=client,
-            engine_source=cluster,
+            make_engine=cluster.engine,  # type: ignore[arg-type]
             scoring=scorer,
             prompts=PromptSource(
                 loader_of(spec),
@@ -570,10 +582,11 @@ class Simulation:
             ),
             reporter=reporter,
             budget=budget,
-            watchdog=watchdog,
+            watchdog=dog,
         )
         orchestrator = Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
         cluster.pool = orchestrator._pool
+        cluster.pool._draining, cluster.pool._why_gone = cluster.draining, cluster.why_gone
         return orchestrator
 
     async def _agent_works(self, agent: StandInAgent) -> None:
@@ -603,7 +616,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.LOOK_S", 0.0),
-        patch("asyncrl_cli.orchestrator.engine_source.LOOK_S", 0.0),
+        patch("asyncrl_cli.orchestrator.nodes.LOOK_S", 0.0),
         patch("asyncrl_cli.orchestrator.engine_pool.RETRY_S", 0.0),
         patch("asyncrl_cli.runs.checkpoints.sync", lambda path: None),
         patch("asyncrl_cli.core.files.sync", lambda path: None),

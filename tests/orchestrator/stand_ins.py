@@ -25,6 +25,7 @@ from asyncrl_cli.journal.actor import Buffer
 from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.placement import PlacementGroup
+from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
@@ -236,13 +237,18 @@ class ReadyGroup(PlacementGroup):
     """A placement group that is ready at once."""
 
     def __init__(self, who: str, count: int = 1) -> None:
-        super().__init__(who, {"CPU": 1}, NodeSelector(), count)
+        super().__init__(who, {"CPU": 1}, selector=NodeSelector(), count=count)
 
     def ask(self) -> None:
         pass
 
     async def ready(self, timeout_s: float) -> bool:
         return True
+
+
+def watchdog(limit_s: float = 600.0, warn: Callable[[str], None] = print) -> Watchdog:
+    """A watchdog that records nothing."""
+    return Watchdog(limit_s, warn, record=lambda wait: asyncio.sleep(0))
 
 
 class StandInProcess(SupervisedActor):
@@ -254,11 +260,13 @@ class StandInProcess(SupervisedActor):
         make_actor: Callable[[], Actor] = StandInEngine,
         budget: RestartBudget | None = None,
         node: str = "host-0",
+        started: bool = True,
     ) -> None:
         self.node = node
         super().__init__("engine", name, make_actor, self.start, budget or Notes().budget(1000))
-        self.ask()
-        self.started = True
+        if started:
+            self.ask()
+            self.started = True
 
     async def start(self, actor: Any) -> None:
         """The actor is ready at once."""

@@ -64,7 +64,8 @@ class Factory:
     def process(self, name: str) -> EngineProcess:
         folder = asyncio.sleep(0, Path("/model_stub"))
         spec: Any = self.spec
-        return EngineProcess(spec, name, partial(self.engine, name), folder, Notes().budget(), ReadyGroup(name))
+        make, budget = partial(self.engine, name), Notes().budget()
+        return EngineProcess(spec, name, make, folder=folder, budget=budget, group=ReadyGroup(name))
 
 
 class Trainers:
@@ -128,7 +129,10 @@ def started(
         hosts = StandInHosts(budget)
         names = [f"engine-{index}" for index in range(engines)]
         processes = [
-            EngineProcess(spec, name, partial(factory.engine, name), folder, budget, ReadyGroup(name)) for name in names
+            EngineProcess(
+                spec, name, partial(factory.engine, name), folder=folder, budget=budget, group=ReadyGroup(name)
+            )
+            for name in names
         ]
         model = await start_all(
             processes,

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,29 +14,28 @@ from hypothesis import strategies as st
 from stand_ins import Notes, StandInEngine, StandInProcess, request, run, segment, turns
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator import engine_pool, scaling
-from asyncrl_cli.orchestrator.engine_pool import EnginePool, Phase, PoolEvents, changes
-from asyncrl_cli.orchestrator.engines import EngineKeeper
+from asyncrl_cli.orchestrator import engine_pool
+from asyncrl_cli.orchestrator.engine_pool import EnginePool, Phase, changes
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.scaling import request_engines
 
-PHASES: tuple[Phase, ...] = ("joining", "serving", "leaving")
+PHASES = tuple(Phase)
 phases_by_number = st.dictionaries(st.integers(0, 9), st.sampled_from(PHASES), max_size=8)
 
 
 @given(wanted=st.integers(1, 8), phases=phases_by_number)
 def test_the_pool_joins_and_leaves_until_as_many_stay_as_are_wanted(wanted: int, phases: dict[int, Phase]) -> None:
     joins, leaves = changes(wanted, phases)
-    staying = {number for number, phase in phases.items() if phase != "leaving"}
+    staying = {number for number, phase in phases.items() if phase != Phase.LEAVING}
     assert len(staying) + len(joins) - len(leaves) == wanted
     assert not (joins and leaves)
     assert not set(joins) & set(phases), "a number is free once its engine has left"
     assert set(range(max(joins, default=0))) <= {*phases, *joins}, "the lowest free ones are used"
     assert set(leaves) <= staying
-    if any(phases[number] == "serving" for number in leaves):
-        assert all(phases[number] == "serving" for number in staying - set(leaves)), "serving engines leave last"
+    if any(phases[number] == Phase.SERVING for number in leaves):
+        assert all(phases[number] == Phase.SERVING for number in staying - set(leaves)), "serving engines leave last"
     for kind in PHASES[:2]:
         left = [number for number in leaves if phases[number] == kind]
         stay = [number for number in staying - set(leaves) if phases[number] == kind]
@@ -55,7 +55,7 @@ class OwnWeights:
 class Scene:
     """A pool whose cluster has ``room`` for more engines, each on its own node."""
 
-    def __init__(self, bounds: tuple[int, int], room: int) -> None:
+    def __init__(self, bounds: tuple[int, int], room: int, folder: Path = Path("nowhere")) -> None:
         self.notes = Notes()
         self.changes: list[tuple[str, str, str]] = []
         self.counts: list[tuple[int, int]] = []
@@ -67,36 +67,47 @@ class Scene:
         self.budget = self.notes.budget(0)
         processes = [self.process(f"engine-{index}") for index in range(bounds[0])]
         self.client = GenerationClient(processes, slots=4, retries=0, hang_s=600.0, decode=str)
-        events = PoolEvents(self._record, self._failed, self.messages.append, self._counted)
-        self.pool = EnginePool(bounds, self.client, EngineKeeper(self.client, OwnWeights()), self, events)
+        here: Any = self
+        self.pool = EnginePool(
+            bounds,
+            RunDirectory(folder),
+            make=here.further,
+            client=self.client,
+            weights=OwnWeights(),
+            buffer=here,
+            budget=self.budget,
+            reporter=here,
+            draining=lambda: self.drained,
+            why_gone=lambda node: "its node is gone" if node in self.gone else "",
+        )
 
     def process(self, name: str) -> StandInProcess:
         process = StandInProcess(name, StandInEngine, self.budget)
         process.node = f"node of {name}"
         return process
 
-    async def hire(self, name: str, waits: Callable[[str], None]) -> StandInProcess:
-        waits(f"{name} waits until Ray has room for it: no room")
-        await self.room.acquire()
-        if self.failing:
-            self.failing -= 1
-            raise RunError("it does not start", location=name)
-        return self.process(name)
+    def further(self, name: str) -> StandInProcess:
+        """A further engine, which waits for room."""
+        process = self.process(name)
 
-    def draining(self) -> dict[str, str]:
-        return self.drained
+        async def join(waits: Callable[[str], None]) -> None:
+            waits(f"{name} waits until Ray has room for it: no room")
+            await self.room.acquire()
+            if self.failing:
+                self.failing -= 1
+                raise RunError("it does not start", location=name)
 
-    def why_gone(self, node: str) -> str:
-        return "its node is gone" if node in self.gone else ""
+        process.join = join  # type: ignore[method-assign]
+        return process
 
-    async def _record(self, name: str, change: str, reason: str) -> None:
-        self.changes.append((name, change, reason))
+    def warn(self, text: str) -> None:
+        self.messages.append(text)
 
-    async def _failed(self, name: str, message: str) -> None:
-        self.notes.append(("engine", name, message))
-
-    def _counted(self, serving: int, wanted: int, waits: str) -> None:
+    def engines(self, serving: int, wanted: int, waits: str) -> None:
         self.counts.append((serving, wanted))
+
+    async def engine_changed(self, name: str, change: str, reason: str) -> None:
+        self.changes.append((name, change, reason))
 
     @property
     def serving(self) -> list[str]:
@@ -117,9 +128,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def pooled(least: int, most: int, room: int = 10) -> AsyncIterator[Scene]:
+async def pooled(least: int, most: int, room: int = 10, folder: Path = Path("nowhere")) -> AsyncIterator[Scene]:
     """A running pool with its first engines."""
-    scene = Scene((least, most), room)
+    scene = Scene((least, most), room, folder)
     async with asyncio.TaskGroup() as tasks:
         working = tasks.create_task(scene.pool.run())
         await scene.until(lambda: len(scene.client.serving()) >= least)
@@ -127,9 +138,11 @@ async def pooled(least: int, most: int, room: int = 10) -> AsyncIterator[Scene]:
         working.cancel()
 
 
-def play(test: Callable[[Scene], Awaitable[None]], least: int, most: int, room: int = 10) -> None:
+def play(
+    test: Callable[[Scene], Awaitable[None]], least: int, most: int, room: int = 10, folder: Path = Path("nowhere")
+) -> None:
     async def body() -> None:
-        async with pooled(least, most, room) as scene:
+        async with pooled(least, most, room, folder) as scene:
             await test(scene)
 
     run(body())
@@ -157,30 +170,22 @@ def test_engines_join_as_there_is_room_and_the_wait_is_reported_once() -> None:
     play(check, 1, 4, room=1)
 
 
-def test_what_a_run_was_scaled_to_is_what_its_next_driver_wants(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scaling, "LOOK_S", 0.001)
+def test_what_a_run_was_scaled_to_is_what_its_next_driver_wants(tmp_path: Path) -> None:
     folder = RunDirectory.create(tmp_path, "run")
     folder.update(phase="running")
 
     async def first(scene: Scene) -> None:
-        answering = asyncio.create_task(scaling.answer_scale_requests(folder, scene.pool))
         answer = await asyncio.to_thread(request_engines, folder, 2)
         assert answer.accepted and scene.pool.wanted == 2
         assert not (await asyncio.to_thread(request_engines, folder, 5)).accepted
-        answering.cancel()
 
     async def resumed(scene: Scene) -> None:
-        assert scene.pool.wanted == scene.pool.bounds[1]
-        answering = asyncio.create_task(scaling.answer_scale_requests(folder, scene.pool))
         wanted = 2 if scene.pool.bounds == (1, 4) else scene.pool.bounds[1]
         await scene.until(lambda: scene.counts[-1] == (wanted, wanted))
-        answering.cancel()
 
-    play(first, 1, 4)
-    play(resumed, 1, 4)
-    play(resumed, 1, 3)
+    play(first, 1, 4, folder=folder.path)
+    play(resumed, 1, 4, folder=folder.path)
+    play(resumed, 1, 3, folder=folder.path)
 
 
 def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens() -> None:

@@ -11,12 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 from stand_in_hosts import StandInHosts, layout
-from stand_ins import Notes, StandInEngine, StandInProcess, remote, request, rollout, run, segment, spec, turns
+from stand_ins import (
+    Notes,
+    StandInEngine,
+    StandInProcess,
+    remote,
+    request,
+    rollout,
+    run,
+    segment,
+    spec,
+    turns,
+    watchdog,
+)
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.engines import EngineKeeper
 from asyncrl_cli.orchestrator.publisher import Publisher
-from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation, Delivery, EngineActivity
 from asyncrl_cli.records.training import Probe
 from asyncrl_cli.rollout.client import GenerationClient
@@ -80,14 +91,13 @@ class Harness:
             client=self.client,
             replicas=self.hosts.replicas,
             buffer=SimpleNamespace(publish=lambda record: asyncio.sleep(0)),  # type: ignore[arg-type]
-            watchdog=Watchdog(600.0, print),
+            watchdog=watchdog(),
             budget=budget,
             opened=(-1, None),
             published=lambda record: None,
         )
         self.serving = asyncio.Semaphore(0)
-        self.keeper = EngineKeeper(self.client, self.publisher)
-        self.keeper.on_serving = lambda _: self.serving.release()
+        self.keeper = EngineKeeper(self.client, self.publisher, joined=lambda _: self.serving.release())
         self.ended: list[str] = []
 
     async def _check_ranks(self) -> None:

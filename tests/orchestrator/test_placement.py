@@ -14,7 +14,7 @@ from stand_ins import run, spec
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import placement
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.nodes import Node, live_nodes, rank_wants
+from asyncrl_cli.orchestrator.nodes import Node, engine_wants, live_nodes, rank_wants
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Seat
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
@@ -54,7 +54,7 @@ class FullGroup(PlacementGroup):
     """A group without room, until ``room`` is set."""
 
     def __init__(self) -> None:
-        super().__init__("engine-0", {"CPU": 1, "GPU": 2}, NodeSelector())
+        super().__init__("engine-0", {"CPU": 1, "GPU": 2}, selector=NodeSelector())
         self.asked = 0
         self.room = False
 
@@ -173,7 +173,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
     async def check() -> None:
         worker, head = node_id("rollout"), node_id(None)
         # By label: all resources of a bundle are on the node with the label.
-        engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, NodeSelector(labels={"role": "rollout"}))
+        engine = PlacementGroup("engine-0", {"CPU": 1, "GPU": 0}, selector=NodeSelector(labels={"role": "rollout"}))
         engine.ask()
         engine.ask()
         await engine.held(pytest.fail, limit_s=60.0)
@@ -186,7 +186,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         assert await again.where.remote() == worker
 
         # More ranks than fit: the wait names the resources of each node, and ends when another group is removed.
-        trainer = PlacementGroup("the trainer", {"CPU": 1}, NodeSelector(), 3)
+        trainer = PlacementGroup("the trainer", {"CPU": 1}, selector=NodeSelector(), count=3)
         reported = list[str]()
 
         def warn(text: str) -> None:
@@ -206,7 +206,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         assert trainer.nodes() == ()
 
         # By name: a missing node is waited for.
-        named = PlacementGroup("engine-1", {"CPU": 1}, NodeSelector(nodes=["203.0.113.9"]))
+        named = PlacementGroup("engine-1", {"CPU": 1}, selector=NodeSelector(nodes=["203.0.113.9"]))
         named.ask()
         assert not await named.ready(0.5)
         address = next(node.address for node in live_nodes() if node.node_id == head)
@@ -215,12 +215,12 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         assert named.nodes() == (head,)
         named.remove()
         # A node that the examination refuses is released, and another one is found.
-        elsewhere = PlacementGroup("engine-3", {"CPU": 1}, NodeSelector(), examiner=Examiner({head}))
+        elsewhere = PlacementGroup("engine-3", {"CPU": 1}, selector=NodeSelector(), examiner=Examiner({head}))
         await elsewhere.held(pytest.fail, limit_s=60.0)
         assert elsewhere.nodes() == (worker,)
         elsewhere.remove()
         # A group whose wait is cancelled can be removed and requested again.
-        full = PlacementGroup("engine-2", {"CPU": 3}, NodeSelector())
+        full = PlacementGroup("engine-2", {"CPU": 3}, selector=NodeSelector())
         full.ask()
         waiting = asyncio.ensure_future(full.ready(60.0))
         assert not await full.ready(0.2)
@@ -233,19 +233,16 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         # Engines that share GPUs with ranks: each pair has one GPU, and each rank another one.
         factory = ActorFactory(sharing(2), Path(), Path())
         trainer = factory.trainer_group()
-        places = [factory.engine_place(f"engine-{index}", trainer) for index in range(2)]
-        engines, ranks = [], []
-        for index, place in enumerate(places):
-            await place.held(pytest.fail, limit_s=60.0)
-            engines.append(Somewhere.options(**place.options()).remote())
-            ranks.append(Somewhere.options(**trainer.options(index, rank_wants(factory.spec))).remote())
+        await trainer.held(pytest.fail, limit_s=60.0)
+        share = engine_wants(factory.spec)
+        engines = [Somewhere.options(**trainer.options(index, share)).remote() for index in range(2)]
+        ranks = [Somewhere.options(**trainer.options(index, rank_wants(factory.spec))).remote() for index in range(2)]
         gpus = [await actor.gpus.remote() for actor in (*engines, *ranks)]
         assert gpus[:2] == gpus[2:], "an engine is on the GPU of its rank"
         assert sorted(gpus[2:]) == [["0"], ["1"]]
-        # When an engine is removed, the rank keeps its place, and the engine's place is free for the next one.
-        places[1].remove()
+        # When an engine is ended, the rank keeps its place, and the engine's place is free for the next one.
         ray.kill(engines[1])
-        again = Somewhere.options(**factory.engine_place("engine-1", trainer).options()).remote()
+        again = Somewhere.options(**trainer.options(1, share)).remote()
         assert await again.gpus.remote() == await ranks[1].gpus.remote() == gpus[1]
 
     run(check())

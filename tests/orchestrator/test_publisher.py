@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ray.exceptions import ActorDiedError
 from stand_in_hosts import StandInAgent, StandInHosts, checksum, layout
-from stand_ins import LIMIT_S, Notes, run, spec, turns
+from stand_ins import LIMIT_S, Notes, run, spec, turns, watchdog
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator import publisher
@@ -21,7 +21,6 @@ from asyncrl_cli.orchestrator.publisher import Publisher
 from asyncrl_cli.orchestrator.replicas import HostGone
 from asyncrl_cli.orchestrator.trainer_recovery import StepPassed
 from asyncrl_cli.orchestrator.trainers import TrainerLost
-from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import Attestation
 from asyncrl_cli.records.groups import PublishRecord
 from asyncrl_cli.records.training import Probe
@@ -105,7 +104,7 @@ class Harness:
             client=stand_in,
             replicas=self.hosts.replicas,
             buffer=SimpleNamespace(publish=self._record),  # type: ignore[arg-type]
-            watchdog=Watchdog(600.0, print),
+            watchdog=watchdog(),
             budget=self.notes.budget(),
             opened=opened,
             published=lambda record: None,
@@ -558,8 +557,8 @@ def test_a_lost_connection_is_waited_for_until_it_is_known_what_became_of_the_no
     returns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host is disconnected: after some time Ray detects that it is dead, or the host is connected again."""
-    monkeypatch.setattr("asyncrl_cli.orchestrator.engine_source.LOOK_S", 0.0)
-    monkeypatch.setattr("asyncrl_cli.orchestrator.engine_source.NODE_DEATH_S", 0.0 if returns else LIMIT_S)
+    monkeypatch.setattr("asyncrl_cli.orchestrator.nodes.LOOK_S", 0.0)
+    monkeypatch.setattr("asyncrl_cli.orchestrator.nodes.NODE_DEATH_S", 0.0 if returns else LIMIT_S)
 
     async def check() -> None:
         harness = Harness(Engine(), Engine())

@@ -31,7 +31,11 @@ class Harness:
 
     def __init__(self) -> None:
         self.warned: list[str] = []
-        self.dog = Watchdog(LIMIT_S, self.warned.append)
+        self.recorded: list[Wait] = []
+        self.dog = Watchdog(LIMIT_S, self.warned.append, self._record)
+
+    async def _record(self, wait: Wait) -> None:
+        self.recorded.append(wait)
 
     @contextmanager
     def waiting(self, who: str, what: str, ago_s: float) -> Iterator[Wait]:
@@ -45,7 +49,9 @@ class Harness:
         for _ in range(LOOKS):
             await asyncio.sleep(0)
         if watching.done():
-            watching.result()
+            group = watching.exception()
+            assert isinstance(group, ExceptionGroup)
+            raise group.exceptions[0]
         watching.cancel()
 
 
@@ -109,7 +115,7 @@ def test_what_takes_longer_with_a_larger_model_has_longer() -> None:
 
 
 def test_a_wait_says_since_when() -> None:
-    with Watchdog(LIMIT_S, print).waiting("the trainer", "a batch") as wait:
+    with Harness().dog.waiting("the trainer", "a batch") as wait:
         wait.since -= 7200.0
         began = re.search(r"since (.*) \(720\d s\)", str(wait))
     assert began is not None
@@ -139,6 +145,7 @@ def test_progress_starts_the_clock_again_and_is_reported_again() -> None:
             wait.since -= 0.6 * LIMIT_S
             await harness.look()
             assert len(harness.warned) == 2
+            assert harness.recorded == [wait, wait]
 
     asyncio.run(check())
 
