@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+from asyncrl_cli.sandbox import wire
 from asyncrl_cli.sandbox.values import Codec, is_builtin, update
 
 LARGEST = 2**26
@@ -122,8 +123,7 @@ class Peer(Codec):
 
     def send(self, message: list[Any]) -> None:
         """Send one message. Raises ``ProtocolError`` when the other side has ended."""
-        data = memoryview(json.dumps(message).encode())
-        data = memoryview(len(data).to_bytes(4, "big") + data)
+        data = memoryview(wire.packed([json.dumps(message).encode()]))
         try:
             while data:
                 data = data[os.write(self._writing, data) :]
@@ -134,9 +134,10 @@ class Peer(Codec):
         """The next message. After a ``ProtocolError`` each later call raises it too: where the next one begins is
         unknown."""
         try:
-            if self._broken or (size := int.from_bytes(self._read(4), "big")) > LARGEST:
+            if self._broken:
                 raise ProtocolError("no message")
-            message = json.loads(self._read(size))
+            (text,) = wire.received(self._read, LARGEST)
+            message = json.loads(text)
             if not isinstance(message, list) or not message:
                 raise ProtocolError("not a message")
         except (ValueError, RecursionError, ProtocolError) as error:

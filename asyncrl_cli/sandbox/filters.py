@@ -1,9 +1,6 @@
-"""The system calls that code in a sandbox may make, as a seccomp program that libseccomp compiles.
+"""The system calls that a process in a sandbox may make, as seccomp programs that libseccomp compiles.
 
-What is not named is refused, new system calls of later kernels included. Of one process of code (``program``):
-programs and processes (threads are allowed), sockets, signals, limits and priorities of other processes, memory that is
-not mapped, owners, modes and times of files, disk space that is taken without writing (fallocate), namespaces, keys,
-tracing, io_uring. What a shell and its programs need in addition (``shell_filter``) is in another file.
+A program names what is allowed and refuses everything else, including new system calls of later kernels.
 """
 
 from __future__ import annotations
@@ -12,12 +9,13 @@ import ctypes
 import errno
 import functools
 import os
+import stat
 import tempfile
 from collections.abc import Iterable
 
 ALLOWED = frozenset(
     """
-access brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat dup dup2 dup3
+access alarm brk chdir clock_getres clock_gettime clock_nanosleep close close_range copy_file_range creat dup dup2 dup3
 epoll_create epoll_create1 epoll_ctl epoll_pwait epoll_wait eventfd eventfd2 exit exit_group faccessat faccessat2
 fadvise64 fchdir fdatasync flock fstat fstatfs fsync ftruncate futex getcwd getdents getdents64
 getegid geteuid getgid getgroups getitimer getpgid getpgrp getpid getppid getrandom getresgid getresuid getrlimit
@@ -26,27 +24,56 @@ msync munmap nanosleep newfstatat pause pipe pipe2 poll ppoll pread64 preadv pse
 readlink readlinkat readv recvfrom rename renameat renameat2 restart_syscall rmdir rseq rt_sigaction rt_sigpending
 rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigtimedwait sched_get_priority_max sched_get_priority_min
 sched_getaffinity sched_getparam sched_getscheduler sched_yield select sendfile set_robust_list set_tid_address
-setitimer shutdown sigaltstack stat statfs statx symlink symlinkat sync_file_range sysinfo time timerfd_create
-timerfd_gettime timerfd_settime times umask uname unlink unlinkat write writev alarm
+setitimer setrlimit shutdown sigaltstack stat statfs statx symlink symlinkat sync_file_range sysinfo time timerfd_create
+timerfd_gettime timerfd_settime times umask uname unlink unlinkat write writev
 """.split()  # noqa: SIM905
 )
-"""System calls with any arguments."""
+"""System calls with any arguments, in every sandbox."""
+FOR_COMMANDS = frozenset(
+    """
+accept accept4 arch_prctl bind capget chmod chown connect execve execveat fallocate fchmod fchmodat fchmodat2 fchown
+fchownat fcntl fgetxattr flistxattr fork futimesat get_robust_list getcpu getpeername getpriority getsockname getsockopt
+getxattr inotify_add_watch inotify_init inotify_init1 inotify_rm_watch kill lchown lgetxattr listen listxattr llistxattr
+membarrier open openat openat2 pidfd_open pidfd_send_signal prctl preadv2 pwritev2 recvmmsg recvmsg rt_sigqueueinfo
+rt_tgsigqueueinfo sched_setaffinity sched_setparam sched_setscheduler sendmmsg sendmsg sendto setpgid setpriority
+setsid setsockopt signalfd signalfd4 splice tee tgkill timer_create timer_delete timer_getoverrun
+timer_gettime timer_settime tkill truncate utime utimensat utimes vfork wait4 waitid
+""".split()  # noqa: SIM905
+)
+"""Further system calls with any arguments, in a sandbox for commands."""
 FCNTL = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)
 """Copies, flags, locks and the size of a pipe; not the owner of a descriptor, which is sent signals."""
 IOCTL = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 """Whether it is a terminal and how large, bytes to read, whether it blocks, close-on-exec."""
-PRCTL = (15, 16)
-"""The name of a thread."""
+FURTHER_IOCTL = (
+    0x5402,
+    0x5403,
+    0x5404,
+    0x540F,
+    0x5410,
+    0x5414,
+    0x8910,
+    0x8912,
+    0x8913,
+    0x8927,
+    0x8933,
+    0x80086601,
+)
+"""Settings of a terminal, its processes and size; names and addresses of network interfaces; flags of a file."""
+THREAD_NAME = (15, 16)
+AF_UNIX, AF_INET, AF_INET6, AF_NETLINK, NETLINK_ROUTE = 1, 2, 10, 16, 0
+SOCK_STREAM, SOCK_TYPE = 1, 0xF
+CLONE_THREAD, CLONE_NAMESPACES = 0x00010000, 0x7E020000
+UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
+PERSONALITIES = (0x0, 0xFFFFFFFF)
+"""Linux's own, and the question for the present one."""
 
 SCMP_ACT_ALLOW, SCMP_ACT_ERRNO = 0x7FFF0000, 0x00050000
 SCMP_CMP_EQ, SCMP_CMP_MASKED_EQ = 4, 7
 Condition = tuple[int, int, int, int]
-"""Of an argument: its number, the comparison, and its one or two operands."""
+"""An argument's number, the comparison, and its one or two operands."""
 Rule = tuple[str, tuple[Condition, ...]]
-"""A system call that is allowed where all conditions hold."""
-UNNAMED = os.O_TMPFILE & ~os.O_DIRECTORY
-AF_UNIX, SOCK_STREAM, SOCK_TYPE = 1, 1, 0xF
-CLONE_THREAD = 0x00010000
+"""A system call that is allowed if all conditions hold."""
 
 
 class _Argument(ctypes.Structure):
@@ -55,43 +82,67 @@ class _Argument(ctypes.Structure):
     _fields_ = (("number", ctypes.c_uint), ("op", ctypes.c_int), ("a", ctypes.c_uint64), ("b", ctypes.c_uint64))
 
 
-def equal(number: int, value: int) -> Condition:
-    """An argument that has this value."""
-    return number, SCMP_CMP_EQ, value, 0
+@functools.cache
+def for_code() -> bytes:
+    """The program for one process of judged code. Raises ``OSError`` without libseccomp.
 
-
-def masked(number: int, mask: int, value: int) -> Condition:
-    """An argument whose bits of a mask have this value."""
-    return number, SCMP_CMP_MASKED_EQ, mask, value
-
-
-def rules() -> list[Rule]:
-    """What one process of code may do."""
-    rules: list[Rule] = [(name, ()) for name in ALLOWED]
-    for name, argument, values in (("fcntl", 1, FCNTL), ("ioctl", 1, IOCTL), ("prctl", 0, PRCTL)):
-        rules += [(name, (equal(argument, value),)) for value in values]
-    rules.append(("clone", (masked(0, CLONE_THREAD, CLONE_THREAD),)))
+    Threads are allowed. Refused are programs and processes, sockets, signals, limits and priorities of other processes,
+    memory that is not mapped, owners, modes and times of files, disk space that is taken without writing (fallocate),
+    namespaces, keys, tracing and io_uring.
+    """
+    rules = [_rule(name) for name in ALLOWED]
+    rules += [_rule("fcntl", _equal(1, value)) for value in FCNTL]
+    rules += [_rule("ioctl", _equal(1, value)) for value in IOCTL]
+    rules += [_rule("prctl", _equal(0, value)) for value in THREAD_NAME]
+    rules.append(_rule("clone", _masked(0, CLONE_THREAD, CLONE_THREAD)))
     for argument, name in ((1, "open"), (2, "openat")):
         # Before its version 3, Landlock lets a file that is only read be emptied with O_TRUNC. A file without a
         # name (O_TMPFILE) would be missing where the files are counted by name.
         for mode in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
-            rules.append((name, (masked(argument, os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC), mode),)))
-    rules += [("prlimit64", (equal(0, 0),)), ("setrlimit", ())]
-    # What event loops wake themselves up with. No other socket, and no address to send to.
-    rules.append(("socketpair", (equal(0, AF_UNIX), masked(1, SOCK_TYPE, SOCK_STREAM))))
-    rules.append(("sendto", (equal(4, 0),)))
-    return rules
+            mask = os.O_ACCMODE | UNNAMED | (0 if mode else os.O_TRUNC)
+            rules.append(_rule(name, _masked(argument, mask, mode)))
+    rules.append(_rule("prlimit64", _equal(0, 0)))
+    # Event loops wake themselves up with these. No other socket, and no address to send to.
+    rules.append(_rule("socketpair", _equal(0, AF_UNIX), _masked(1, SOCK_TYPE, SOCK_STREAM)))
+    rules.append(_rule("sendto", _equal(4, 0)))
+    return _compiled(rules)
 
 
 @functools.cache
-def program() -> bytes:
-    """The program of ``rules``, for this machine's architecture. Raises ``OSError`` where there is no libseccomp."""
-    return compiled(rules())
+def for_commands(further: frozenset[str] = frozenset()) -> bytes:
+    """The program for a shell and its programs, with ``further`` system calls. Raises ``OSError`` without libseccomp.
+
+    They may start processes, send signals (only their own namespace's processes exist), use sockets (of their own
+    network), and change modes and times of files (of their own file system). Still refused are namespaces, mounts,
+    other users, tracing and other processes' memory, keys, BPF, io_uring, userfaultfd, kernel modules, and memory that
+    no process shows as its own (memfd, System V, message queues), which could not be counted.
+    """
+    rules = [_rule(name) for name in ALLOWED | FOR_COMMANDS | further]
+    rules += [_rule("ioctl", _equal(1, value)) for value in (*IOCTL, *FURTHER_IOCTL)]
+    rules.append(_rule("clone", _masked(0, CLONE_NAMESPACES, 0)))
+    rules.append(_rule("prlimit64", _equal(0, 0)))
+    rules += [_rule("socket", _equal(0, family)) for family in (AF_UNIX, AF_INET, AF_INET6)]
+    rules.append(_rule("socket", _equal(0, AF_NETLINK), _equal(2, NETLINK_ROUTE)))
+    rules.append(_rule("socketpair", _equal(0, AF_UNIX)))
+    rules += [_rule("personality", _equal(0, value)) for value in PERSONALITIES]
+    for argument, name in ((1, "mknod"), (2, "mknodat")):
+        rules.append(_rule(name, _masked(argument, stat.S_IFIFO | stat.S_IFREG | stat.S_IFDIR, stat.S_IFIFO)))
+    return _compiled(rules)
 
 
-def compiled(rules: Iterable[Rule]) -> bytes:
-    """A program that allows this and refuses all else, for this machine's architecture. Raises ``OSError`` without
-    libseccomp."""
+def _rule(name: str, *conditions: Condition) -> Rule:
+    return name, conditions
+
+
+def _equal(number: int, value: int) -> Condition:
+    return number, SCMP_CMP_EQ, value, 0
+
+
+def _masked(number: int, mask: int, value: int) -> Condition:
+    return number, SCMP_CMP_MASKED_EQ, mask, value
+
+
+def _compiled(rules: Iterable[Rule]) -> bytes:
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     # Refused calls "do not exist": then the C library falls back to older ones, as from clone3 to clone.

@@ -1,8 +1,12 @@
-"""gVisor in a sandbox of bubblewrap: what starts it there, and the folders that it needs.
+"""gVisor in a sandbox of bubblewrap: its start, the folders that it needs, and the port that leads to the gateway.
 
 bwrap makes the same view of this machine as without gVisor. In it, ``main`` takes an unused id, makes the socket that
 leads to the worker, and becomes ``runsc run``, whose container has this view as its root and the supervisor as its
 first process. gVisor's own files are in bwrap's memory: none of them is left on this machine, however it ends.
+
+A socket that listens is handed to the worker, which accepts its connections. Without gVisor this is the port itself.
+gVisor hands no sockets out: there it is a Unix socket outside of gVisor, and threads of the supervisor copy bytes
+between the port and that.
 
 This module is imported inside, so it imports little.
 """
@@ -11,18 +15,19 @@ from __future__ import annotations
 
 import os
 import socket
-import stat
-import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
-from asyncrl_cli.sandbox import confine, port
+from asyncrl_cli.sandbox import confine
+from asyncrl_cli.sandbox.wire import packed
 
 PROGRAM = "/run/runsc"
 """Where runsc is, inside."""
 SOCKET_FOLDER = "/run/gateway"
 SOCKET = f"{SOCKET_FOLDER}/socket"
-"""The worker listens there: all that can be reached from gVisor."""
+"""The worker listens there: nothing else can be reached from gVisor."""
 USER = 1000
 """The user of the commands. gVisor's users are its own, not those of this machine."""
 SYSTEM_CALLS = frozenset({"setreuid", "setregid"})
@@ -30,6 +35,12 @@ SYSTEM_CALLS = frozenset({"setreuid", "setregid"})
 BUNDLE = "/tmp/bundle"
 """Inside gVisor, /tmp is another folder: commands do not see this one."""
 SHARED_MEMORY = "/dev/shm"
+BACKLOG = 128
+LISTENING = b"listening"
+MOST_CONNECTIONS = 100
+"""Connections that are copied at a time; others wait."""
+PIECE = 2**16
+STACK = 2**18
 
 
 def container(
@@ -63,24 +74,20 @@ def container(
     }
 
 
-def arguments() -> list[str]:
-    """runsc and its arguments."""
-    options = ["--rootless", "--ignore-cgroups", "--network=none", "--host-uds=open", "--overlay2=none"]
-    return [PROGRAM, f"--root={BUNDLE}", *options, "run", f"--bundle={BUNDLE}", "sandbox"]
-
-
-def become_user() -> None:
-    """Inside gVisor: act as the commands' user, and be another, so that no command may signal or trace this process.
+def become_user(uid: int) -> None:
+    """Inside gVisor: act as the commands' user, and be another, so no command may signal or trace this process.
 
     gVisor protects the first process from neither. A command takes the user as all three of its ids (``started``).
     """
     os.setgroups([])
-    os.setresgid(0, USER, 0)
-    os.setresuid(0, USER, 0)
+    os.setresgid(0, uid, 0)
+    os.setresuid(0, uid, 0)
 
 
-def started(command: Sequence[bytes], environment: Mapping[bytes, bytes], output: int) -> int:
+def started(command: Sequence[str], environment: Mapping[str, str], output: int) -> int:
     """Start a command as the commands' user; its process id."""
+    import subprocess
+
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -101,6 +108,58 @@ def share_memory_in_tmp() -> None:
     os.symlink("/tmp", SHARED_MEMORY)
 
 
+def listen(port: int) -> socket.socket:
+    """A socket that listens at a port of 127.0.0.1."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.bind(("127.0.0.1", port))
+    listening.listen(BACKLOG)
+    return listening
+
+
+def hand_over(control: socket.socket, listening: socket.socket) -> None:
+    """Give a socket that listens to the worker."""
+    socket.send_fds(control, [packed([LISTENING])], [listening.fileno()])
+    listening.close()
+
+
+def copy_to_worker(listening: socket.socket) -> None:
+    """From now on, in threads, copy bytes between connections and the worker's socket."""
+    threading.stack_size(STACK)
+    threading.Thread(target=_accept, args=(listening,), daemon=True).start()
+
+
+def _accept(listening: socket.socket) -> None:
+    free = threading.BoundedSemaphore(MOST_CONNECTIONS)
+    while True:
+        free.acquire()
+        near, _ = listening.accept()
+        threading.Thread(target=_connected, args=(near, free), daemon=True).start()
+
+
+def _connected(near: socket.socket, free: threading.BoundedSemaphore) -> None:
+    try:
+        with near, socket.socket(socket.AF_UNIX) as far, suppress(OSError):
+            far.connect(SOCKET)
+            back = threading.Thread(target=_copy, args=(far, near), daemon=True)
+            back.start()
+            _copy(near, far)
+            back.join()
+    finally:
+        free.release()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while piece := source.recv(PIECE):
+            target.sendall(piece)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:  # one of them has ended; so do both
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+
 def main() -> None:
     """Become runsc.
 
@@ -111,14 +170,15 @@ def main() -> None:
     if relay:
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(SOCKET)
-        os.chmod(SOCKET, stat.S_IRUSR | stat.S_IWUSR | stat.S_IRGRP | stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH)
-        listening.listen(port.BACKLOG)
+        os.chmod(SOCKET, 0o666)
+        listening.listen(BACKLOG)
         with socket.socket(fileno=os.dup(control)) as to_worker:
-            port.hand_over(to_worker, listening)
+            hand_over(to_worker, listening)
     if uid:
         confine.become(uid)
-    os.mkdir(BUNDLE, stat.S_IRWXU)
+    os.mkdir(BUNDLE, 0o700)
     with open(f"{BUNDLE}/config.json", "w", encoding="utf-8") as file:
         file.write(configuration)
     os.dup2(control, 0)
-    os.execv(PROGRAM, arguments())
+    options = ["--rootless", "--ignore-cgroups", "--network=none", "--host-uds=open", "--overlay2=none"]
+    os.execv(PROGRAM, [PROGRAM, f"--root={BUNDLE}", *options, "run", f"--bundle={BUNDLE}", "sandbox"])

@@ -3,7 +3,14 @@
     run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 
 The two processes share nothing but two pipes: the code sees no test, no expected value and no report, only the names
-and arguments of the calls that it is asked to make (``calls``). ``process`` has the kinds of sandbox.
+and arguments of the calls that it is asked to make (``calls``). The kinds of sandbox:
+
+- ``bubblewrap``: bwrap starts the process in its own namespaces, without a network, in an empty file system to which
+  Python and its packages are bound read-only, with one folder in memory that it may write to.
+- ``seccomp``: for machines without namespaces. Landlock closes the file system except for the same files and a folder.
+- ``none``: nothing is confined; the limits on time, memory, files and threads hold.
+
+In the first two, seccomp refuses every system call that ``filters`` does not name.
 
 Invariants: when ``run`` returns, no process of the code lives, and its files are gone. A sandbox that did not start
 raises ``SandboxError``; it never counts as wrong code.
@@ -11,24 +18,44 @@ raises ``SandboxError``; it never counts as wrong code.
 
 from __future__ import annotations
 
+import base64
+import functools
+import json
 import os
 import select
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
 
+from asyncrl_cli.sandbox import bubblewrap, confine, filters, program
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
-from asyncrl_cli.sandbox.process import Kind, Limits, SandboxProcess
-from asyncrl_cli.sandbox.program import BEGAN, PASSED
 
 __all__ = ["Check", "Kind", "Limits", "SandboxError", "run"]
 
+Kind = Literal["bubblewrap", "seccomp", "none"]
 START_S = 30.0
 """Seconds that starting may take, on a busy machine."""
 LOOK_S = 0.05
 """Seconds between two checks of the number of threads and of the size of files."""
+OPEN_FILES = 64
+"""Descriptors that the code may have; its pipes hold up to 2 MiB beside its memory."""
+MOST_FILES = 10_000
+"""Files and folders that the code may have."""
+CAP_SYS_PTRACE = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the code may use: seconds (wall clock, and CPU), MiB of memory, MiB of files, and threads."""
+
+    time_s: float = 10.0
+    memory_mb: int = 1024
+    disk_mb: int = 64
+    processes: int = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,32 +73,37 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
     """
     report, their_report = os.pipe()
     (asked, asking), (answered, answering) = os.pipe(), os.pipe()
-    test_order = {"report": their_report, "code": code, "tests": [[test.code, test.call] for test in tests]}
-    processes: list[SandboxProcess] = []
+    for_code: dict[str, Any] = {"reading": asked, "writing": answering}
+    for_tests: dict[str, Any] = {"reading": answered, "writing": asking, "report": their_report}
+    for_tests |= {"code": code, "tests": [[test.code, test.call] for test in tests]}
+    processes: list[_Process] = []
     with ExitStack() as stack:
         stack.callback(os.close, report)
         try:
-            for reading, writing, order in ((asked, answering, {"report": None}), (answered, asking, test_order)):
+            for order in (for_code, for_tests):
                 folder = ""
                 if kind != "bubblewrap":  # which has one in memory
                     temporary = tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
                     folder = stack.enter_context(temporary)
-                process = SandboxProcess(kind, limits, folder, reading, writing, order)
+                process = _Process(kind, limits, folder, order)
                 # Ended before its folder is removed, in the reverse order: a living process could still write to it.
+                stack.callback(process.close)
                 stack.callback(process.end)
                 processes.append(process)
+        except OSError as error:
+            raise SandboxError(f"the sandbox cannot be started: {error}") from error
         finally:
             for descriptor in (their_report, asked, asking, answered, answering):
                 os.close(descriptor)
         results = _watch(report, processes, limits, len(tests))
         if results is None:
-            errors = [process.last_line() for process in processes]
+            errors = [process.failure() for process in processes]
             reason = "; ".join(filter(None, errors)) or f"no answer within {START_S:.0f} s"
             raise SandboxError(f"the {kind} sandbox did not start: {reason}")
-    return [results[index : index + 1] == PASSED for index in range(len(tests))]
+    return [results[index : index + 1] == program.PASSED for index in range(len(tests))]
 
 
-def _watch(report: int, processes: Sequence[SandboxProcess], limits: Limits, tests: int) -> bytes | None:
+def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: int) -> bytes | None:
     """What the process with the tests reports until it has ended, its time is over or a process exceeds a limit; None
     when it does not begin."""
     received, deadline, looked = b"", time.monotonic() + START_S, 0.0
@@ -89,4 +121,112 @@ def _watch(report: int, processes: Sequence[SandboxProcess], limits: Limits, tes
         if not received:
             deadline = time.monotonic() + limits.time_s
         received += piece
-    return received.removeprefix(BEGAN) if received.startswith(BEGAN) else None
+    return received.removeprefix(program.BEGAN) if received.startswith(program.BEGAN) else None
+
+
+class _Process(bubblewrap.Process):
+    """The process of the code, or of the tests."""
+
+    def __init__(self, kind: Kind, limits: Limits, folder: str, order: dict[str, Any]) -> None:
+        """``folder`` can be written to ("" with bubblewrap). ``order`` says what to do (``program``)."""
+        in_memory = kind == "bubblewrap"
+        uid = 0 if kind == "none" else bubblewrap.unused_uid()
+        view = confine.View(
+            readable=[*bubblewrap.readable()],
+            packages=[*bubblewrap.packages()],
+            folder="/tmp" if in_memory else folder,
+            removes=not uid or _sees_other_users(),
+        )
+        confinement = confine.Confinement(
+            limits={
+                "RLIMIT_FSIZE": limits.disk_mb * confine.MEGABYTE,
+                "RLIMIT_CPU": int(limits.time_s) + 1,
+                "RLIMIT_NOFILE": OPEN_FILES,
+            },
+            uid=uid,
+            processes=limits.processes if uid else 0,  # an ordinary user has other processes, which would count
+            filter="" if kind == "none" else base64.b64encode(filters.for_code()).decode(),
+        )
+        passed = [order[name] for name in ("reading", "writing", "report") if name in order]
+        order |= {"confinement": asdict(confinement), "view": asdict(view), "landlock": kind == "seccomp"}
+        order["memory"] = limits.memory_mb * confine.MEGABYTE
+        if uid and not in_memory:
+            os.chown(folder, uid, uid)
+        self._folder = os.path.realpath(folder) if kind == "seccomp" else None
+        self._hidden: set[int] = set()
+        self._limits = limits
+        stdin = bubblewrap.file_of(json.dumps(order).encode())
+        try:
+            super().__init__(
+                bubblewrap.python(program.__name__, bubblewrap.OWN if in_memory else str(bubblewrap.PACKAGES)),
+                bubblewrap.for_code(limits.disk_mb) if in_memory else (),
+                passed=passed,
+                environment={
+                    "HOME": view.folder,
+                    "TMPDIR": view.folder,
+                    "PATH": "/usr/bin:/bin",
+                    "LANG": "C.UTF-8",
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+                stdin=stdin,
+            )
+        finally:
+            os.close(stdin)
+
+    def failure(self) -> str:
+        """The last line that it printed before it was ready, or how it ended."""
+        status = self._process.poll()
+        return self.last_line() or ("" if status is None else f"exit status {status}")
+
+    def exceeds_limits(self) -> bool:
+        """Whether it has too many threads, or too many or too large files in its folder."""
+        with suppress(OSError):  # it has ended meanwhile
+            children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # of the namespace's first process
+            pids = [self.pid, *children.read_text().split()] if children.exists() else [self.pid]
+            if sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) - len(pids) + 1 > self._limits.processes:
+                return True
+        if self._in_namespaces:  # its file system has a size, and empty files take memory beside it
+            with suppress(OSError):
+                files = os.statvfs(f"/proc/{self.pid}/root/tmp")
+                return files.f_files - files.f_ffree > MOST_FILES
+        return self._folder is not None and self._uses_too_much(self._folder)
+
+    def _uses_too_much(self, folder: str) -> bool:
+        """Whether its files, those in its folder (which has no folders) and removed ones that it has open, are too many
+        or too large.
+
+        The size of a file that is removed and closed, but still mapped, is unknown: none may stay so for two checks.
+        """
+        names = [os.path.join(folder, name) for name in os.listdir(folder)]
+        mapped: set[int] = set()
+        with suppress(OSError):
+            names += [f"/proc/{self.pid}/fd/{name}" for name in os.listdir(f"/proc/{self.pid}/fd")]
+            mapped = _removed_and_mapped(self.pid, folder)
+        found: dict[int, int] = {}
+        for name in names:
+            with suppress(OSError):  # it has been removed, or closed, meanwhile
+                entry = os.stat(name, follow_symlinks=not name.startswith(folder))
+                if name.startswith(folder) or entry.st_nlink == 0:
+                    found[entry.st_ino] = entry.st_blocks * 512
+        before, self._hidden = self._hidden, mapped - found.keys()
+        too_large = sum(found.values()) > self._limits.disk_mb * confine.MEGABYTE
+        return too_large or len(found) > MOST_FILES or bool(before & self._hidden)
+
+
+def _removed_and_mapped(pid: int, folder: str) -> set[int]:
+    """The inodes of a folder's removed files that a process has in its memory."""
+    found = set()
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        fields = line.split(maxsplit=5)  # address, permissions, offset, device, inode, path
+        if len(fields) == 6 and fields[5].startswith(folder) and fields[5].endswith(" (deleted)"):
+            found.add(int(fields[4]))
+    return found
+
+
+@functools.cache
+def _sees_other_users() -> bool:
+    """Whether this process may look at the open files of another user's process."""
+    status = Path("/proc/self/status").read_text()
+    effective = next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:"))
+    return bool(int(effective, 16) >> CAP_SYS_PTRACE & 1)

@@ -22,7 +22,7 @@ FEWEST_FREE = 16
 AGAIN_S = 0.002
 
 
-def exceeded(alone: bool, in_gvisor: bool, memory: int, most: int) -> bytes:
+def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
     """The limit that has been reached, if any: ``memory`` in bytes, ``most`` processes and threads."""
     resident, threads, pids = 0, 0, []
     for pid in _others(alone):
@@ -36,7 +36,7 @@ def exceeded(alone: bool, in_gvisor: bool, memory: int, most: int) -> bytes:
     if threads >= most:
         return b"processes"
     # Shared pages count several times in resident sizes: look closer only where those are too large.
-    if resident > memory and (_of_gvisor() if in_gvisor else sum(map(proportional, pids))) > memory:
+    if resident > memory and (_of_gvisor() if in_gvisor else sum(map(_proportional, pids))) > memory:
         return b"memory"
     if alone and not in_gvisor and _sockets() > MOST_SOCKETS:
         return b"memory"
@@ -89,10 +89,15 @@ def _others(alone: bool) -> Iterator[int]:
     if alone:
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         return
-    yield from below(os.getpid())
+    yield from _below(os.getpid())
 
 
-def below(pid: int) -> Iterator[int]:
+def memory_below(pid: int) -> int:
+    """Bytes of memory of a process's descendants."""
+    return sum(map(_proportional, _below(pid)))
+
+
+def _below(pid: int) -> Iterator[int]:
     """The ids of a process's descendants."""
     found = [pid]
     for parent in found:
@@ -104,7 +109,7 @@ def below(pid: int) -> Iterator[int]:
     yield from found[1:]
 
 
-def proportional(pid: int) -> int:
+def _proportional(pid: int) -> int:
     """Bytes of a process, shared pages by its share of them."""
     try:
         for line in _file(f"/proc/{pid}/smaps_rollup").splitlines():

@@ -13,12 +13,13 @@ import importlib
 import json
 import linecache
 import os
+import resource
 import sys
 import types
 from typing import Any
 
 from asyncrl_cli.sandbox.calls import Code, ProtocolError, Remote, Tests
-from asyncrl_cli.sandbox.confine import confine, limit_memory
+from asyncrl_cli.sandbox.confine import Confinement, View, confine, held, limit
 
 MODULES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest"}
 KNOWN = sys.stdlib_module_names | MODULES.keys()
@@ -29,19 +30,24 @@ BEGAN, PASSED, FAILED = b"b", b"1", b"0"
 
 def main() -> None:
     """Do what the order says."""
-    setup = json.loads(sys.stdin.buffer.read())
-    packages = confine(setup)
+    order = json.loads(sys.stdin.buffer.read())
+    confinement, view = Confinement(**order["confinement"]), View(**order["view"])
+    os.chdir(view.folder)
+    if confinement.uid and order["landlock"]:
+        view = held(view)
+        os.environ["HOME"] = os.environ["TMPDIR"] = view.folder
+    confine(confinement, view if order["landlock"] else None)
     del sys.path[0]  # this program's own
-    sys.path.extend(packages)
+    sys.path.extend(view.packages)
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
     status = 0
     try:
-        if setup["report"] is not None:
-            _run_tests(setup)
+        if "report" in order:
+            _run_tests(order)
         else:
-            _serve(setup)
+            _serve(order, view.folder)
     except ProtocolError as error:
         print(error, file=sys.stderr)
         status = 1
@@ -49,16 +55,17 @@ def main() -> None:
         os._exit(status)
 
 
-def _silence(setup: dict[str, Any]) -> None:
-    """From here on, whatever happens is caused by the code or the tests: no output, and limited memory."""
+def _silence(memory: int) -> None:
+    """From here on, whatever happens is caused by the code or the tests: no output, and limited memory. The process has
+    no children, and no memory that it does not map."""
     os.dup2(1, 2)
-    limit_memory(setup["limits"]["memory_mb"])
+    limit(resource.RLIMIT_AS, memory)
 
 
 # -- the process of the code
 
 
-def _serve(setup: dict[str, Any]) -> None:
+def _serve(order: dict[str, Any], folder: str) -> None:
     module = types.ModuleType("solution")
 
     def run(source: str) -> types.ModuleType:
@@ -66,11 +73,11 @@ def _serve(setup: dict[str, Any]) -> None:
         exec(compile(source, "solution.py", "exec", dont_inherit=True), vars(module))
         return module
 
-    peer = Code(setup["reading"], setup["writing"], run)
+    peer = Code(order["reading"], order["writing"], run)
     peer.send(["ready"])
     sys.argv = ["solution.py"]
-    sys.path.insert(0, setup["folder"])
-    _silence(setup)
+    sys.path.insert(0, folder)
+    _silence(order["memory"])
     peer.serve()
 
 
@@ -108,19 +115,19 @@ def _is_used_as_module(name: str, source: str) -> bool:
     return len(uses) == sum(isinstance(node, ast.Attribute) and node.value in uses for node in nodes)
 
 
-def _run_tests(setup: dict[str, Any]) -> None:
-    report = setup["report"]
-    peer = Tests(setup["reading"], setup["writing"])
+def _run_tests(order: dict[str, Any]) -> None:
+    report = order["report"]
+    peer = Tests(order["reading"], order["writing"])
     if peer.receive() != ["ready"]:
         raise ProtocolError("the process of the code has not started")
     os.write(report, BEGAN)  # before the memory limit: a failure until here is the sandbox's, later ones are the code's
-    _silence(setup)
+    _silence(order["memory"])
     try:
-        solution = peer.ask("run", setup["code"])
+        solution = peer.ask("run", order["code"])
     except BaseException:
         return
     sys.modules["solution"] = solution
-    for number, (source, call) in enumerate(setup["tests"]):
+    for number, (source, call) in enumerate(order["tests"]):
         peer.failed = False
         # A test that names nothing to call may stand behind `if __name__ == "__main__"`.
         names = _Names("__main__" if call is None else f"test_{number}", solution, source)

@@ -9,84 +9,101 @@ Invariant: between two commands no other process lives in the sandbox.
 
 from __future__ import annotations
 
+import json
 import os
-import resource
 import select
 import signal
 import socket
 import sys
 import time
+from typing import Any
 
-from asyncrl_cli.sandbox import confine, gvisor, port, processes, work_files
-from asyncrl_cli.sandbox.output import Output
+from asyncrl_cli.sandbox import confine, gvisor, processes, work_files
 from asyncrl_cli.sandbox.wire import packed, received
 
 WATCH_S = 0.05
 """Seconds between two looks at what a command uses; most commands end before the first."""
 SHELLS = ("/bin/bash", "/bin/sh")
-OPEN_FILES = 1024
 READY, CANCELLED = b"ready", b"cancelled"
 CANNOT_RUN = 126
 """A shell's status of what cannot be run."""
-NOTHING_NEW = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
+CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
 """Signals whose handling Python changes when it starts; commands get the default."""
+KEPT = 2**15
+"""Bytes that are kept of the beginning of an output, and of its end."""
+
+
+class Output:
+    """Collects what a command prints, in memory of a fixed size."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._first, self._last = b"", b""
+        self._total = 0
+
+    def add(self, piece: bytes) -> None:
+        """The next bytes."""
+        self._total += len(piece)
+        missing = self._kept - len(self._first)
+        self._first += piece[:missing]
+        if piece := piece[missing:]:
+            self._last = (self._last + piece)[-self._kept :]
+
+    def text(self) -> bytes:
+        """The text in UTF-8, with a line in the middle that says how many bytes are omitted, if any are.
+
+        Characters that are cut there are omitted whole; bytes that are not UTF-8 become U+FFFD.
+        """
+        first, last = self._first, self._last
+        if self._total == len(first) + len(last):
+            return (first + last).decode(errors="replace").encode()
+        last = last.lstrip(bytes(range(0x80, 0xC0)))
+        begins = first.rstrip(bytes(range(0x80, 0xC0)))
+        lead = begins[-1] if begins else 0
+        whole = 1 if lead < 0xC0 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+        if len(first) - len(begins) + 1 < whole:
+            first = begins[:-1]
+        omitted = b"\n[%d bytes omitted]\n" % (self._total - len(first) - len(last))
+        return first.decode(errors="replace").encode() + omitted + last.decode(errors="replace").encode()
 
 
 class Supervisor:
     """Answers the worker's messages."""
 
     def __init__(self, control: socket.socket) -> None:
-        kind, folder, uid, memory_mb, most, number, program, *variables = received(lambda size: _read(control, size))
         self._control = control
-        self._folder = os.fsdecode(folder)
-        self._memory = int(memory_mb) * confine.MEGABYTE
-        self._most = int(most)
-        self._alone = kind != b"none"
-        self._in_gvisor = kind == b"gvisor"
-        self._environment = _pairs(variables)
+        order: dict[str, Any] = json.loads(self._message()[0])
+        self._folder: str = order["folder"]
+        self._memory = order["memory_mb"] * confine.MEGABYTE
+        self._most: int = order["processes"]
+        self._alone = order["kind"] != "none"
+        self._in_gvisor = order["kind"] == "gvisor"
+        self._environment: dict[str, str] = order["environment"]
         self._shell = next(path for path in SHELLS if os.path.exists(path))
         self._disks = (self._folder, "/tmp") if self._alone else ()
         self._woken = _wake_when_children_end()
         os.chdir(self._folder)
-        listening = port.listen(int(number)) if int(number) else None
+        listening = gvisor.listen(order["port"]) if order["port"] else None
         if listening is not None and not self._in_gvisor:
-            port.hand_over(control, listening)
-        if self._in_gvisor:
-            gvisor.share_memory_in_tmp()
+            gvisor.hand_over(control, listening)
         if self._alone:
-            self._confine(int(uid), program)
+            confinement = confine.Confinement(**order["confinement"])
+            if confinement.uid:
+                os.chown(self._folder, confinement.uid, confinement.uid)
+            if self._in_gvisor:
+                gvisor.share_memory_in_tmp()
+            confine.confine(confinement, view=None, take_user=gvisor.become_user if self._in_gvisor else None)
+            confine.hide_memory()
         else:
             confine.adopt_orphans()
         if listening is not None and self._in_gvisor:
-            port.copy_to(gvisor.SOCKET, listening)
+            gvisor.copy_to_worker(listening)
         control.sendall(packed([READY]))
-
-    def _confine(self, uid: int, program: bytes) -> None:
-        for kind, most in (
-            (resource.RLIMIT_DATA, self._memory),
-            (resource.RLIMIT_NOFILE, OPEN_FILES),
-            (resource.RLIMIT_CORE, 1),  # 0 would still feed a program that collects core dumps
-            (resource.RLIMIT_MSGQUEUE, 0),
-        ):
-            confine.limit(kind, most)
-        # The order matters, as in `confine` (decision 0021): the user while there are capabilities, the filter last.
-        if uid:
-            os.chown(self._folder, uid, uid)
-            if self._in_gvisor:
-                gvisor.become_user()
-            else:
-                confine.become(uid)
-        if uid != confine.SHARED_UID:  # the kernel counts a user's processes
-            confine.limit(resource.RLIMIT_NPROC, self._most + 1)
-        confine.drop_capabilities()
-        confine.hide_memory()
-        confine.refuse_privileges()
-        confine.install_filter(program)
 
     def serve(self) -> None:
         """Answer until the worker has closed the socket. Raises ``EOFError``."""
         while True:
-            action, *fields = received(lambda size: _read(self._control, size))
+            action, *fields = self._message()
             try:
                 answer = self._answer(action, fields)
             except OSError as error:
@@ -95,9 +112,29 @@ class Supervisor:
             if answer:
                 self._control.sendall(packed(answer))
 
+    def clear(self) -> None:
+        """End everything; remove the work folder if it is one of this machine."""
+        processes.end_all(self._alone, 0)
+        if not self._alone:
+            import shutil
+
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _message(self) -> list[bytes]:
+        return received(self._read)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            if not (piece := self._control.recv(min(size - len(data), 2**20))):
+                raise EOFError
+            data += piece
+        return bytes(data)
+
     def _answer(self, action: bytes, fields: list[bytes]) -> list[bytes]:
         if action == b"run":
-            return self._run(fields[0], float(fields[1]), self._environment | _pairs(fields[2:]))
+            command, time_s, variables = fields
+            return self._run(os.fsdecode(command), float(time_s), self._environment | json.loads(variables))
         if action == b"write":
             work_files.write(self._folder, os.fsdecode(fields[0]), fields[1])
             return [b"done"]
@@ -105,32 +142,29 @@ class Supervisor:
             return [b"done", work_files.read(self._folder, os.fsdecode(fields[0]))]
         return []  # a stop that came when its command had ended
 
-    def _run(self, command: bytes, time_s: float, environment: dict[bytes, bytes]) -> list[bytes]:
+    def _run(self, command: str, time_s: float, environment: dict[str, str]) -> list[bytes]:
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
         output = Output()
         status, stopped = CANNOT_RUN, b""
         full_before = processes.full(self._disks)  # before the start: a quick command would fill it first
         try:
-            pid = self._started([os.fsencode(self._shell), b"-c", command], environment, writing)
+            pid = self._started([self._shell, "-c", command], environment, writing)
         except (OSError, ValueError) as error:  # too long, or with a NUL
             output.add(f"{os.path.basename(self._shell)}: {error}\n".encode())
             os.close(writing)
-            os.close(reading)
         else:
             os.close(writing)
-            try:
-                ended, stopped = self._watch(pid, reading, output, time.monotonic() + time_s, full_before)
-                last = processes.end_all(self._alone, pid)
-                status = ended if ended is not None else last
-                while piece := _some(reading):
-                    output.add(piece)
-            finally:
-                os.close(reading)
-        code = b"" if stopped else b"%d" % status
-        return [b"done", code, stopped, b"%d" % output.total, output.first, output.last]
+            ended, stopped = self._watch(pid, reading, output, time.monotonic() + time_s, full_before=full_before)
+            last = processes.end_all(self._alone, pid)
+            status = last if ended is None else ended
+            while piece := _some(reading):
+                output.add(piece)
+        finally:
+            os.close(reading)
+        return [b"done", b"%d" % status, stopped, output.text()]
 
-    def _started(self, command: list[bytes], environment: dict[bytes, bytes], output: int) -> int:
+    def _started(self, command: list[str], environment: dict[str, str], output: int) -> int:
         if self._in_gvisor:
             return gvisor.started(command, environment, output)
         null = (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)
@@ -142,11 +176,11 @@ class Supervisor:
             file_actions=[null, *both],
             setsid=True,
             setsigmask=(),
-            setsigdef=NOTHING_NEW,
+            setsigdef=CHANGED_BY_PYTHON,
         )
 
     def _watch(
-        self, pid: int, reading: int, output: Output, deadline: float, full_before: bool
+        self, pid: int, reading: int, output: Output, deadline: float, *, full_before: bool
     ) -> tuple[int | None, bytes]:
         """Wait for the end of a command: its status, and the limit that it reached."""
         poll = select.poll()
@@ -162,7 +196,7 @@ class Supervisor:
                 else:
                     poll.unregister(reading)
             if self._control.fileno() in ready:
-                received(lambda size: _read(self._control, size))
+                self._message()
                 return None, CANCELLED
             if self._woken in ready:
                 _some(self._woken)
@@ -171,19 +205,11 @@ class Supervisor:
             if (now := time.monotonic()) >= deadline:
                 return None, b"time"
             if now >= look:
-                if limit := processes.exceeded(self._alone, self._in_gvisor, self._memory, self._most):
+                if limit := processes.exceeded(self._alone, self._in_gvisor, self._memory, most=self._most):
                     return None, limit
                 if not full_before and processes.full(self._disks):
                     return None, b"disk"
                 look = time.monotonic() + WATCH_S
-
-    def clear(self) -> None:
-        """End everything; remove the work folder if it is one of this machine."""
-        processes.end_all(self._alone, 0)
-        if not self._alone:
-            import shutil
-
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _wake_when_children_end() -> int:
@@ -196,25 +222,12 @@ def _wake_when_children_end() -> int:
     return reading
 
 
-def _read(control: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        if not (piece := control.recv(min(size - len(data), 2**20))):
-            raise EOFError
-        data += piece
-    return bytes(data)
-
-
 def _some(descriptor: int) -> bytes:
     """What there is to read, if any."""
     try:
         return os.read(descriptor, 2**16)
     except BlockingIOError:
         return b""
-
-
-def _pairs(fields: list[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(fields[::2], fields[1::2], strict=True))
 
 
 def main() -> None:

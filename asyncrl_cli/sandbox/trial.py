@@ -1,4 +1,4 @@
-"""Whether a kind of sandbox can be had on this machine: what it lacks, and whether a command runs in one."""
+"""Check whether this machine supports a kind of sandbox, and list what is missing."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, get_args
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.sandbox import judge
+from asyncrl_cli.sandbox import commands, confine, filters, judge
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
-from asyncrl_cli.sandbox.process import missing as missing_of_judge
-from asyncrl_cli.sandbox.settings import WORK_FOLDER, Kind
 from asyncrl_cli.spec.inputs import SandboxSpec
 
 Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
 OLDEST_GVISOR = 20240729
 """The oldest version (a date) that works: in that of Debian 12, of 2022, `ls` fails, and it needs rights to start."""
-HINTS: dict[Kind, str] = {
+HINTS: dict[commands.Kind, str] = {
     "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)",
     "gvisor": "install bubblewrap, and gVisor's runsc of 2024-07-29 or later (Debian 13: apt install runsc; Debian 12: "
     "apt install -t bookworm-backports runsc; else https://gvisor.dev/docs/user_guide/install), on every node",
@@ -28,9 +26,33 @@ HINTS: dict[Kind, str] = {
 COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
 
 
+def missing(kind: commands.Kind | judge.Kind) -> str:
+    """What this machine lacks for a kind of sandbox; "" if it may work."""
+    if kind == "none":
+        return ""
+    if kind != "seccomp" and shutil.which("bwrap") is None:
+        return "bwrap is not installed"
+    if kind == "seccomp" and not confine.landlock_version():
+        return "this kernel has no Landlock"
+    try:
+        filters.for_code()
+    except OSError as error:
+        return f"libseccomp cannot be used ({error})"
+    return _missing_of_gvisor() if kind == "gvisor" else ""
+
+
+def problem(kind: commands.Kind) -> str:
+    """Why there is no sandbox for commands of a kind on this machine; "" if a command has run in one."""
+    if (reason := missing(kind)) or kind == "none":
+        return reason
+    # Another loop in another thread, whatever runs in this one.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, _tried(kind)).result()
+
+
 @functools.cache
 def choose(wanted: Wanted = "auto") -> judge.Kind:
-    """The kind of sandbox that is ``wanted``, or the strongest one that works here. It is tried.
+    """The kind of sandbox for judged code that is ``wanted``, or the strongest one that works here. It is tried.
 
     Raises ``TaskError`` if it does not work.
     """
@@ -43,7 +65,7 @@ def choose(wanted: Wanted = "auto") -> judge.Kind:
     kinds: tuple[judge.Kind, ...] = ("bubblewrap", "seccomp") if wanted == "auto" else (wanted,)
     reasons = []
     for kind in kinds:
-        if not (reason := missing_of_judge(kind)):
+        if not (reason := missing(kind)):
             try:
                 judge.run("", [judge.Check("")], judge.Limits(), kind)
                 return kind
@@ -57,33 +79,13 @@ def choose(wanted: Wanted = "auto") -> judge.Kind:
     )
 
 
-def missing(kind: Kind) -> str:
-    """What this machine lacks for a kind of sandbox; "" if it may work."""
-    if kind == "none":
-        return ""
-    if reason := missing_of_judge("bubblewrap"):
-        return reason
-    return _missing_of_gvisor() if kind == "gvisor" else ""
-
-
-def problem(kind: Kind) -> str:
-    """Why there is no sandbox of a kind on this machine; "" if a command has run in one."""
-    if (reason := missing(kind)) or kind == "none":
-        return reason
-    # A loop of its own in a thread of its own, whatever runs in this one.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, _tried(kind)).result()
-
-
-async def _tried(kind: Kind) -> str:
-    from asyncrl_cli.sandbox.commands import open_sandbox
-
+async def _tried(kind: commands.Kind) -> str:
     try:
-        async with open_sandbox(SandboxSpec(kind=kind, network="none")) as sandbox:
+        async with commands.open_sandbox(SandboxSpec(kind=kind, network="none")) as sandbox:
             result = await sandbox.run(f"pwd; {COMMAND}")
     except OSError as error:
         return str(error)
-    if result.output != f"{WORK_FOLDER}\n.\n":
+    if result.output != f"{commands.WORK_FOLDER}\n.\n":
         return f"a command answered {result.output.strip()!r}"
     return ""
 

@@ -1,6 +1,6 @@
-"""Messages between the worker and the supervisor in a sandbox: lists of byte strings over a stream.
+"""Messages between a process outside a sandbox and one inside, or between two inside: lists of byte strings.
 
-    how many (4 bytes) | each one's length (4 bytes each) | all of them
+    length of the rest (4 bytes) | number of strings (4 bytes) | their lengths (4 bytes each) | the strings
 
 Nothing in them is executed, and the reader limits their size: the other side may run code that a model wrote.
 """
@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 MOST_FIELDS = 1000
+HEAD = 4
 LONGEST = 2**30
 """Bytes of the longest message."""
 
@@ -21,37 +22,36 @@ class WireError(ValueError):
 
 def packed(fields: Sequence[bytes]) -> bytes:
     """The bytes of a message. Raises ``WireError`` for one that is too long."""
-    if len(fields) > MOST_FIELDS or sum(map(len, fields)) > LONGEST:
+    lengths = [len(field) for field in fields]
+    size = HEAD * (1 + len(lengths)) + sum(lengths)
+    if len(lengths) > MOST_FIELDS or size > LONGEST:
         raise WireError("the message is too long")
-    return b"".join((struct.pack(f"!I{len(fields)}I", len(fields), *map(len, fields)), *fields))
+    return b"".join((struct.pack(f"!II{len(lengths)}I", size, len(lengths), *lengths), *fields))
 
 
-def field_count(head: bytes) -> int:
-    """How many fields the message has that begins with these 4 bytes. Raises ``WireError``."""
-    (count,) = struct.unpack("!I", head)
-    if count > MOST_FIELDS:
+def size_of(head: bytes, most: int = LONGEST) -> int:
+    """How many bytes follow a message's first 4. Raises ``WireError``."""
+    size = int.from_bytes(head, "big")
+    if size > most:
+        raise WireError("the message is too long")
+    return size
+
+
+def unpacked(rest: bytes) -> list[bytes]:
+    """The fields of a message without its first 4 bytes. Raises ``WireError``."""
+    count = int.from_bytes(rest[:HEAD], "big")
+    start = HEAD * (1 + count)
+    if count > MOST_FIELDS or start > len(rest):
         raise WireError("too many fields")
-    return int(count)
-
-
-def field_lengths(lengths: bytes) -> tuple[int, ...]:
-    """The fields' lengths, from 4 bytes each. Raises ``WireError``."""
-    unpacked = struct.unpack(f"!{len(lengths) // 4}I", lengths)
-    if sum(unpacked) > LONGEST:
-        raise WireError("the message is too long")
-    return unpacked
-
-
-def split(data: bytes, lengths: Sequence[int]) -> list[bytes]:
-    """The fields."""
-    fields, start = [], 0
-    for length in lengths:
-        fields.append(data[start : start + length])
+    fields = []
+    for length in struct.unpack_from(f"!{count}I", rest, HEAD):
+        fields.append(rest[start : start + length])
         start += length
+    if len(rest) != start:
+        raise WireError("not a message")
     return fields
 
 
-def received(read: Callable[[int], bytes]) -> list[bytes]:
+def received(read: Callable[[int], bytes], most: int = LONGEST) -> list[bytes]:
     """The next message; ``read`` returns exactly so many bytes. Raises ``WireError``, and what ``read`` raises."""
-    lengths = field_lengths(read(4 * field_count(read(4))))
-    return split(read(sum(lengths)), lengths)
+    return unpacked(read(size_of(read(HEAD), most)))

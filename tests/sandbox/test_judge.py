@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.sandbox import bubblewrap, process, trial
-from asyncrl_cli.sandbox.judge import Check, Kind, Limits, SandboxError, run
+from asyncrl_cli.sandbox import bubblewrap, judge, trial
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
+from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
 from asyncrl_cli.sandbox.trial import choose
 from tests.sandbox import attacks as hostile
 
@@ -478,7 +479,7 @@ def test_no_space_is_taken_without_writing(kind: Kind) -> None:
 def test_files_cannot_be_removed_where_removed_ones_could_not_be_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.getuid() != 0 or not works("seccomp"):
         pytest.skip("needs root and Landlock")
-    monkeypatch.setattr(process, "_sees_other_users", lambda: False)
+    monkeypatch.setattr(judge, "_sees_other_users", lambda: False)
     code = """
 import os
 def f():
@@ -581,7 +582,7 @@ def programs(folder: Path, **scripts: str) -> str:
 @pytest.fixture
 def fresh_choice() -> Any:
     """Clear the cached choice of a sandbox before and after the test."""
-    cached = (trial.choose, process._bubblewrap, bubblewrap.readable)
+    cached = (trial.choose, bubblewrap.for_code, bubblewrap.readable)
     for function in cached:
         function.cache_clear()
     yield
@@ -608,7 +609,7 @@ def test_seccomp_replaces_bubblewrap_and_without_both_the_task_is_refused(
         choose.cache_clear()
         assert choose() == "seccomp"
     choose.cache_clear()
-    monkeypatch.setattr(process.confine, "landlock_version", lambda: 0)
+    monkeypatch.setattr(trial.confine, "landlock_version", lambda: 0)
     with pytest.raises(TaskError, match="bwrap is not installed; seccomp: this kernel has no Landlock") as refusal:
         choose()
     assert "sandbox: none" in str(refusal.value.hint)

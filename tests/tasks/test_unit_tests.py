@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.sandbox.judge import SandboxError
+from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.tasks.ready import unit_tests
 from asyncrl_cli.tasks.ready.matching import MissingField
 from asyncrl_cli.tasks.ready.unit_tests import UnitTests, UnusableTests, code_in
