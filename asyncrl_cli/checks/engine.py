@@ -1,4 +1,4 @@
-"""Has vLLM check a spec's engine settings, without starting an engine.
+"""Has vLLM check a spec's engine settings in a separate process, without starting an engine.
 
     python -m asyncrl_cli.checks.engine SPEC FOLDER PARENT
 
@@ -10,13 +10,48 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.rollout.engine_settings import engine_config, engine_environment
-from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.load import dump_spec, load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.process_tree import die_with
+
+ENGINE_S = 180.0
+"""Seconds that vLLM may take to check its settings; a cold disk takes most of them."""
+
+
+def check_engine(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str], folder: Path, model_dir: str) -> str:
+    """Have vLLM check its settings. ``folder`` is for temporary files. Raises ``ConfigError``."""
+    spec_file = folder / "spec.yaml"
+    spec_file.write_text(dump_spec(spec, references))
+    see_doctor = "`asyncrl doctor` shows whether vLLM can be imported here"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, str(spec_file), model_dir, str(os.getpid())],
+            capture_output=True,
+            text=True,
+            timeout=ENGINE_S,
+            env=os.environ | {"TMPDIR": str(folder)},
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"vLLM gave no answer within {ENGINE_S:.0f} s", location="rollout", hint=see_doctor) from None
+    for line in done.stdout.splitlines():
+        kind, _, answer = line.partition(" ")
+        if kind == "ANSWER":
+            return answer
+        if kind == "MISTAKE":
+            message, location, hint = json.loads(answer)
+            raise ConfigError(message, location=location, hint=hint)
+    last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+    raise ConfigError(f"vLLM cannot check its settings: {last}", location="rollout", hint=see_doctor)
 
 
 def main() -> None:

@@ -1,26 +1,92 @@
-"""The result of one check of `asyncrl doctor` (a machine) or `asyncrl train --dry-run` (a spec on this machine)."""
+"""Findings: what `asyncrl doctor`, `train --dry-run` and every start check, and how the checks are run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
-Status = Literal["ok", "warning", "failure"]
-"""``failure``: a run cannot work. ``warning``: some runs cannot work, or are slow."""
+from asyncrl_cli.core.errors import ConfigError, UserError
+from asyncrl_cli.core.imports import missing_package
+
+
+class Status(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # some runs cannot work, or are slow
+    FAILURE = "failure"  # no run can work
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found, and a hint on what to do unless the status is ``ok``."""
+    """What one check found. ``hint`` says what to do; it is empty if the status is ``OK``."""
 
     check: str
     status: Status
     found: str
     hint: str = ""
 
+    def __str__(self) -> str:
+        """As a notice shows a warning."""
+        return f"{self.check}: {self.found}. {self.hint}"
 
-def joined(check: str, *found: str | Finding) -> str | Finding:
-    """Join the findings of one check; they are a warning if one of them is."""
-    warnings = [one for one in found if isinstance(one, Finding)]
-    text = "; ".join(filter(None, (one.found if isinstance(one, Finding) else one for one in found)))
-    return Finding(check, "warning", text, "; ".join(one.hint for one in warnings)) if warnings else text
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A check's result that is a warning."""
+
+    found: str
+    hint: str
+
+
+Result = str | Warned
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check. ``look`` returns what it found, or raises a ``UserError``, which is a failure. ``needs``: checks that
+    must have passed."""
+
+    name: str
+    look: Callable[[], Result]
+    needs: tuple[str, ...] = ()
+
+
+def run_check(check: Check) -> Finding:
+    """Run one check. Raises ``UserError``: also an unexpected exception becomes one."""
+    try:
+        result = check.look()
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise such errors for unusual values
+        if isinstance(error, ModuleNotFoundError) and (missing := missing_package(error)) is not None:
+            raise missing from None
+        message = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        hint = "change that part of the spec, or report this with the spec"
+        raise ConfigError(message, location=check.name, hint=hint) from error
+    if isinstance(result, Warned):
+        return Finding(check.name, Status.WARNING, result.found, result.hint)
+    return Finding(check.name, Status.OK, result)
+
+
+def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
+    """Run the checks one after another. A check that needs a failed one is skipped, with a warning."""
+    failed: set[str] = set()
+    for check in checks:
+        if missing := failed.intersection(check.needs):
+            failed.add(check.name)
+            found = f"not checked, as it needs {', '.join(sorted(missing))}, which failed"
+            yield Finding(check.name, Status.WARNING, found)
+            continue
+        try:
+            yield run_check(check)
+        except UserError as error:
+            failed.add(check.name)
+            location = f"{error.location}: " if error.location else ""
+            yield Finding(check.name, Status.FAILURE, f"{location}{error.message}", error.hint)
+
+
+def joined(*results: Result) -> Result:
+    """Join the results of one check; they are a warning if one of them is."""
+    text = "; ".join(filter(None, (one.found if isinstance(one, Warned) else one for one in results)))
+    hints = [one.hint for one in results if isinstance(one, Warned)]
+    return Warned(text, "; ".join(hints)) if hints else text

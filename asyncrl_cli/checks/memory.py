@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
@@ -21,7 +21,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 CHECK = "memory with weights"
 
 
-def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> str | Finding:
+def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> Result:
     """Whether each GPU and host has the memory that the run needs. Raises ``ConfigError`` if not.
 
     ``thorough``: include the activations of a micro-batch.
@@ -35,7 +35,7 @@ def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: boo
     if not problems:
         return text
     hint = "; ".join(filter(None, (_set(_remedies(spec, model, problem)) for problem in problems)))
-    return Finding(CHECK, "warning", "\n".join([text, *(problem.message for problem in problems)]), hint)
+    return Warned("\n".join([text, *(problem.message for problem in problems)]), hint)
 
 
 def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:

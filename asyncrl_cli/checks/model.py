@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.sizing.model import SizedModel, sized, without_weights
@@ -22,7 +22,7 @@ MOST_LAYERS = 1000
 """More than any model has. Building 100,000 layers takes minutes, even without weights."""
 
 
-def check_saved_model(model: ModelSpec) -> str | Finding:
+def check_saved_model(model: ModelSpec) -> Result:
     """Whether ``model.path`` is the folder of a saved model, or a model of the hub."""
     if model.path is None:
         return f"made from model.init ({model.init.architecture if model.init else ''})"
@@ -38,7 +38,7 @@ def check_saved_model(model: ModelSpec) -> str | Finding:
     return str(folder)
 
 
-def _check_hub_model(name: str) -> str | Finding:
+def _check_hub_model(name: str) -> Result:
     """Whether the hub has the model, with one quick request: transformers itself tries six times, for half a minute."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -58,7 +58,7 @@ def _check_hub_model(name: str) -> str | Finding:
     except Exception as error:  # network errors have many types
         if cached:
             found = f"{name}, from the cache; the hub does not answer"
-            return Finding("model files", "warning", found, "set HF_HUB_OFFLINE=1 to start without asking it")
+            return Warned(found, "set HF_HUB_OFFLINE=1 to start without asking it")
         raise ConfigError(
             f"there is no folder {name!r}, and the model hub does not answer: {_one_line(error)}",
             location="model.path",
@@ -162,7 +162,7 @@ def check_served(config: Any, key: str) -> None:
         )
 
 
-def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
+def check_cache(spec: ExperimentSpec, config: Any) -> Result:
     """Whether a CPU engine's key-value cache has room for the longest sequence; a warning if not for a group of
     them."""
     from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token, kv_cache_bytes
@@ -176,7 +176,7 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
         found = f"not checked: the config of {config.model_type} does not give the size of a token's keys and values"
         if spec.rollout.kv_cache_mb is None:
             raise ConfigError(found, location="rollout.kv_cache_mb", hint="set rollout.kv_cache_mb") from None
-        return Finding("engine cache", "warning", found, "try a short run first")
+        return Warned(found, "try a short run first")
     size = kv_cache_bytes(spec, config)
     tokens = size // per_token
     found = f"{size / 2**20:.0f} MiB, {tokens:,} tokens in each engine"
@@ -187,9 +187,7 @@ def check_cache(spec: ExperimentSpec, config: Any) -> str | Finding:
             hint="raise it, or leave it out",
         )
     if tokens < spec.rollout.group_size * spec.rollout.longest_rollout:
-        return Finding(
-            "engine cache", "warning", f"{found}: less than a group of longest rollouts", "raise rollout.kv_cache_mb"
-        )
+        return Warned(f"{found}: less than a group of longest rollouts", "raise rollout.kv_cache_mb")
     return found
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, syntax_tree
@@ -46,9 +46,8 @@ def check_prompts(
     encoder: PromptEncoder,
     location: str,
     limit_s: float,
-    check: str,
     locate: Callable[[int], str],
-) -> str | Finding:
+) -> Result:
     """Prompts can be encoded, and are short enough. Tries all, or as many as ``limit_s`` seconds allow, evenly spread.
 
     Their number depends on the load of the machine, so prompts that a run skips are only a warning here, too.
@@ -94,10 +93,10 @@ def check_prompts(
         row, first = unusable[0]
         found += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
         hints.append(first.hint)
-    return Finding(check, "warning", found, "; ".join(hints)) if hints else found
+    return Warned(found, "; ".join(hints)) if hints else found
 
 
-def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: Any) -> str | Finding:
+def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: Any) -> Result:
     """The first prompt as the model gets it: the number of tokens, and their text with special tokens and line breaks.
 
     A warning if the text already has the chat template's tokens, so that the prompt would have them twice.
@@ -106,7 +105,7 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
         prompt = prompts[0]
         ids = encoder.encode(prompt)
     except DataError as error:
-        return Finding("first prompt", "warning", f"it is skipped: {error.message}", error.hint)
+        return Warned(f"it is skipped: {error.message}", error.hint)
     if ids is None:
         return f"prompt {prompt.uid} is too long"
     text = encoder.decode(ids)
@@ -117,13 +116,13 @@ def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: A
         special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         if twice := next((token for token in special if token in str(prompt.content)), ""):
             hint = "set data.apply_chat_template: false, if the prompts are complete as they are"
-            return Finding("first prompt", "warning", f"the text has {twice!r} before the template; {found}", hint)
+            return Warned(f"the text has {twice!r} before the template; {found}", hint)
     return found
 
 
 def check_template(
     template: ChatTemplate, tokenizer: Any, *, episodic: bool, reasoning: bool, required: bool = True
-) -> str | Finding:
+) -> Result:
     """The chat template ends, and shows what a conversation has; ``reasoning``: replies have any; ``required``: it
     writes prompts.
 
@@ -158,7 +157,7 @@ def check_template(
     if not (lost and episodic):
         return "; ".join(notes)
     hint = "use another one (model.chat_template), unless the agent or environment needs none of this"
-    return Finding("chat template", "warning", "; ".join(notes), hint)
+    return Warned("; ".join(notes), hint)
 
 
 def missing_in_template(spec: ExperimentSpec, folder: Path) -> str:
@@ -170,7 +169,7 @@ def missing_in_template(spec: ExperimentSpec, folder: Path) -> str:
     template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
     reasoning = spec.rollout.reasoning_parser is not None
     found = check_template(template, tokenizer, episodic=True, reasoning=reasoning)
-    return f"{found.found}. {found.hint}" if isinstance(found, Finding) else ""
+    return f"{found.found}. {found.hint}" if isinstance(found, Warned) else ""
 
 
 def _because(why: str) -> str:
@@ -209,7 +208,7 @@ def template_variables(tokenizer: Any) -> frozenset[str] | None:
         return None
 
 
-def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> str | Finding:
+def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:
     """Whether engines stop at the token with which the chat template ends a reply. A warning if not, because every
     reply would then continue to ``max_response_tokens``."""
     shown = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in sorted(ends)) or "none"
@@ -227,10 +226,10 @@ def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]
         return found
     end = tokenizer.convert_ids_to_tokens(written[0])
     hint = f"add {end!r} to eos_token_id in the model's generation_config.json, if the model was trained to write it"
-    return Finding("chat template", "warning", f"{found}, and the chat template ends a reply with {end!r}", hint)
+    return Warned(f"{found}, and the chat template ends a reply with {end!r}", hint)
 
 
-def check_special_tokens(tokenizer: Any, setting: str | None) -> str | Finding:
+def check_special_tokens(tokenizer: Any, setting: str | None) -> Result:
     """Warn if rewards read responses without marks such as `</think>`, because these are special tokens.
 
     ``setting``: ``task.special_tokens``; None warns, as the user may not know of it.
@@ -243,7 +242,7 @@ def check_special_tokens(tokenizer: Any, setting: str | None) -> str | Finding:
         return found
     found = f"{', '.join(marks)} {'are' if len(marks) > 1 else 'is'} {found}: rewards cannot read them"
     hint = "set task.special_tokens: shown if a reward reads them, else hidden"
-    return Finding("special tokens", "warning", found, hint)
+    return Warned(found, hint)
 
 
 def _spread(count: int) -> Iterator[int]:

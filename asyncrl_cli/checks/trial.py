@@ -15,7 +15,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import DataError, TaskError
+from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
@@ -35,8 +37,40 @@ SHORT = "42"
 HINT = "fix it: in a run such a failure costs a group of rollouts"
 
 
+def try_tasks(experiment: Experiment, thorough: bool) -> Result:
+    """Try the run's task, and the own task of each evaluation set."""
+    spec = experiment.spec
+    splits = [experiment.train_prompts, experiment.eval_prompts]
+    tasks = {"task": (experiment.tasks[""], spec.task, splits)}
+    for name, chosen in spec.evaluation.sets.items():
+        if chosen.task is None:
+            splits.append(experiment.sets[name])
+        else:
+            own = experiment.tasks[name], chosen.task, [experiment.sets[name]]
+            tasks[f"evaluation.sets.{name}.task"] = own
+    found, warned = [], False
+    for location, (loaded, task, of_task) in tasks.items():
+        try:
+            tried = try_task(loaded, task, experiment.search_path, of_task, location=location, thorough=thorough)
+        except TaskError as error:
+            if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
+                raise
+            # A ready task's code is right, but its judge may not run yet. The other tasks are still tried.
+            warned = True
+            tried = error.message
+        found.append(f"{location}: {tried}")
+    text = "; ".join(found)
+    return Warned(text, "a run loses the groups of such rows") if warned else text
+
+
 def try_task(
-    task: Any, spec: TaskSpec, search_path: Path, splits: Sequence[Sequence[Prompt]], location: str, thorough: bool
+    task: Any,
+    spec: TaskSpec,
+    search_path: Path,
+    splits: Sequence[Sequence[Prompt]],
+    *,
+    location: str,
+    thorough: bool,
 ) -> str:
     """Call the rewards and environments of a task on the first rows of each split; returns what was called.
 

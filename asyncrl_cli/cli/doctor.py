@@ -44,8 +44,8 @@ def doctor(
     """Check versions, devices, memory, disk, clocks, ports, limits, the compiler, and whether vLLM, DeepSpeed and Ray
     work, with a hint for each problem. With --deep, vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
-    With --cluster: whether the hosts of a Ray cluster can work together: connections between all of them with latency
-    and speed, token, versions, clocks, memory, and the folder of runs. With a spec, also whether it fits the cluster.
+    With --cluster: whether the hosts of a Ray cluster can work together: connections between all of them, their speed,
+    token, versions, clocks, memory, and the folder of runs. With a spec, also whether it fits the cluster.
 
     Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
@@ -73,7 +73,7 @@ def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
 
 def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
     """The checks of a start of the spec on the cluster. ``address`` takes precedence over the spec's."""
-    from asyncrl_cli.checks.start import MODEL_CHECKS
+    from asyncrl_cli.checks.start import CLUSTER_CHECKS
     from asyncrl_cli.cli.running import start_checks
     from asyncrl_cli.spec.load import load_spec
 
@@ -82,7 +82,7 @@ def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
         hint = "set cluster.address in the spec, or use --address"
         raise ConfigError("the spec names no cluster", location=str(file), hint=hint)
     with start_checks(spec, file.absolute().parent) as checks:
-        yield from checks.findings(MODEL_CHECKS)
+        yield from checks.findings(CLUSTER_CHECKS)
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:

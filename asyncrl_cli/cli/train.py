@@ -14,7 +14,7 @@ from asyncrl_cli.cli.output import echo
 from asyncrl_cli.cli.running import Quiet
 
 if TYPE_CHECKING:
-    from asyncrl_cli.checks.finding import Finding, Status
+    from asyncrl_cli.checks.finding import Finding
 
 CALIBRATING_STEPS = 20
 """`asyncrl plan` cannot be calibrated with a shorter run. Its machine's speed is not measured."""
@@ -67,7 +67,7 @@ def train(
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
     """The problems of the spec, then the findings of the start checks. Raises ``SpecError`` unless ``as_json``."""
-    from asyncrl_cli.checks.finding import Finding
+    from asyncrl_cli.checks.finding import Finding, Status
     from asyncrl_cli.cli.running import start_checks
     from asyncrl_cli.spec.load import load_spec
     from asyncrl_cli.spec.problems import SpecError
@@ -81,11 +81,11 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
     else:
         problems, checked = loaded.warnings, loaded.spec
     for problem in problems:
-        status: Status = "failure" if problem.severity == "error" else "warning"
+        status = Status.FAILURE if problem.severity == "error" else Status.WARNING
         found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status already shows it
         yield Finding("spec", status, found, problem.hint)
     if checked is not None:
         if not problems:
-            yield Finding("spec", "ok", str(spec))
+            yield Finding("spec", Status.OK, str(spec))
         with start_checks(checked, spec.absolute().parent, thorough=True, references=loaded.references) as checks:
             yield from checks.findings()

@@ -11,7 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.prompts import (
     check_prompts,
     check_reply_end,
@@ -139,7 +139,7 @@ def test_rows_that_the_template_cannot_show_are_refused(
     prompts = [Prompt("row", content, fields)]
     encoder = PromptEncoder(tokenizer(template), 999)
     with pytest.raises(DataError, match=says) as refused:
-        check_prompts(prompts, encoder, "data.train", 9.0, "data.train", "rows.jsonl:{}".format)
+        check_prompts(prompts, encoder, location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format)
     assert refused.value.location == "rows.jsonl:0" and refused.value.hint
     assert PromptEncoder(tokenizer(template), 999, episodic=True).encode(prompts[0]) == (), "the task's own business"
 
@@ -150,23 +150,25 @@ def test_a_row_that_takes_too_long_is_refused_at_once(monkeypatch: pytest.Monkey
     slow = "{% if messages[0].content == 'slow' %}" + loops + "{% endif %}{{ messages[-1].content }}"
     rows = [Prompt(str(row), text) for row, text in enumerate(("fast", "slow", "fast"))]
     with pytest.raises(DataError, match="takes more than") as refused:
-        check_prompts(rows, PromptEncoder(tokenizer(slow), 99), "data.train", 9.0, "data.train", "rows.jsonl:{}".format)
+        check_prompts(
+            rows, PromptEncoder(tokenizer(slow), 99), location="data.train", limit_s=9.0, locate="rows.jsonl:{}".format
+        )
     assert refused.value.location == "rows.jsonl:1"
 
 
-def shown(template: str | None, episodic: bool = True) -> str | Finding:
+def shown(template: str | None, episodic: bool = True) -> Result:
     loaded = tokenizer(template)
     return check_template(ChatTemplate(loaded), loaded, episodic=episodic, reasoning=False)
 
 
 def test_the_check_of_a_template_says_what_it_cannot_show() -> None:
     found = shown(TEXT_ALONE)
-    assert isinstance(found, Finding) and found.status == "warning" and found.hint
+    assert isinstance(found, Warned) and found.hint
     assert "does not show system messages, tools, tool calls, tool results" in found.found
     alone = shown(TEXT_ALONE, episodic=False)
     assert isinstance(alone, str) and "does not show" in alone, "rows that have any of it are refused one by one"
     refusing = shown(NO_SYSTEM)
-    assert isinstance(refusing, Finding) and "system messages (System role not supported)" in refusing.found
+    assert isinstance(refusing, Warned) and "system messages (System role not supported)" in refusing.found
     assert shown("own") == json.dumps("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -186,7 +188,9 @@ def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: P
     locate = partial(row_location, split, tmp_path, "data.train")
     assert [locate(row) for row in range(2)] == [f"{path}:{line}" for line in (2, 4)]
     with pytest.raises(DataError) as refused:
-        check_prompts(prompts, PromptEncoder(tokenizer(NO_SYSTEM), 99), "data.train", 9.0, "data.train", locate)
+        check_prompts(
+            prompts, PromptEncoder(tokenizer(NO_SYSTEM), 99), location="data.train", limit_s=9.0, locate=locate
+        )
     error = refused.value
     assert error.location == f"{path}:2"
     assert "System role not supported" in error.message and "\n" not in error.message
@@ -214,7 +218,7 @@ def test_variables_that_the_template_does_not_read_are_refused() -> None:
     assert template_variables(tokenizer(marked)) == {"x"}
 
 
-def reply_end(loaded: Any, ends: frozenset[int]) -> str | Finding:
+def reply_end(loaded: Any, ends: frozenset[int]) -> Result:
     return check_reply_end(ChatTemplate(loaded), loaded, ends)
 
 
@@ -228,7 +232,7 @@ def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() ->
     assert isinstance(reply_end(tokenizer(lines), ends), str), "a line break is not an end token"
     only_text = frozenset({loaded.convert_tokens_to_ids("<|endoftext|>")})
     found = reply_end(loaded, only_text)
-    assert isinstance(found, Finding) and found.status == "warning"
+    assert isinstance(found, Warned)
     assert "the chat template ends a reply with '<|im_end|>'" in found.found and "eos_token_id" in found.hint
     assert isinstance(reply_end(tokenizer(None), only_text), str)
 
@@ -247,5 +251,5 @@ def test_a_text_that_has_the_templates_tokens_already_is_a_warning() -> None:
     loaded = tokenizer()
     twice = Prompt("twice", "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
     found = first_prompt([twice], PromptEncoder(loaded, 99), loaded)
-    assert isinstance(found, Finding) and found.status == "warning" and "apply_chat_template" in found.hint
+    assert isinstance(found, Warned) and "apply_chat_template" in found.hint
     assert isinstance(first_prompt([twice], PromptEncoder(loaded, 99, apply_chat_template=False), loaded), str)

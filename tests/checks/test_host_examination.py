@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import examine
 from asyncrl_cli.checks.hosts.examine import Host, examine_cluster, hosts_for, refuse
 from asyncrl_cli.checks.machine import GIB
@@ -65,9 +65,9 @@ def test_hosts_with_one_name_and_address_get_different_names() -> None:
 def test_a_start_is_refused_at_the_first_failure_and_warned_before() -> None:
     warned: list[str] = []
     findings = [
-        Finding("token", "warning", "no token", "set one"),
-        Finding("versions", "ok", "equal"),
-        Finding("connections", "failure", "a -> b: silence", "open it"),
+        Finding("token", Status.WARNING, "no token", "set one"),
+        Finding("versions", Status.OK, "equal"),
+        Finding("connections", Status.FAILURE, "a -> b: silence", "open it"),
     ]
     with pytest.raises(ConfigError) as error:
         refuse(iter(findings), warned.append)
@@ -108,7 +108,7 @@ def test_a_cluster_of_three_nodes(cluster: str, tmp_path: Path) -> None:
     assert {name: one.status for name, one in found.items() if name not in ("token", "connections")} == dict.fromkeys(
         ("cluster", "versions", "clocks", "host memory", "shared folder"), "ok"
     )
-    assert found["connections"].found.startswith("6 of 6 pairs: ")
+    assert found["connections"].found.startswith("6 of 6 pairs; ")
     assert list(tmp_path.iterdir()) == []
     too_large = {one.check: one for one in examine_cluster(cluster, None, tmp_path, 10_000 * GIB)}["host memory"]
     assert too_large.status == "failure" and too_large.found.count("GiB") == 3
@@ -140,7 +140,7 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
     assert pairs.found.startswith("2 of 2 pairs") and not alive
     # Only its own pairs are reported, and no problems of the other hosts.
     found = {finding.check: finding for finding in joined}
-    assert "hosts" not in found and found["connections"].found.startswith("4 of 4 pairs: ")
+    assert "hosts" not in found and found["connections"].found.startswith("4 of 4 pairs; ")
     assert {finding.status for finding in joined} <= {"ok", "warning"}
 
 

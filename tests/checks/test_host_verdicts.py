@@ -1,23 +1,22 @@
-"""Findings from measurements of several hosts: each problem names its hosts and has a hint; pairs come in rounds."""
+"""Findings from measurements of several hosts: each problem names its hosts and has a hint."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations, permutations
+from itertools import permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import verdicts
-from asyncrl_cli.checks.hosts.examine import rounds
-from asyncrl_cli.checks.hosts.probe import Facts, Failure, Speed
-from asyncrl_cli.checks.hosts.verdicts import SHOWN, WHY, Offset
+from asyncrl_cli.checks.hosts.probe import Facts, Failure
+from asyncrl_cli.checks.hosts.verdicts import SHOWN, WHY
 from asyncrl_cli.checks.machine import GIB
 
 VERSIONS = {"asyncrl": "0.2", "python": "3.11.9", "torch": "2.11.0+cpu", "ray": "2.60.0", "mlflow": "3.10"}
-FACTS = Facts(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True)
-FAST = Speed(latency_s=0.0002, bytes_per_s=1e9)
+FACTS = Facts(port=1, versions=VERSIONS, code="c" * 64, memory=8 * GIB, token=True, clock=0.0)
+FAST = 1e9
 pairs_of_hosts = st.integers(2, 9).map(lambda count: list(permutations([f"h{index}" for index in range(count)], 2)))
 
 
@@ -32,43 +31,14 @@ def statuses(findings: list[Finding]) -> list[str]:
 def test_hosts_with_an_old_driver_are_named_together() -> None:
     old = replace(FACTS, driver=("the NVIDIA driver is 550", "install driver 580"))
     (finding,) = verdicts.judge_drivers({"a": old, "b": FACTS, "c": old})
-    assert finding == Finding("GPUs", "failure", "a; c: the NVIDIA driver is 550", "install driver 580")
+    assert finding == Finding("GPUs", Status.FAILURE, "a; c: the NVIDIA driver is 550", "install driver 580")
     assert verdicts.judge_drivers({"b": FACTS}) == []
 
 
-@given(st.integers(0, 80))
-def test_rounds_have_every_pair_once_and_every_host_at_most_once_in_each(count: int) -> None:
-    made = rounds(count)
-    assert sorted(pair for pairs in made for pair in pairs) == list(combinations(range(count), 2))
-    for pairs in made:
-        hosts = [host for pair in pairs for host in pair]
-        assert len(hosts) == len(set(hosts))
-    assert len(made) <= count, "the smallest possible number of rounds"
-
-
-@given(
-    st.floats(-1e4, 1e4),
-    st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), min_size=1, max_size=6),
-    st.floats(0, 1e6),
-)
-def test_the_offset_of_a_clock_is_within_its_uncertainty(
-    ahead: float, ways: list[tuple[float, float]], start: float
-) -> None:
-    """However long request and answer took."""
-    samples = []
-    for there, back in ways:
-        samples.append((start, start + there + ahead, start + there + back))
-        start += there + back + 1
-    offset = Offset.of(samples)
-    assert abs(offset.seconds - ahead) <= offset.uncertainty + 1e-6
-    assert offset.uncertainty <= min(there + back for there, back in ways) / 2 + 1e-6
-
-
-def test_a_clock_is_wrong_only_if_its_uncertainty_leaves_no_other_explanation() -> None:
-    assert verdicts.judge_clocks({"a": Offset(0.5, 0.6), "b": Offset(0.001, 0.001)}).status == "ok"
-    finding = verdicts.judge_clocks({"a": Offset(0.0, 0.001), "b": Offset(-3.0, 0.001), "c": Offset(7.0, 0.1)})
-    assert finding.status == "warning" and finding.hint
-    assert finding.found == "not the driver's time on c: +7000.0 ± 100.0 ms; b: -3000.0 ± 1.0 ms"
+def test_a_clock_that_is_wrong_is_named_with_its_offset() -> None:
+    assert verdicts.judge_clocks({"a": 0.4, "b": -0.9}).status == "ok"
+    finding = verdicts.judge_clocks({"a": 0.0, "b": -3.0, "c": 7.0})
+    assert (finding.status, finding.found) == ("warning", "not the driver's time on b: -3.0 s; c: +7.0 s")
 
 
 def test_versions_that_cannot_work_together_are_failures_and_name_both_hosts() -> None:
@@ -115,26 +85,16 @@ def test_a_pair_that_fails_is_named_with_both_ends_and_a_hint(
 
 def test_the_host_that_fails_with_all_others_is_pointed_out() -> None:
     hosts = [f"h{index}" for index in range(6)]
-    failed: dict[tuple[str, str], Failure] = {pair: "silent" for pair in permutations(hosts, 2) if "h3" in pair}
+    failed: dict[tuple[str, str], Failure] = {pair: Failure.SILENT for pair in permutations(hosts, 2) if "h3" in pair}
     rest = verdicts.judge_pairs(hosts, failed, {})[SHOWN]
     assert rest.found == "4 more pairs fail; h3 is in 10 of all 10" and "h3 first" in rest.hint
 
 
-def test_slow_and_far_pairs_are_warnings_with_their_figures() -> None:
-    speeds = dict.fromkeys(permutations("abc", 2), FAST)
-    speeds["a", "c"] = Speed(0.0002, 5e6)
-    speeds["b", "c"] = Speed(0.080, 1e9)
-    slow, far, summary = verdicts.judge_pairs(list("abc"), {}, speeds)
-    assert (slow.status, slow.found) == ("warning", "slow: a -> c: 5.0 MB/s")
-    assert (far.status, far.found) == ("warning", "long round trips: b -> c: 80 ms")
+def test_slow_pairs_are_a_warning_with_their_figures() -> None:
+    slow, summary = verdicts.judge_pairs(list("abc"), {}, {("a", "b"): 1e9, ("b", "c"): 1e9, ("c", "a"): 5e6})
+    assert (slow.status, slow.found) == ("warning", "slow: c -> a: 5.0 MB/s")
     assert summary.status == "ok"
-    assert summary.found.startswith("6 of 6 pairs: 0.20 to 80.00 ms, 5 to 1000 MB/s") and "a -> c" in summary.found
-
-
-def test_pairs_for_which_there_was_no_time_are_counted() -> None:
-    missing, summary = verdicts.judge_pairs(list("abc"), {("a", "b"): "refused"}, {("b", "a"): FAST})[1:]
-    assert missing.status == "warning" and missing.found == "4 of 6 pairs were not measured in time"
-    assert summary.found.startswith("1 of 6 pairs")
+    assert summary.found.startswith("6 of 6 pairs; the slowest that was measured: c -> a, 5 MB/s")
 
 
 def test_hosts_with_weights_need_two_versions_of_them() -> None:

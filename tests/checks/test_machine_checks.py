@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.checks import machine
-from asyncrl_cli.checks.finding import Finding
-from asyncrl_cli.checks.start import Check, _result
+from asyncrl_cli.checks.finding import Check, Warned, run_check
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -139,7 +138,7 @@ def test_a_server_that_does_not_answer_is_doubtful_and_its_password_stays_secret
         port = server.getsockname()[1]
     away = changed("tracking", uri=f"http://me:hidden@127.0.0.1:{port}")
     found = machine.check_tracking(away, ask=True)
-    assert isinstance(found, Finding) and found.status == "warning"
+    assert isinstance(found, Warned)
     assert "hidden" not in str(found)
     assert machine.check_tracking(away, ask=False) == "MLflow at 127.0.0.1"
 
@@ -147,7 +146,7 @@ def test_a_server_that_does_not_answer_is_doubtful_and_its_password_stays_secret
 def test_a_webhook_from_an_unset_variable_is_doubtful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_HOOK", raising=False)
     found = machine.check_notify(changed("notify", webhook="env:NO_HOOK"))
-    assert isinstance(found, Finding) and found.status == "warning" and "NO_HOOK" in found.found
+    assert isinstance(found, Warned) and "NO_HOOK" in found.found
     monkeypatch.setenv("NO_HOOK", "https://example.com")
     assert machine.check_notify(changed("notify", webhook="env:NO_HOOK")) == "configured"
 
@@ -158,7 +157,7 @@ def test_a_webhook_from_an_unset_variable_is_doubtful(monkeypatch: pytest.Monkey
 )
 def test_a_notice_by_a_program_that_is_not_there_is_doubtful(command: str, missing: bool) -> None:
     found = machine.check_notify(changed("notify", command=command))
-    assert isinstance(found, Finding) == missing
+    assert isinstance(found, Warned) == missing
 
 
 def test_a_local_store_of_mlflow_needs_its_folder(tmp_path: Path) -> None:
@@ -208,5 +207,5 @@ def test_a_check_without_one_of_its_packages_names_it() -> None:
         raise ModuleNotFoundError("No module named 'peft'", name="peft")
 
     with pytest.raises(ConfigError, match="the package peft is not installed") as refused:
-        _result(Check("algorithm", look))
+        run_check(Check("algorithm", look))
     assert "asyncrl[lora]" in refused.value.hint

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.model import check_model, check_served
 from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.core.errors import ConfigError, DataError
@@ -49,15 +49,17 @@ def prompts(*texts: str) -> list[Prompt]:
     return [Prompt(str(row), text, {}) for row, text in enumerate(texts)]
 
 
-def check(texts: list[str], limit_s: float = LIMIT_S) -> str | Finding:
-    return check_prompts(prompts(*texts), ENCODER, "data.train", limit_s, "data.train", "rows.jsonl:{}".format)
+def check(texts: list[str], limit_s: float = LIMIT_S) -> Result:
+    return check_prompts(
+        prompts(*texts), ENCODER, location="data.train", limit_s=limit_s, locate="rows.jsonl:{}".format
+    )
 
 
 @pytest.mark.parametrize("first", [LONG, BROKEN])
 def test_one_slow_prompt_says_nothing_about_the_others(first: str) -> None:
     for limit_s in (AT_ONCE_S, LIMIT_S):
         found = check([first, *[FINE] * 999], limit_s)
-        assert isinstance(found, Finding) and found.status == "warning"
+        assert isinstance(found, Warned)
         assert found.hint
 
 
@@ -76,7 +78,7 @@ def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
 
 def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
     found = first_prompt(prompts(BROKEN), ENCODER, ENCODER)
-    assert isinstance(found, Finding) and found.status == "warning" and found.hint
+    assert isinstance(found, Warned) and found.hint
 
 
 def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import newcomers
 from asyncrl_cli.checks.hosts.examine import Host
 from asyncrl_cli.checks.hosts.newcomers import Newcomers
@@ -16,8 +16,8 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.orchestrator.nodes import Node
 from tests.orchestrator.stand_ins import Notes, run, spec
 
-SILENT = Finding("connections", "failure", "new -> head: head gave no answer", "open the ports")
-SLOW = Finding("connections", "warning", "slow: 3 MB/s", "use the faster network")
+SILENT = Finding("connections", Status.FAILURE, "new -> head: head gave no answer", "open the ports")
+SLOW = Finding("connections", Status.WARNING, "slow: 3 MB/s", "use the faster network")
 
 
 class Scene:

@@ -61,7 +61,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(folder: Path, name: str, thorough: bool = True) -> str:
     spec = TaskSpec(use=f"tried_task:{name}", reward_timeout_s=1.0)
-    return try_task(load_task(spec, folder), spec, folder, [ROWS, HELD_OUT], "task", thorough)
+    return try_task(load_task(spec, folder), spec, folder, [ROWS, HELD_OUT], location="task", thorough=thorough)
 
 
 def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +100,7 @@ def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
     spec = TaskSpec(use="tried_task:fine")
     splits = [ROWS, [Prompt("c", "0+1=")]]
     with pytest.raises(TaskError, match="failed on prompt 'c': KeyError: 'answer'"):
-        try_task(load_task(spec, folder), spec, folder, splits, "task", thorough=True)
+        try_task(load_task(spec, folder), spec, folder, splits, location="task", thorough=True)
 
 
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:
@@ -118,7 +118,9 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     def found(*overrides: str) -> Finding:
         spec = load_spec(folder / "spec.yaml", overrides).spec
         with StartChecks(spec, folder, pytest.fail, thorough=True) as checks:
-            (one,) = [finding for finding in checks._found({"task and data", "rewards"}) if finding.check == "rewards"]
+            (one,) = [
+                finding for finding in checks.findings({"task and data", "rewards"}) if finding.check == "rewards"
+            ]
         return one
 
     alone = found()

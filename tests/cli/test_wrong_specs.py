@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.checks import machine, start
+from asyncrl_cli.checks import engine, machine
 from asyncrl_cli.checks.deep import small_spec
-from asyncrl_cli.checks.start import StartChecks
+from asyncrl_cli.checks.start import PROMPT_CHECKS, StartChecks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.rollout.engine_settings import engine_config
 from asyncrl_cli.spec.load import load_spec
@@ -201,7 +201,7 @@ def test_impossible_settings_are_refused_with_location_and_hint(
 def test_validate_spec_fails_when_no_row_can_be_encoded() -> None:
     spec = load_spec("spec.yaml", ["model.chat_template=./strict.jinja", "data.train={path: chat.jsonl}"]).spec
     with StartChecks(spec, Path(), lambda _: None, thorough=True) as checks:
-        findings = {finding.check: finding for finding in checks.prompt_findings()}
+        findings = {finding.check: finding for finding in checks.findings(PROMPT_CHECKS)}
     found = findings["data.train"]
     assert found.status == "failure" and "chat.jsonl:1" in found.found and "no system message" in found.hint
 
@@ -245,7 +245,7 @@ def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
         written.append(Path(command[3]).read_text())
         return subprocess.CompletedProcess(command, 0, "ANSWER fine", "")
 
-    monkeypatch.setattr(start.subprocess, "run", run)
+    monkeypatch.setattr(engine.subprocess, "run", run)
     monkeypatch.setenv("HOOK_OF_A_TEST", "https://example.com/sesame")
     loaded = load_spec("spec.yaml", ["notify.webhook=${env:HOOK_OF_A_TEST}"])
     with StartChecks(loaded.spec, Path(), print, thorough=True, references=loaded.references) as checks:
@@ -274,7 +274,7 @@ def test_a_signal_during_the_checks_leaves_no_temporary_folder(tmp_path: Path, n
 
 
 def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", start.engine_checks.__name__, "spec.yaml", str(tmp_path), "1"]
+    command = [sys.executable, "-m", engine.__name__, "spec.yaml", str(tmp_path), "1"]
     assert subprocess.run(command, check=False).returncode == -signal.SIGKILL  # its parent is a different process
 
 

@@ -44,7 +44,7 @@ def test_hosts_that_can_work_together(hosts: list[Host]) -> None:
     assert found["cluster"][0]["found"] == "3 nodes at auto"
     for check in ("token", "versions", "host memory", "shared folder"):
         assert [one["status"] for one in found[check]] == ["ok"], found[check]
-    assert found["connections"][-1]["found"].startswith("6 of 6 pairs: ")
+    assert found["connections"][-1]["found"].startswith("6 of 6 pairs; ")
     assert not (hosts[0].network.folder / "runs").exists()
 
 
@@ -63,7 +63,7 @@ def test_what_is_wrong_is_named_each_with_its_hosts(hosts: list[Host]) -> None:
     failures = {finding["found"] for finding in links if finding["status"] == "failure"}
     assert failures == {f"{a} -> {b}: {b} gave no answer within 5 s" for a, b in ((one, other), (other, one))}
     assert all("firewall" in finding["hint"] for finding in links if finding["status"] == "failure")
-    assert links[-1]["found"].startswith("4 of 6 pairs: ")
+    assert links[-1]["found"].startswith("4 of 6 pairs; ")
 
     (slow,) = (finding for finding in links if finding["found"].startswith("slow: "))
     assert slow["status"] == "warning"

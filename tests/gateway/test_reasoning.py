@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.checks.finding import Finding
+from asyncrl_cli.checks.finding import Warned
 from asyncrl_cli.checks.prompts import check_special_tokens
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.reasoning import (
@@ -273,7 +273,7 @@ def test_equal_tokens_have_equal_text_for_rewards_and_for_the_gateway(shown: boo
 
 def test_special_tokens_that_look_like_marks_are_named_before_a_run() -> None:
     found = check_special_tokens(thinking_tokenizer(special=True), None)
-    assert isinstance(found, Finding) and found.status == "warning"
+    assert isinstance(found, Warned)
     assert found.found.startswith("</think>, </seed:think>")
     assert "task.special_tokens: shown" in found.hint
     assert check_special_tokens(thinking_tokenizer(special=True), "hidden") == "hidden in the text of responses"

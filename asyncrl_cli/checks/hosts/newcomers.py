@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
+from asyncrl_cli.checks.finding import Status
 from asyncrl_cli.checks.hosts.examine import examine_newcomer, hosts_for
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.orchestrator.nodes import live_nodes
@@ -34,10 +35,8 @@ class Newcomers:
         warn: Callable[[str], None],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """The nodes that are in the cluster now count as examined. ``folder`` is the run's, ``replica_bytes`` the size
-        of a weight version, ``rank_nodes()`` are the nodes of the trainer ranks, from which a host gets its weights.
-        ``note`` gets what is wrong with a node, as a fault's kind, part and message, ``warn`` gets warnings; ``now()``
-        is in seconds."""
+        """The nodes that are in the cluster now count as examined. ``replica_bytes`` is the size of a weight version.
+        The other arguments: as ``placement.ExaminerFactory``."""
         self._spec = spec
         self._folder = folder
         self._replica_bytes = replica_bytes
@@ -82,9 +81,9 @@ class Newcomers:
             self._warn(f"{name} has joined, and could not be examined: {error.message}")
             return True
         for finding in found:
-            if finding.status == "warning":
-                self._warn(f"{name} has joined: {finding.check}: {finding.found}. {finding.hint}")
-        failures = [finding for finding in found if finding.status == "failure"]
+            if finding.status is Status.WARNING:
+                self._warn(f"{name} has joined: {finding}")
+        failures = [finding for finding in found if finding.status is Status.FAILURE]
         if not failures:
             self._good.add(node)
             return True

@@ -1,8 +1,8 @@
-"""What is measured on one host: a Ray actor there opens a port at the host's own address, as the processes of a run do,
-and connects to those of the other hosts.
+"""One host's part of the check: a Ray actor there opens a port at the host's own address, as the processes of a run do,
+and connects to the other hosts.
 
-The protocol: a client sends the secret of this check, the server answers with its node's id, then the client sends any
-number of commands: ``p`` is answered with ``p``, ``d`` with ``SAMPLE_BYTES`` bytes.
+The protocol: a client sends the secret of this check, the server answers with its node's id. To each further byte of
+the client it answers with ``SAMPLE_BYTES`` bytes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,30 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal
+from enum import StrEnum
 
 from asyncrl_cli.checks.hosts import shared_folder
+from asyncrl_cli.checks.machine import available_memory, driver_problem
 from asyncrl_cli.core.errors import ConfigError
 
 CONNECT_S = 5.0
 """Seconds for a connection and its first answer."""
 SAMPLE_BYTES = 4 * 2**20
-"""Bytes sent from each host to each other one."""
 SAMPLE_S = 5.0
-"""Seconds that they may take; the speed of a slower pair is that of the bytes so far."""
+"""Seconds for the sample; the speed of a slower pair follows from the bytes so far."""
 STALLED_BYTES = 64 * 2**10
 """Fewer bytes than these in ``SAMPLE_S`` seconds are not a slow link, but one that loses large packets."""
-PINGS = 5
 
-Failure = Literal["refused", "silent", "no route", "another host", "stalled", "closed"]
-"""Why one host cannot connect to another."""
+
+class Failure(StrEnum):
+    """Why one host cannot connect to another."""
+
+    REFUSED = "refused"
+    SILENT = "silent"
+    NO_ROUTE = "no route"
+    ANOTHER_HOST = "another host"
+    STALLED = "stalled"
+    CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,28 +51,28 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Facts that one host reports: the port of its probe, versions by package (also ``python`` and ``asyncrl``),
-    the checksum of asyncrl's code, available memory in bytes, whether Ray asks for a token there, and why torch cannot
-    use its GPUs, with a hint (None if it can)."""
+    """What a host reports about itself."""
 
-    port: int
-    versions: Mapping[str, str]
-    code: str
-    memory: int
-    token: bool
-    driver: tuple[str, str] | None = None
+    port: int  # of its probe
+    versions: Mapping[str, str]  # by package; also of ``python`` and ``asyncrl``
+    code: str  # checksum of asyncrl's code
+    memory: int  # available bytes
+    token: bool  # whether Ray asks for a token
+    clock: float  # seconds since 1970, at the end of the answer
+    driver: tuple[str, str] | None = None  # why torch cannot use its GPUs, and a hint
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """From one host to another: the shortest round trip in seconds, and bytes per second."""
+class Answer:
+    """What a host finds out about the others."""
 
-    latency_s: float
-    bytes_per_s: float
+    failures: Mapping[str, Failure]  # by node id
+    speed: float | None  # bytes per second from its neighbour
+    unshared: str  # the problem with the shared folder; empty if there is none
 
 
 class HostProbe:
-    """One host's part of the check."""
+    """The actor."""
 
     def __init__(self, node_id: str, secret: str) -> None:
         self._node_id = node_id
@@ -79,41 +86,44 @@ class HostProbe:
         except OSError as error:
             message = f"Ray has the address {address} for this host, and cannot listen there: {error.strerror}"
             raise ConfigError(message, hint="start Ray with a --node-ip-address that the host has") from None
-        port = self._server.sockets[0].getsockname()[1]
-        return await asyncio.to_thread(_facts, port)
+        return await asyncio.to_thread(_facts, self._server.sockets[0].getsockname()[1])
 
-    async def clock(self) -> float:
-        """Seconds since 1970, by this host's clock."""
-        return time.time()
+    async def examine(self, targets: list[Target], neighbour: Target | None, mark: shared_folder.Mark) -> Answer:
+        """Connect to all targets at once, measure the speed from the neighbour, and use the shared folder."""
+        found = await asyncio.gather(*(self.reach(target) for target in targets))
+        failures = {target.node_id: failure for target, failure in zip(targets, found, strict=True) if failure}
+        speed = None
+        if neighbour is not None and neighbour.node_id not in failures:
+            measured = await self.measure(neighbour)
+            if isinstance(measured, Failure):
+                failures[neighbour.node_id] = measured
+            else:
+                speed = measured
+        return Answer(failures, speed, await asyncio.to_thread(shared_folder.answer, mark, self._node_id))
 
-    async def reach(self, targets: list[Target]) -> dict[str, Failure]:
-        """Connect to all other hosts at once; the failures, by node id."""
-
-        async def connect(target: Target) -> Failure | None:
-            try:
-                async with self._connected(target):
-                    return None
-            except PairFailed as failed:
-                return failed.failure
-
-        failures = await asyncio.gather(*(connect(target) for target in targets))
-        return {target.node_id: failure for target, failure in zip(targets, failures, strict=True) if failure}
-
-    async def measure(self, target: Target) -> Speed | Failure:
-        """How fast bytes come from another host."""
+    async def reach(self, target: Target) -> Failure | None:
+        """Connect to another host; why not, if that fails."""
         try:
-            async with self._connected(target) as (reader, writer):
-                latency = min([await _ping(reader, writer) for _ in range(PINGS)])
-                received, seconds = await _download(reader, writer)
+            async with self._connected(target):
+                return None
         except PairFailed as failed:
             return failed.failure
-        if received < STALLED_BYTES:
-            return "stalled"
-        return Speed(latency, received / seconds)
 
-    async def share(self, mark: shared_folder.Mark) -> str:
-        """The problem with the shared folder on this host, or an empty text."""
-        return await asyncio.to_thread(shared_folder.answer, mark, self._node_id)
+    async def measure(self, target: Target) -> float | Failure:
+        """Bytes per second from another host."""
+        received = 0
+        try:
+            async with self._connected(target) as (reader, writer):
+                started = time.perf_counter()
+                writer.write(b"d")
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(SAMPLE_S):
+                        while received < SAMPLE_BYTES and (part := await reader.read(2**20)):
+                            received += len(part)
+                seconds = time.perf_counter() - started
+        except PairFailed as failed:
+            return failed.failure
+        return received / seconds if received >= STALLED_BYTES else Failure.STALLED
 
     @asynccontextmanager
     async def _connected(self, target: Target) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
@@ -125,7 +135,7 @@ class HostProbe:
                 writer.write(self._secret + b"\n")
                 found = (await reader.readline()).strip().decode(errors="replace")
             if found != target.node_id:  # two hosts with one address, or a proxy between them
-                raise PairFailed("another host")
+                raise PairFailed(Failure.ANOTHER_HOST)
             yield reader, writer
         except (OSError, asyncio.IncompleteReadError, ValueError) as error:
             raise PairFailed(failure_of(error)) from error
@@ -138,8 +148,8 @@ class HostProbe:
             secret = await reader.readline()
             if hmac.compare_digest(secret.strip(), self._secret):
                 writer.write(self._node_id.encode() + b"\n")
-                while command := await reader.read(1):
-                    writer.write(b"p" if command == b"p" else bytes(SAMPLE_BYTES))
+                while await reader.read(1):
+                    writer.write(bytes(SAMPLE_BYTES))
                     await writer.drain()
         writer.close()
 
@@ -149,38 +159,18 @@ class PairFailed(Exception):
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
-        self.failure: Failure = failure
+        self.failure = failure
 
 
 def failure_of(error: BaseException) -> Failure:
     """The kind of failure that an error of a connection means."""
     if isinstance(error, TimeoutError):
-        return "silent"
+        return Failure.SILENT
     if isinstance(error, ConnectionRefusedError):
-        return "refused"
+        return Failure.REFUSED
     if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EINVAL):
-        return "no route"
-    return "closed"
-
-
-async def _ping(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> float:
-    """Seconds of one round trip."""
-    started = time.perf_counter()
-    writer.write(b"p")
-    async with asyncio.timeout(CONNECT_S):
-        await reader.readexactly(1)
-    return time.perf_counter() - started
-
-
-async def _download(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[int, float]:
-    """Bytes received, and the seconds that they took."""
-    received, started = 0, time.perf_counter()
-    writer.write(b"d")
-    with suppress(TimeoutError):
-        async with asyncio.timeout(SAMPLE_S):
-            while received < SAMPLE_BYTES and (part := await reader.read(2**20)):
-                received += len(part)
-    return received, time.perf_counter() - started
+        return Failure.NO_ROUTE
+    return Failure.CLOSED
 
 
 def _facts(port: int) -> Facts:
@@ -189,10 +179,15 @@ def _facts(port: int) -> Facts:
     from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
     from asyncrl_cli import __version__
-    from asyncrl_cli.checks.machine import available_memory, driver_problem
     from asyncrl_cli.runs.manifest import code_checksum, package_versions
 
     versions = {"asyncrl": __version__, "python": platform.python_version(), **package_versions()}
-    token = get_authentication_mode() == AuthenticationMode.TOKEN
-    driver = driver_problem() if "vllm" in versions else None
-    return Facts(port, versions, code_checksum(), available_memory(), token, driver)
+    return Facts(
+        port=port,
+        versions=versions,
+        code=code_checksum(),
+        memory=available_memory(),
+        token=get_authentication_mode() == AuthenticationMode.TOKEN,
+        driver=driver_problem() if "vllm" in versions else None,
+        clock=time.time(),
+    )
