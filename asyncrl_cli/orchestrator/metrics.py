@@ -23,7 +23,6 @@ from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.cpu_time import HostTime, host_time
-from asyncrl_cli.tasks.mix import task_names
 
 NO_UPDATES = "no_updates"
 """The kind of fault in the journal of steps that change no weight."""
@@ -107,7 +106,7 @@ class StepRecorder:
         self._fault = ""
         self._float32 = spec.trainer.dtype == spec.rollout.dtype == "float32"
         self._publish_every = spec.pipeline.publish_every
-        self._task_names = task_names(spec.task)
+        self._task_names = tuple(member.name for member in spec.task.mix)
         self._clock = StepClock(client)
         self._prompts = prompts
         self._buffer = buffer

@@ -23,8 +23,8 @@ Split = Literal["train", "eval"]
 SPEC_FOLDER = "ASYNCRL_FOLDER"
 """Environment variable with the folder of the spec file, for agents, environments and their commands."""
 GIVEN_PYTHONPATH = "ASYNCRL_GIVEN_PYTHONPATH"
-"""Environment variable with ``PYTHONPATH`` as the run has it. A worker's own has all of the run's module path, which is
-for this Python alone."""
+"""Environment variable with the run's ``PYTHONPATH``. A worker's own one has all of the run's module path, which is for
+this Python alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +103,15 @@ class AgentTask(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An environment's answer to a reply of the model.
-
-    Args:
-        messages: for the model to read next (``role`` user, tool or system).
-        reward: of the reply; a rollout's reward is the sum over its steps.
-        done: whether the episode is over.
-        metrics: added up over the steps, by name.
-    """
+    """An environment's answer to a reply of the model."""
 
     messages: Sequence[Message] = ()
+    """For the model to read next (``role`` user, tool or system)."""
     reward: float = 0.0
+    """A rollout's reward is the sum over its steps."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """Added up over the steps, by name."""
 
 
 class Environment(Protocol):

@@ -25,9 +25,8 @@ from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.episode_sandbox import check_sandbox
 from asyncrl_cli.tasks.function_task import RESPONSE, ROW, AgentFunction, EnvironmentClass, FunctionTask
 from asyncrl_cli.tasks.mix import MixTask
+from asyncrl_cli.tasks.ready.gym import Gym
 
-GYM_TASK = "asyncrl_cli.tasks.ready.gym:Gym"
-"""The class behind ``gym/<data set>``; its first argument is the data set."""
 USE, OPTIONS = "task.use", "task.options"
 ANY_KIND = (
     "name a class with a method reward(prompt, response, finished), run(prompt, model) or environment(prompt), "
@@ -41,53 +40,44 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
     ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
     script. ``location``: the key of the section. Raises ``TaskError``.
     """
-    task = _load_task(spec, search_path, location)
-    check_sandbox(task, spec.sandbox, location)
-    return task
-
-
-def _load_task(spec: TaskSpec, search_path: Path, location: str) -> Any:
     if spec.mix:
         members = {
-            member.name: load_one(member.use, member.options, search_path, f"{location}.mix.{index}")
+            member.name: load_one(member.use, member.options, search_path, location=f"{location}.mix.{index}")
             for index, member in enumerate(spec.mix)
         }
-        return MixTask(members, spec, search_path)
-    if spec.use is None:
+        task: Any = MixTask(members, spec, search_path)
+    elif spec.use is None:
         raise TaskError("the spec names no task", location=f"{location}.use", hint="give task.use or task.mix")
-    return load_one(spec.use, spec.options, search_path, location)
+    else:
+        task = load_one(spec.use, spec.options, search_path, location=location)
+    check_sandbox(task, spec.sandbox, location)
+    return task
 
 
 def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: str = "task") -> Any:
     """One task, as ``use`` and ``options`` say. Raises ``TaskError``, with keys of the section ``location``."""
     try:
-        return _load_one(use, options, search_path)
+        if use.startswith(GYM):
+            return _construct(Gym, use, {"data_set": use.removeprefix(GYM), **options})
+        target = READY_TASKS.get(use, use)
+        module_name, colon, name = target.partition(":")
+        if not (module_name and colon and name):
+            known = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
+            known += " (`asyncrl init --list` has examples)"
+            hint = did_you_mean(use, READY_TASKS, known)
+            raise TaskError(f"there is no ready task {use!r}", location=USE, hint=hint)
+        found = import_named(target, search_path, USE, ANY_KIND, TaskError)
+        if isinstance(found, type):
+            return _construct(found, use, options)
+        if callable(found):
+            return _wrap(found, use, options)
+        message = f"{target} is neither a class nor a function (got {type(found).__name__})"
+        raise TaskError(message, location=USE, hint=ANY_KIND)
     except TaskError as error:
         # Tasks do not know where in the spec they are named: their errors have keys of the section `task`.
         if error.location.startswith("task."):
             error.location = f"{location}.{error.location.removeprefix('task.')}"
         raise
-
-
-def _load_one(use: str, options: Mapping[str, Any], search_path: Path) -> Any:
-    if use.startswith(GYM):
-        options = {"data_set": use.removeprefix(GYM), **options}
-        target = GYM_TASK
-    else:
-        target = READY_TASKS.get(use, use)
-    module_name, colon, name = target.partition(":")
-    if not (module_name and colon and name):
-        known = f"ready tasks are {', '.join(READY_TASKS)}, {GYM}<data set>; yours is module:name"
-        known += " (`asyncrl init --list` has examples)"
-        raise TaskError(f"there is no ready task {use!r}", location=USE, hint=did_you_mean(use, READY_TASKS, known))
-    found = import_named(target, search_path, USE, ANY_KIND, TaskError)
-    if isinstance(found, type):
-        return _construct(found, use, options)
-    if callable(found):
-        return _wrap(found, use, options)
-    raise TaskError(
-        f"{target} is neither a class nor a function (got {type(found).__name__})", location=USE, hint=ANY_KIND
-    )
 
 
 def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
@@ -139,24 +129,20 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
 
 def _check_reward(task: Any, use: str) -> None:
     """Raise ``TaskError`` if the arguments of ``reward`` are not (prompt, response, finished)."""
-    problem = ""
     try:
         signature = inspect.signature(task.reward)
         signature.bind(None, "", True)
-    except TypeError as error:
-        problem = str(error)
-    except ValueError:  # a builtin without a signature
-        return
-    else:
         first, second = [*signature.parameters, "", ""][:2]
         if first in RESPONSE or second in ROW:
-            problem = f"its parameters are {signature}"
-    if problem:
+            raise TypeError(f"its parameters are {signature}")
+    except ValueError:  # a builtin without a signature
+        return
+    except TypeError as error:
         raise TaskError(
-            f"{use}.reward cannot be called as reward(prompt, response, finished): {problem}",
+            f"{use}.reward cannot be called as reward(prompt, response, finished): {error}",
             location=USE,
             hint="give it these three parameters, in this order",
-        )
+        ) from None
 
 
 def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask | AgentFunction:

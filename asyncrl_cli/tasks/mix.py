@@ -2,9 +2,9 @@
 
     a (weight 2), b (weight 1):   a/0  b/0  a/1  a/2  b/1  a/3  ...
 
-Invariant: which task row ``i`` of a mix belongs to, and which of its prompts it is, follows from the weights and ``i``
-alone, and in any stretch of rows every task has its share, up to a few rows. ``interleave`` alone
-decides it. A prompt's uid begins with its task's name, and by that everything finds the task again.
+Invariant: the weights and ``i`` alone decide which task row ``i`` of a mix belongs to, and which of its prompts it is;
+in any stretch of rows every task has its share, up to a few rows (``interleave``). A prompt's uid begins with its
+task's name, and by that everything finds the task again.
 """
 
 from __future__ import annotations
@@ -25,11 +25,6 @@ from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
 from asyncrl_cli.tasks.play import ask
 from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
-
-
-def task_names(spec: TaskSpec) -> tuple[str, ...]:
-    """The names of a mix's tasks, in the order of the spec; none for a single task."""
-    return tuple(member.name for member in spec.mix)
 
 
 def task_name(prompt: Prompt) -> str:
@@ -74,26 +69,28 @@ class MixedPrompts(LazyPrompts):
 
 
 class MixTask:
-    """The task of ``task.mix``. ``tasks`` has its tasks by name, in the order of the spec, and ``members`` the same as
-    rollouts see them: in a mix of episodes every one of them is played."""
+    """The task of ``task.mix``."""
 
     def __init__(self, tasks: Mapping[str, Any], spec: TaskSpec, base: Path = Path()) -> None:
         """``base`` is where relative paths of the members' files start."""
         episodic = any(is_episodic(task) for task in tasks.values())
         self.tasks = tasks
+        """By name, in the order of the spec."""
         self.members: Mapping[str, Any] = {
             name: task if is_episodic(task) or not episodic else OneCall(task) for name, task in tasks.items()
         }
+        """The same as rollouts see them: in a mix of episodes all of them are played."""
         self._spec = spec
         self._base = base
 
     def member(self, prompt: Prompt) -> tuple[Any, Prompt]:
         """The task that a prompt belongs to, and the prompt as that task made it."""
-        return self.members[task_name(prompt)], _without_name(prompt)
+        name, _, uid = prompt.uid.partition("/")
+        return self.members[name], Prompt(uid, prompt.content, prompt.fields)
 
     def scored_by(self, prompt: Prompt) -> tuple[Any, Prompt]:
         """The task that scores responses to a prompt, and the prompt as that task made it."""
-        return self.tasks[task_name(prompt)], _without_name(prompt)
+        return self.tasks[task_name(prompt)], self.member(prompt)[1]
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """``size`` rows. Training prompts of a task that has too few come again; held-out ones do not, and the
@@ -106,7 +103,14 @@ class MixTask:
             source = (member.train if split == "train" else member.eval) or SplitSpec()
             if source.path is None and source.size is None:
                 source = source.model_copy(update={"size": max(1, wanted[index])})
-            own.append(load_prompts(split, source, self.tasks[member.name], self._base, f"task.mix.{index}.{split}"))
+            prompts = load_prompts(
+                split,
+                source,
+                self.tasks[member.name],
+                base=self._base,
+                location=f"task.mix.{index}.{split}",
+            )
+            own.append(prompts)
         if split == "eval":
             lengths = np.array([len(prompts) for prompts in own])
             again = np.flatnonzero(rows_before >= lengths[strata])
@@ -115,7 +119,6 @@ class MixTask:
         return MixedPrompts([member.name for member in members], own, strata, rows_before)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
-        """What the prompt's task says."""
         task, its_prompt = self.scored_by(prompt)
         return task.reward(its_prompt, response, finished)
 
@@ -135,10 +138,6 @@ class MixTask:
         return shown
 
 
-def _without_name(prompt: Prompt) -> Prompt:
-    return Prompt(prompt.uid.partition("/")[2], prompt.content, prompt.fields)
-
-
 class OneCall:
     """A task of single responses in a mix of episodes: an episode of one call, whose reply the task scores."""
 
@@ -146,7 +145,7 @@ class OneCall:
         self.task = task
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
-        """Ask once; the reward is that of the reply."""
+        """Ask once; the task scores the reply."""
         import aiohttp
 
         messages, tools = chat_of(prompt)
@@ -155,5 +154,4 @@ class OneCall:
         return None
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
-        """The task's own."""
         return self.task.reward(prompt, response, finished)

@@ -19,7 +19,7 @@ from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskMember, TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess, Split, TaskMix, is_episodic, task_of
-from asyncrl_cli.tasks.mix import MixTask, OneCall, interleave, reward_limit_s, task_names
+from asyncrl_cli.tasks.mix import MixTask, OneCall, interleave, reward_limit_s
 from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
@@ -157,11 +157,10 @@ def test_in_a_mix_with_an_agent_every_rollout_is_an_episode() -> None:
     assert mixed.prompts("train", 1)[0].uid == "a/train/0"
 
 
-def test_names_and_time_limits_of_members() -> None:
+def test_time_limits_of_members() -> None:
     spec = TaskSpec(
         mix=[TaskMember(name="a", use="m:f", reward_timeout_s=3.0), TaskMember(name="b", use="m:f")],
         reward_timeout_s=7.0,
     )
-    assert task_names(spec) == ("a", "b")
     assert [reward_limit_s(spec, Prompt(f"{name}/1", "")) for name in "ab"] == [3.0, 7.0]
     assert reward_limit_s(TaskSpec(use="m:f", reward_timeout_s=7.0), Prompt("a/1", "")) == 7.0

@@ -33,48 +33,15 @@ QUIET: Mapping[str, str] = {
     "MSWEA_COST_TRACKING": "ignore_errors",
 }
 """Keeps agents from servers other than the gateway (telemetry, updates, price lists), and from asking for settings."""
-
-
 HOME = "home"
 """The home folder, relative to the folder of the episode."""
 CODEX = ".codex"
 
 
 def session_variables(model: ModelAccess, home: str) -> dict[str, str]:
-    """What leads an agent to its session and keeps it from other servers. ``home``: its home folder."""
-    return dict(QUIET) | _homes(home) | _access(model)
-
-
-def home_files(model: ModelAccess) -> dict[str, str]:
-    """Files for the folder of the episode, with their paths in it: Codex takes a server from a file alone."""
-    return {f"{HOME}/{CODEX}/config.toml": _codex_config(model)}
-
-
-def inherited_by_agents(variables: Mapping[str, str], model: ModelAccess) -> dict[str, str]:
-    """Variables of the run's environment without the settings of agents, and with no proxy before the gateway."""
-    kept = {name: value for name, value in variables.items() if not name.startswith(FOREIGN)}
-    host = urlsplit(model.base_url).hostname or ""
-    names = ("NO_PROXY", "no_proxy")
-    others = next((variables[name] for name in names if variables.get(name)), "")
-    return kept | dict.fromkeys(names, f"{others},{host}" if others else host)
-
-
-def _access(model: ModelAccess) -> dict[str, str]:
+    """Variables that lead an agent to its session and keep it from other servers. ``home``: its home folder, for all
+    settings and caches."""
     root = model.base_url.removesuffix("/v1")  # the clients of Anthropic's API add the version themselves
-    urls = {
-        **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), model.base_url),
-        **dict.fromkeys(("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE"), root),
-    }
-    keys = dict.fromkeys(("OPENAI_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY"), model.api_key)
-    plain = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
-    tiers = (f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS", "FABLE"))
-    # litellm, which these are built on, takes the protocol from the name.
-    prefixed = ("AIDER_MODEL", "LLM_MODEL", "MSWEA_MODEL_NAME")
-    return urls | keys | dict.fromkeys((*plain, *tiers), model.model) | dict.fromkeys(prefixed, f"openai/{model.model}")
-
-
-def _homes(home: str) -> dict[str, str]:
-    """Folders for settings and caches: all of them in ``home``."""
     folders = {
         "XDG_CACHE_HOME": ".cache",
         "XDG_CONFIG_HOME": ".config",
@@ -84,12 +51,26 @@ def _homes(home: str) -> dict[str, str]:
         "CODEX_HOME": CODEX,
         "MSWEA_GLOBAL_CONFIG_DIR": ".config/mini-swe-agent",
     }
-    return {"HOME": home} | {name: os.path.join(home, folder) for name, folder in folders.items()}
+    tiers = (f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS", "FABLE"))
+    plain = ("OPENAI_MODEL", "ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL", *tiers)
+    # litellm, which these are built on, takes the protocol from the name.
+    prefixed = ("AIDER_MODEL", "LLM_MODEL", "MSWEA_MODEL_NAME")
+    return {
+        **QUIET,
+        "HOME": home,
+        **{name: os.path.join(home, folder) for name, folder in folders.items()},
+        **dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE", "LLM_BASE_URL"), model.base_url),
+        **dict.fromkeys(("ANTHROPIC_BASE_URL", "ANTHROPIC_API_BASE"), root),
+        **dict.fromkeys(("OPENAI_API_KEY", "LLM_API_KEY", "ANTHROPIC_API_KEY"), model.api_key),
+        **dict.fromkeys(plain, model.model),
+        **dict.fromkeys(prefixed, f"openai/{model.model}"),
+    }
 
 
-def _codex_config(model: ModelAccess) -> str:
-    """TOML; its strings are written as JSON's, which are a part of TOML's."""
-    return f"""\
+def home_files(model: ModelAccess) -> dict[str, str]:
+    """Files for the folder of the episode, with their paths in it: Codex takes a server from a file alone."""
+    # JSON's strings are a part of TOML's.
+    config = f"""\
 model = {json.dumps(model.model)}
 model_provider = "asyncrl"
 check_for_update_on_startup = false
@@ -103,3 +84,13 @@ wire_api = "responses"
 [analytics]
 enabled = false
 """
+    return {f"{HOME}/{CODEX}/config.toml": config}
+
+
+def inherited_by_agents(variables: Mapping[str, str], model: ModelAccess) -> dict[str, str]:
+    """Variables of the run's environment without the settings of agents, and with no proxy before the gateway."""
+    kept = {name: value for name, value in variables.items() if not name.startswith(FOREIGN)}
+    host = urlsplit(model.base_url).hostname or ""
+    names = ("NO_PROXY", "no_proxy")
+    others = next((variables[name] for name in names if variables.get(name)), "")
+    return kept | dict.fromkeys(names, f"{others},{host}" if others else host)

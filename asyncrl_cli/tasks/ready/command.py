@@ -83,7 +83,13 @@ class Command:
         _check_program(words[0], cwd, (env or {}).get("PATH"))
         self._cwd = cwd
         self._env = dict(env or {})
-        self._reward = _function(reward) if reward is not None else None
+        self._reward: FunctionTask | None = None
+        if reward is not None:
+            location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
+            found = import_named(reward, None, location, hint, TaskError)
+            if not callable(found):
+                raise TaskError(f"{reward} is not a function", location=location, hint=hint)
+            self._reward = FunctionTask(found, reward, location)
 
     async def run(
         self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
@@ -105,27 +111,28 @@ class Command:
     async def _run_here(self, prompt: Prompt, model: ModelAccess) -> tuple[int, str, str]:
         with tempfile.TemporaryDirectory(prefix="asyncrl-episode-", ignore_cleanup_errors=True) as scratch:
             row = json.dumps(row_of(prompt), default=str)
-            Path(scratch, ROW_FILE).write_text(row)
+            for name, text in {ROW_FILE: row, **home_files(model)}.items():
+                Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
+                Path(scratch, name).write_text(text)
             cwd = Path(scratch, CWD)
             cwd.mkdir()
             if self._cwd is not None:
                 cwd = Path(os.environ.get(SPEC_FOLDER, "."), self._cwd)
-            for name, text in home_files(model).items():
-                Path(scratch, name).parent.mkdir(parents=True, exist_ok=True)
-                Path(scratch, name).write_text(text)
-            inherited = inherited_by_agents(os.environ, model) | _module_path(os.environ)
+            # The command may be another Python's: of the run's module path it gets only what the run was given.
+            given = os.environ.get(GIVEN_PYTHONPATH, os.environ.get("PYTHONPATH"))
+            path = os.pathsep.join(filter(None, (os.environ.get(SPEC_FOLDER), given)))
+            inherited = inherited_by_agents(os.environ, model) | {"PYTHONPATH": path}
             return await _run(self._words, cwd, inherited | _variables(row, scratch, model) | self._env)
 
     async def _run_inside(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox) -> tuple[int, str, str]:
+        if sandbox.base_url is not None:
+            model = replace(model, base_url=sandbox.base_url)
         row = json.dumps(row_of(prompt), default=str)
-        await sandbox.write_file(ROW_FILE, row.encode())
+        for name, text in {ROW_FILE: row, **home_files(model)}.items():
+            await sandbox.write_file(name, text.encode())
         where = (await sandbox.run(f"mkdir -p {CWD} && pwd", time_s=YEAR_S)).output.strip()
         spec_folder = os.environ.get(SPEC_FOLDER, "")
         cwd = os.path.join(where, CWD) if self._cwd is None else os.path.join(spec_folder, self._cwd)
-        if sandbox.base_url is not None:
-            model = replace(model, base_url=sandbox.base_url)
-        for name, text in home_files(model).items():
-            await sandbox.write_file(name, text.encode())
         variables = _variables(row, where, model) | {SPEC_FOLDER: spec_folder} | self._env
         line = f"cd {shlex.quote(cwd)} && exec {shlex.join(self._words)} 2>{shlex.quote(os.path.join(where, ERRORS))}"
         result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has a limit of its own
@@ -137,20 +144,14 @@ class Command:
     def reward(
         self, prompt: Prompt, response: str, finished: bool
     ) -> float | RewardResult | Awaitable[float | RewardResult]:
-        """What the function of the option ``reward`` says."""
+        """Call the function of the option ``reward``."""
         if self._reward is None:
             raise CommandFailed("the task `command` has no option `reward`")
         return self._reward.reward(prompt, response, finished)
 
 
-def _module_path(variables: Mapping[str, str]) -> dict[str, str]:
-    """``PYTHONPATH`` of a command, which may be another Python's: the spec's folder, and what the run was given."""
-    paths = variables.get(SPEC_FOLDER), variables.get(GIVEN_PYTHONPATH, variables.get("PYTHONPATH"))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-
-
 def _variables(row: str, scratch: str, model: ModelAccess) -> dict[str, str]:
-    """What a command finds in its environment. ``row``: of its prompt; ``scratch``: its folder."""
+    """Environment of a command. ``row``: its prompt's row as JSON; ``scratch``: its folder."""
     variables = session_variables(model, os.path.join(scratch, HOME)) | {
         "ASYNCRL_PROMPT_FILE": os.path.join(scratch, ROW_FILE),
         "ASYNCRL_ROLLOUT": model.rollout_id,
@@ -243,11 +244,3 @@ def _check_program(program: str, cwd: str | None, path: str | None) -> None:
             location="task.options.command",
             hint="correct its name, install it, give its absolute path, or set cwd to the folder of a relative one",
         )
-
-
-def _function(name: str) -> FunctionTask:
-    location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
-    found = import_named(name, None, location, hint, TaskError)
-    if not callable(found):
-        raise TaskError(f"{name} is not a function", location=location, hint=hint)
-    return FunctionTask(found, name, location)

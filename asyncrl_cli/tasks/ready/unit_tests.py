@@ -110,7 +110,9 @@ def code_in(response: str) -> str:
     for line in response.split("\n"):
         marker = line.strip(" \t\r")
         if language is None and marker.startswith(FENCE) and "`" not in (label := marker[len(FENCE) :]):
-            if not label and not blocks and _is_program(text):
+            # A word of prose is Python, too: an expression.
+            tree = None if label or blocks else _compiles(text)
+            if tree is not None and not all(isinstance(node, ast.Expr) for node in tree.body):
                 blocks.append(("", text))
             else:
                 language = label.strip().lower()
@@ -128,23 +130,22 @@ def code_in(response: str) -> str:
     return next((block for block in reversed(python) if _compiles(block)), (python or [blocks[-1][1]])[-1])
 
 
-def _is_program(text: str) -> bool:
-    """Whether it is Python that does something. A word of prose is Python, too: an expression."""
-    tree = _compiles(text)
-    return tree is not None and not all(isinstance(node, ast.Expr) for node in tree.body)
-
-
 def tests_in(code: str, entry_point: str | None) -> list[Check]:
     """The tests of one code. Raises ``SyntaxError``, and ``UnusableTests`` if they would execute nothing."""
     tree = ast.parse(code)
     functions = [node for node in tree.body if isinstance(node, Function)]
-    named = [(_checked(node, 0), node.name) for node in functions if _is_test(node.name)]
+    named = [(node.name, node, 0) for node in functions if node.name == "test" or node.name.startswith("test_")]
     for holder in tree.body:
-        if isinstance(holder, ast.ClassDef) and _holds_tests(holder):
+        if isinstance(holder, ast.ClassDef) and (
+            # Where pytest or unittest would look for tests.
+            holder.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in holder.bases)
+        ):
             methods = [node for node in holder.body if isinstance(node, Function) and node.name.startswith("test")]
-            named += [(_checked(node, 1), f"{holder.name}.{node.name}") for node in methods]
+            named += [(f"{holder.name}.{node.name}", node, 1) for node in methods]
+    for _, node, given in named:
+        _check_arguments(node, given)
     if named:
-        return [Check(code, name) for _, name in named]
+        return [Check(code, name) for name, _, _ in named]
     uses = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if any(node.name == "check" and len(node.args.args) == 1 for node in functions) and "check" not in uses:
         if not (entry_point or "").isidentifier():
@@ -155,35 +156,23 @@ def tests_in(code: str, entry_point: str | None) -> list[Check]:
     return [Check(code)]
 
 
-def _is_test(name: str) -> bool:
-    return name == "test" or name.startswith("test_")
-
-
-def _holds_tests(node: ast.ClassDef) -> bool:
-    """Whether pytest or unittest would look for tests in a class."""
-    return node.name.startswith("Test") or any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-
-
-def _checked(node: Function, given: int) -> Function:
-    """The function. Raises ``UnusableTests`` if it needs arguments beside those given, which only pytest knows."""
+def _check_arguments(node: Function, given: int) -> None:
+    """Raise ``UnusableTests`` if a test needs more arguments than are ``given``: only pytest knows them."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     needed = (
         len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults) + node.args.kw_defaults.count(None)
     )
     if (needed > given and not decorators) or any("parametrize" in decorator for decorator in decorators):
         raise UnusableTests(f"{node.name} takes arguments: pytest's fixtures and parameters are not supported")
-    return node
 
 
 def _is_definition(node: ast.stmt) -> bool:
     """Whether a statement of a module only defines or imports something."""
-    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)):
-        return not any(isinstance(part, (ast.Call, ast.Name)) and not _is_target(part) for part in ast.walk(node))
-    return isinstance(node, (Function, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass))
-
-
-def _is_target(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.Expr)):
+        return isinstance(node, (Function, ast.ClassDef, ast.Import, ast.ImportFrom, ast.Pass))
+    names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+    calls = any(isinstance(part, ast.Call) for part in ast.walk(node))
+    return not calls and all(isinstance(name.ctx, ast.Store) for name in names)
 
 
 def _compiles(code: str) -> ast.Module | None:
