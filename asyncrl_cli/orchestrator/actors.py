@@ -171,6 +171,7 @@ async def start_all(
     engines: Sequence[EngineProcess],
     trainers: TrainerRanks,
     replicas: Replicas,
+    *,
     checkpoint: Path | None,
     progress: Callable[[str], None],
     budget: RestartBudget,

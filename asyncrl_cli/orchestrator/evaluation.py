@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
+from asyncrl_cli.monitors.reporter import Reporter
+from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.episodes import Episodes
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.records.groups import Opening
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import CORRECT
@@ -39,21 +43,18 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A series of comparable evaluations: the same prompts and sampling settings, after different steps.
-
-    Args:
-        every: steps between two evaluations; 0: only before and after training.
-        at_most: number of prompts of an evaluation during training; None for all, as before and after training.
-        temperature: 0 is greedy.
-        samples: responses per prompt.
-    """
+    """A series of comparable evaluations: the same prompts and sampling settings, after different steps."""
 
     kind: EvaluationKind
     held_out: HeldOut
     every: int
+    """Steps between two evaluations; 0: only before and after training."""
     at_most: int | None
+    """Number of prompts of an evaluation during training; None for all, as before and after training."""
     temperature: float
+    """0 is greedy."""
     samples: int
+    """Responses per prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,6 @@ class _Sample:
 
     @property
     def reward(self) -> float | None:
-        """The reward; None for a response without one."""
         return self.score.reward if isinstance(self.score, Scored) else None
 
     @property
@@ -74,54 +74,142 @@ class _Sample:
         return [version for sequence in sequences for version in sequence.versions[sequence.sampled].tolist()]
 
 
+def encoded(
+    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, warn: Callable[[str], None]
+) -> list[tuple[Prompt, tuple[int, ...]]]:
+    """The held-out prompts that can be used, with their token ids; ``warn`` is told how many cannot. Raises
+    ``RunError`` when none can."""
+    fitting: list[tuple[Prompt, tuple[int, ...]]] = []
+    unusable: list[DataError] = []
+    for row in range(len(prompts)):
+        try:
+            prompt = prompts[row]
+            ids = encoder.encode(prompt)
+        except DataError as error:
+            unusable.append(error)
+        else:
+            fitting += [(prompt, ids)] if ids is not None else []
+    if unusable:
+        warn(f"{location}: {len(unusable)} of {len(prompts)} prompts cannot be used and are skipped: {unusable[0]}")
+    if not fitting:
+        raise RunError(
+            "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
+            location=location,
+            hint="raise rollout.max_prompt_tokens",
+        )
+    if too_long := len(prompts) - len(unusable) - len(fitting):
+        warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and skipped")
+    return fitting
+
+
 class Evaluator:
-    """Evaluates on the run's held-out prompts, and on ``sets`` by name."""
+    """Evaluates on the run's held-out prompts, and on ``sets`` by name; records and reports the results."""
 
     def __init__(
         self,
         spec: ExperimentSpec,
+        *,
         write: Callable[[str, str], object],
         client: GenerationClient,
+        buffer: BufferClient,
+        reporter: Reporter,
+        opening: Opening,
         held_out: HeldOut | None,
         sets: Mapping[str, HeldOut],
     ) -> None:
+        """``write(name, text)`` writes a file of samples in the run's folder."""
         self._spec = spec
         self._write_text = write
         self._client = client
-        self._series = tuple(_all_series(spec, held_out, sets))
-
-    def due(self, step: int) -> list[Series]:
-        """The series that have an evaluation after this step."""
-        return [series for series in self._series if self._is_end(step) or (series.every and step % series.every == 0)]
-
-    async def evaluate(self, series: Series, step: int) -> tuple[EvaluationResult | None, str]:
-        """Make one evaluation, and write its samples to a file.
-
-        Returns the result over the responses that have a reward, None if none has, and a warning that counts the
-        others. Raises ``RunError`` when a rollout fails.
-        """
-        prompts = series.held_out.prompts
-        chosen = prompts if self._is_end(step) else prompts[: series.at_most]
-        wanted = [entry for entry in chosen for _ in range(series.samples)]
-        samplings = [self._sampling(series, step, index) for index in range(len(wanted))]
-        ids = [f"{EVALUATION}{step}:{series.kind}:{index}" for index in range(len(wanted))]
-        if (episodes := series.held_out.episodes) is None:
-            requests = [
-                RolloutRequest(rollout_id, prompt_ids, sampling)
-                for rollout_id, (_, prompt_ids), sampling in zip(ids, wanted, samplings, strict=True)
+        self._buffer = buffer
+        self._reporter = reporter
+        self.accuracies = dict(opening.evaluated)
+        """The greedy held-out accuracies, by step."""
+        self.running: set[int] = set()
+        """The steps whose evaluation is running."""
+        self._done = set(opening.evaluations)  # (step, kind)
+        self._series: list[Series] = []
+        evaluation = spec.evaluation
+        every, at_most = evaluation.every, evaluation.prompts
+        temperature = evaluation.temperature or spec.rollout.sampling.temperature
+        if held_out is not None:
+            self._series += [
+                Series("greedy", held_out, every=every, at_most=at_most, temperature=0.0, samples=1),
+                Series(
+                    "sampled",
+                    held_out,
+                    every=every if evaluation.samples > 1 else 0,
+                    at_most=at_most,
+                    temperature=temperature,
+                    samples=evaluation.samples,
+                ),
             ]
-            samples = await self._answered([prompt for prompt, _ in wanted], requests, series.held_out.scoring)
-        else:
-            played = await asyncio.gather(
-                *(
-                    episodes.play(rollout_id, prompt, sampling)
-                    for rollout_id, (prompt, _), sampling in zip(ids, wanted, samplings, strict=True)
+        for name, chosen in evaluation.sets.items():
+            self._series.append(
+                Series(
+                    f"{name}:greedy" if chosen.greedy else f"{name}:sampled",
+                    sets[name],
+                    every=every if chosen.every is None else chosen.every,
+                    at_most=None,
+                    temperature=0.0 if chosen.greedy else temperature,
+                    samples=1 if chosen.greedy else chosen.samples,
                 )
             )
-            samples = [_Sample(prompt, *ended) for (prompt, _), ended in zip(wanted, played, strict=True)]
+
+    def due(self, step: int) -> list[Series]:
+        """The evaluations after this step that are not done yet; some may remain from before the run was stopped."""
+        return [
+            series
+            for series in self._series
+            if self._is_end(step) or (series.every and step % series.every == 0)
+            if (step, series.kind) not in self._done
+        ]
+
+    async def evaluate(self, step: int) -> None:
+        """Make all evaluations that are due after this step. Raises ``RunError`` when a rollout fails."""
+        self.running.add(step)
+        await asyncio.gather(*(self._evaluate(series, step) for series in self.due(step)))
+        self.running.discard(step)
+
+    async def _evaluate(self, series: Series, step: int) -> None:
+        samples = await self._samples(series, step)
         facts, numbers = _numbers(series, step, samples)
         self._write({**facts, "accuracy": None, "mean_reward": None, **numbers}, samples)
-        return EvaluationResult(**facts, **numbers) if numbers else None, _failures(series, step, samples)
+        self._done.add((step, series.kind))
+        if warning := _failures(series, step, samples):
+            self._reporter.warn(warning)
+            await self._buffer.failed("evaluation", series.kind, warning)
+        if not numbers:
+            self._reporter.unevaluated(series.kind)
+            return
+        result = EvaluationResult(**facts, **numbers)
+        if result.kind == "greedy":
+            self.accuracies[step] = result.accuracy
+        self._reporter.evaluated(result)
+        await self._buffer.evaluated(result)
+
+    async def _samples(self, series: Series, step: int) -> list[_Sample]:
+        chosen = series.held_out.prompts if self._is_end(step) else series.held_out.prompts[: series.at_most]
+        wanted = [entry for entry in chosen for _ in range(series.samples)]
+        asked = [
+            (f"{EVALUATION}{step}:{series.kind}:{index}", prompt, prompt_ids, self._sampling(series, step, index))
+            for index, (prompt, prompt_ids) in enumerate(wanted)
+        ]
+        if (episodes := series.held_out.episodes) is not None:
+            played = await asyncio.gather(
+                *(episodes.play(rollout_id, prompt, sampling) for rollout_id, prompt, _, sampling in asked)
+            )
+            return [_Sample(prompt, *ended) for (prompt, _), ended in zip(wanted, played, strict=True)]
+        rollouts = await self._generated(
+            [RolloutRequest(rollout_id, prompt_ids, sampling) for rollout_id, _, prompt_ids, sampling in asked]
+        )
+        scores = await series.held_out.scoring.score(
+            [(prompt, rollout.text, rollout.finished) for (prompt, _), rollout in zip(wanted, rollouts, strict=True)]
+        )
+        return [
+            _Sample(prompt, rollout, score)
+            for (prompt, _), rollout, score in zip(wanted, rollouts, scores, strict=True)
+        ]
 
     def _is_end(self, step: int) -> bool:
         return step in (0, self._spec.stop.steps)
@@ -134,16 +222,6 @@ class Evaluator:
             seed=rollout_seed(self._spec.seed, -1 - step, index) if series.temperature else None,
             stop=tuple(rollout.sampling.stop),
         )
-
-    async def _answered(
-        self, prompts: Sequence[Prompt], requests: Sequence[RolloutRequest], scoring: Scoring
-    ) -> list[_Sample]:
-        rollouts = await self._generated(requests)
-        responses = [
-            (prompt, rollout.text, rollout.finished) for prompt, rollout in zip(prompts, rollouts, strict=True)
-        ]
-        scores = await scoring.score(responses)
-        return [_Sample(*sample) for sample in zip(prompts, rollouts, scores, strict=True)]
 
     async def _generated(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         ended: dict[str, Rollout] = {}
@@ -189,21 +267,6 @@ class Evaluator:
             lines.append(json.dumps(row))
         name = head["kind"].replace(":", "-")
         self._write_text(f"evaluations/step-{head['step']:06d}-{name}.jsonl", "\n".join(lines) + "\n")
-
-
-def _all_series(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str, HeldOut]) -> Iterator[Series]:
-    evaluation = spec.evaluation
-    every, temperature = evaluation.every, evaluation.temperature or spec.rollout.sampling.temperature
-    if held_out is not None:
-        yield Series("greedy", held_out, every, evaluation.prompts, 0.0, 1)
-        sampled_every = every if evaluation.samples > 1 else 0
-        yield Series("sampled", held_out, sampled_every, evaluation.prompts, temperature, evaluation.samples)
-    for name, chosen in evaluation.sets.items():
-        every = evaluation.every if chosen.every is None else chosen.every
-        if chosen.greedy:
-            yield Series(f"{name}:greedy", sets[name], every, None, 0.0, 1)
-        else:
-            yield Series(f"{name}:sampled", sets[name], every, None, temperature, chosen.samples)
 
 
 def _numbers(series: Series, step: int, samples: Sequence[_Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -265,6 +328,5 @@ def pass_at(k: int, samples: int, correct: int) -> float:
 
 
 def mean_pass_at(samples: int, correct: Sequence[int]) -> tuple[float, ...]:
-    """pass@1, ..., pass@``samples``, averaged over prompts; ``correct``: the number of correct responses of each
-    prompt."""
+    """pass@1, ..., pass@``samples``, averaged over prompts; ``correct`` has the correct responses of each prompt."""
     return tuple(sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in range(1, samples + 1))

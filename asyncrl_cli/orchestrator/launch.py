@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.core.errors import DataError, RunError, UserError
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
@@ -29,10 +29,10 @@ from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
-from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
+from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, encoded
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
-from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
+from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.nodes import why_gone
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource, first_prompts
 from asyncrl_cli.orchestrator.replicas import Replicas
@@ -230,11 +230,18 @@ async def _start(
     replicas = Replicas(factory.host_agent, factory.address_of, budget, why_gone)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = services.workers(spec.task) if "" in experiment.episodic else None
-    checkpoint = start.checkpoint
-    folder = checkpoint.folder if checkpoint else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
     starting = asyncio.create_task(
-        start_all(engines, ranks, replicas, folder, reporter.status, budget, initial, shares_gpus(spec))
+        start_all(
+            engines,
+            ranks,
+            replicas,
+            checkpoint=start.checkpoint.folder if start.checkpoint else None,
+            progress=reporter.status,
+            budget=budget,
+            initial=initial,
+            shared_gpus=shares_gpus(spec),
+        )
     )
     try:
         opening = await buffer.open(start.kind, start.note, start.base)
@@ -262,19 +269,29 @@ async def _start(
         chosen = spec.evaluation.sets.get(name)
         location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
         encoder = PromptEncoder.of(spec, tokenizer, name in experiment.episodic)
-        encoded = _encoded(prompts, encoder, location, reporter.warn)
+        rows = encoded(prompts, encoder, location, reporter.warn)
         if chosen is None or chosen.task is None:
-            return HeldOut(encoded, scoring, episodes)
+            return HeldOut(rows, scoring, episodes)
         own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
         if name not in experiment.episodic:
-            return HeldOut(encoded, own_scoring)
+            return HeldOut(rows, own_scoring)
         own_workers = services.workers(chosen.task, f"episode-worker-{name}")
-        return HeldOut(
-            encoded, own_scoring, services.episodes(chosen.task, own_workers, own_scoring, watchdog.progress)
-        )
+        return HeldOut(rows, own_scoring, services.episodes(chosen.task, own_workers, own_scoring, watchdog.progress))
 
-    sets = {name: held_out(name, prompts) for name, prompts in experiment.sets.items()}
-    parts = Parts(
+    evaluator = Evaluator(
+        spec,
+        write=recorder.write_text,
+        client=client,
+        buffer=buffer,
+        reporter=reporter,
+        opening=opening,
+        held_out=held_out("", experiment.eval_prompts) if spec.data.eval is not None else None,
+        sets={name: held_out(name, prompts) for name, prompts in experiment.sets.items()},
+    )
+    return Orchestrator(
+        spec,
+        opening,
+        checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
         run=run,
         buffer=buffer,
         ranks=ranks,
@@ -284,44 +301,11 @@ async def _start(
         scoring=scoring,
         prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
         episodes=episodes,
-        evaluator=Evaluator(
-            spec,
-            recorder.write_text,
-            client,
-            held_out("", experiment.eval_prompts) if spec.data.eval is not None else None,
-            sets,
-        ),
+        evaluator=evaluator,
         reporter=reporter,
         budget=budget,
         watchdog=watchdog,
     )
-    return Orchestrator(spec, parts, opening, checkpoint.step if checkpoint else 0)
-
-
-def _encoded(
-    prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, warn: Callable[[str], None]
-) -> list[tuple[Prompt, tuple[int, ...]]]:
-    fitting: list[tuple[Prompt, tuple[int, ...]]] = []
-    unusable: list[DataError] = []
-    for row in range(len(prompts)):
-        try:
-            prompt = prompts[row]
-            ids = encoder.encode(prompt)
-        except DataError as error:
-            unusable.append(error)
-        else:
-            fitting += [(prompt, ids)] if ids is not None else []
-    if unusable:
-        warn(f"{location}: {len(unusable)} of {len(prompts)} prompts cannot be used and are skipped: {unusable[0]}")
-    if not fitting:
-        raise RunError(
-            "every held-out prompt is longer than rollout.max_prompt_tokens, or unusable",
-            location=location,
-            hint="raise rollout.max_prompt_tokens",
-        )
-    if too_long := len(prompts) - len(unusable) - len(fitting):
-        warn(f"{location}: {too_long} of {len(prompts)} prompts are longer than rollout.max_prompt_tokens and skipped")
-    return fitting
 
 
 async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Reporter) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
@@ -23,7 +22,7 @@ from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.orchestrator.engines import EngineProcess, GpuTurns
 from asyncrl_cli.orchestrator.episodes import Episodes
-from asyncrl_cli.orchestrator.evaluation import Evaluator, Series
+from asyncrl_cli.orchestrator.evaluation import Evaluator
 from asyncrl_cli.orchestrator.metrics import StepRecorder
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.publisher import Publisher
@@ -42,52 +41,57 @@ from asyncrl_cli.spec.sharing import engines_sleep
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The started parts of a run."""
-
-    run: RunDirectory
-    buffer: BufferClient
-    ranks: TrainerRanks
-    replicas: Replicas
-    client: GenerationClient
-    make_engine: Callable[[str], EngineProcess]
-    scoring: Scoring
-    prompts: PromptSource
-    episodes: Episodes | None
-    evaluator: Evaluator
-    reporter: Reporter
-    budget: RestartBudget
-    watchdog: Watchdog
-
-
 class Orchestrator:
     """Drives started parts from where the journal ends to the last step."""
 
-    def __init__(self, spec: ExperimentSpec, parts: Parts, opening: Opening, checkpoint_step: int) -> None:
+    def __init__(
+        self,
+        spec: ExperimentSpec,
+        opening: Opening,
+        *,
+        checkpoint_step: int,
+        run: RunDirectory,
+        buffer: BufferClient,
+        ranks: TrainerRanks,
+        replicas: Replicas,
+        client: GenerationClient,
+        make_engine: Callable[[str], EngineProcess],
+        scoring: Scoring,
+        prompts: PromptSource,
+        episodes: Episodes | None,
+        evaluator: Evaluator,
+        reporter: Reporter,
+        budget: RestartBudget,
+        watchdog: Watchdog,
+    ) -> None:
         """``checkpoint_step``: the step of the checkpoint that the trainer ranks have started from; 0 without one."""
         self._spec = spec
         self._opening = opening
-        self._run = parts.run
-        self._buffer = parts.buffer
-        self._ranks = parts.ranks
-        self._client = parts.client
-        self._evaluator = parts.evaluator
-        self._reporter = parts.reporter
-        self._watchdog = parts.watchdog
+        self._run = run
+        self._buffer = buffer
+        self._ranks = ranks
+        self._client = client
+        self._evaluator = evaluator
+        self._reporter = reporter
+        self._watchdog = watchdog
+        self._tasks = asyncio.TaskGroup()
         self._step = opening.step
-        self._checkpoints = Checkpoints(parts.run, parts.ranks, spec)
+        self._checkpoints = Checkpoints(run, ranks, spec)
         self._steps = StepRecorder(
-            *(spec, parts.client, parts.prompts, parts.buffer, parts.reporter),
-            parts.budget.note,
+            spec,
+            client=client,
+            prompts=prompts,
+            buffer=buffer,
+            reporter=reporter,
+            budget=budget,
             reported=opening.trained,
         )
-        turns = GpuTurns(parts.client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
+        turns = GpuTurns(client, engines_sleep(spec), spec.pipeline.stall_minutes * 60)
         self._trainer = ResilientTrainer(
-            parts.ranks,
-            buffer=parts.buffer,
-            run=parts.run,
-            budget=parts.budget,
+            ranks,
+            buffer=buffer,
+            run=run,
+            budget=budget,
             step=checkpoint_step,
             repeated=self._repeated,
             gpu_turn=turns.trainer,
@@ -95,38 +99,38 @@ class Orchestrator:
         self._publisher = Publisher(
             spec,
             trainer=self._trainer,
-            ranks=parts.ranks,
-            client=parts.client,
-            replicas=parts.replicas,
-            buffer=parts.buffer,
-            watchdog=parts.watchdog,
-            budget=parts.budget,
+            ranks=ranks,
+            client=client,
+            replicas=replicas,
+            buffer=buffer,
+            watchdog=watchdog,
+            budget=budget,
             opened=(opening.version, opening.checksum),
             published=self._note_published,
         )
-        self._tasks = asyncio.TaskGroup()
         self._scheduler = RolloutScheduler(
-            *(spec, parts.buffer, parts.client, parts.scoring, parts.prompts),
+            spec,
+            buffer,
+            client,
+            scoring,
+            prompts,
             spawn=self._spawn,
-            episodes=parts.episodes,
-            warn=parts.reporter.warn,
+            episodes=episodes,
+            warn=reporter.warn,
         )
         self._pool = EnginePool(
             (spec.rollout.min_engines, spec.rollout.max_engines),
-            parts.run,
-            make=parts.make_engine,
-            client=parts.client,
+            run,
+            make=make_engine,
+            client=client,
             weights=self._publisher,
-            buffer=parts.buffer,
-            budget=parts.budget,
-            reporter=parts.reporter,
+            buffer=buffer,
+            budget=budget,
+            reporter=reporter,
             gpu_turn=turns.engines,
         )
-        self._accuracies = dict(opening.evaluated)
-        self._evaluated = set(opening.evaluations)  # (step, kind) of each evaluation that is done
         self._evaluation: asyncio.Task[None] | None = None
         self._fixed_version = False  # whether the evaluation needs one version, so publishes wait
-        self._evaluating: set[int] = set()  # steps whose evaluation is running
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._written = opening.version  # the newest version whose publish has begun
         self._published: PublishRecord | None = None  # not reported yet
@@ -179,7 +183,7 @@ class Orchestrator:
         saving = self._trainer.at(step, lambda: self._checkpoints.save(step, state))
         what = f"the checkpoint of step {step}"
         saved = await self._watchdog.until(saving, "the trainer", what, self._ranks.saving_s)
-        removed = await self._checkpoints.prune(self._accuracies, self._evaluating)
+        removed = await self._checkpoints.prune(self._evaluator.accuracies, self._evaluator.running)
         await self._buffer.checkpointed(step, saved.folder.name, time.monotonic() - started, removed)
 
     async def _loop(self) -> None:
@@ -289,7 +293,7 @@ class Orchestrator:
     # -- between steps
 
     async def _between_steps(self) -> None:
-        if self._evaluations_due():
+        if self._evaluator.due(self._step):
             await self._publisher.delivered()  # the publish is of the weights after this step
             await self._finish_evaluation("an evaluation")
             self._begin_evaluation()
@@ -299,15 +303,9 @@ class Orchestrator:
             if self._spec.journal.keep != "all":
                 self._spawn(self._buffer.prune(self._spec.journal.keep))
 
-    def _evaluations_due(self) -> list[Series]:
-        """The evaluations after this step that are not done yet; some may remain from before the run was stopped."""
-        due = self._evaluator.due(self._step)
-        return [series for series in due if (self._step, series.kind) not in self._evaluated]
-
     def _begin_evaluation(self) -> None:
-        if due := self._evaluations_due():
-            self._evaluating.add(self._step)
-            self._evaluation = self._tasks.create_task(self._evaluate(due, self._step))
+        if self._evaluator.due(self._step):
+            self._evaluation = self._tasks.create_task(self._evaluator.evaluate(self._step))
             # The accuracy before training must be that of the initial model only.
             self._fixed_version = self._step == 0 or self._spec.evaluation.fix_version
 
@@ -315,24 +313,6 @@ class Orchestrator:
         if self._evaluation is not None:
             await self._watchdog.until(self._evaluation, GENERATION, what)
         self._evaluation, self._fixed_version = None, False
-
-    async def _evaluate(self, due: list[Series], step: int) -> None:
-        await asyncio.gather(*(self._evaluate_one(series, step) for series in due))
-        self._evaluating.discard(step)
-
-    async def _evaluate_one(self, series: Series, step: int) -> None:
-        result, warning = await self._evaluator.evaluate(series, step)
-        self._evaluated.add((step, series.kind))
-        if warning:
-            self._reporter.warn(warning)
-            await self._buffer.failed("evaluation", series.kind, warning)
-        if result is None:
-            self._reporter.unevaluated(series.kind)
-            return
-        if result.kind == "greedy":
-            self._accuracies[step] = result.accuracy
-        self._reporter.evaluated(result)
-        await self._buffer.evaluated(result)
 
     def _spawn(self, work: Coroutine[Any, Any, object]) -> None:
         try:

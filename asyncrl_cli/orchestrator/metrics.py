@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.cpu_time import HostTime, host_time
+from asyncrl_cli.system.supervised_actor import RestartBudget
 
 NO_UPDATES = "no_updates"
 """The kind of fault in the journal of steps that change no weight."""
@@ -90,17 +91,17 @@ class StepRecorder:
     def __init__(
         self,
         spec: ExperimentSpec,
+        *,
         client: GenerationClient,
         prompts: PromptSource,
         buffer: BufferClient,
         reporter: Reporter,
-        note_fault: Callable[[str, str, str], Awaitable[None]],
+        budget: RestartBudget,
         reported: int,
     ) -> None:
-        """``note_fault(kind, part, message)`` shows and records a fault. ``reported``: number of steps that earlier
-        drivers have reported."""
+        """``reported``: number of steps that earlier drivers have reported."""
         self.reported = reported
-        self._note_fault = note_fault
+        self._budget = budget
         self._critic_warmup = spec.algorithm.critic.warmup_steps
         self._without_update = 0
         self._fault = ""
@@ -146,7 +147,7 @@ class StepRecorder:
             self._unrecorded.pop(step, None)
         if self._fault:
             fault, self._fault = self._fault, ""
-            await self._note_fault(NO_UPDATES, "trainer", fault)
+            await self._budget.note(NO_UPDATES, "trainer", fault)
 
     def _warn_of_gap(self, step: int, report: StepReport) -> None:
         """Warn once if an engine's log-probs differ more from the trainer's than rounding explains."""

@@ -14,7 +14,7 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.model import check_model, check_served
 from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.core.errors import ConfigError, DataError
-from asyncrl_cli.orchestrator.launch import _encoded
+from asyncrl_cli.orchestrator.evaluation import encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.adapter import adapted_names
@@ -83,7 +83,7 @@ def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
 
 def test_held_out_rows_that_cannot_be_encoded_are_skipped_as_in_training() -> None:
     warned: list[str] = []
-    found = _encoded(prompts(BROKEN, FINE, LONG, BROKEN), ENCODER, "data.eval", warned.append)
+    found = encoded(prompts(BROKEN, FINE, LONG, BROKEN), ENCODER, "data.eval", warned.append)
     assert [prompt.content for prompt, _ in found] == [FINE]
     assert [text.partition(" prompts ")[0] for text in warned] == ["data.eval: 2 of 4", "data.eval: 1 of 4"]
 

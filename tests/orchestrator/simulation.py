@@ -31,7 +31,7 @@ from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.orchestrator.engines import client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
-from asyncrl_cli.orchestrator.loop import Orchestrator, Parts
+from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
@@ -559,7 +559,20 @@ class Simulation:
         scorer: Any = Scorer()
         encoder, data = Encoder(), prompts(PROMPTS)
         held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]
-        parts = Parts(
+        evaluator = Evaluator(
+            spec,
+            write=run.write_text,
+            client=client,
+            buffer=buffer,
+            reporter=reporter,
+            opening=opening,
+            held_out=HeldOut(held_out, scorer),
+            sets={name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
+        )
+        orchestrator = Orchestrator(
+            spec,
+            opening,
+            checkpoint_step=start.checkpoint.step if start.checkpoint else 0,
             run=run,
             buffer=buffer,
             ranks=ranks,
@@ -573,18 +586,11 @@ class Simulation:
                 opening.waiting,
             ),
             episodes=None,
-            evaluator=Evaluator(
-                spec,
-                run.write_text,
-                client,
-                HeldOut(held_out, scorer),
-                {name: HeldOut(held_out, scorer) for name in spec.evaluation.sets},
-            ),
+            evaluator=evaluator,
             reporter=reporter,
             budget=budget,
             watchdog=dog,
         )
-        orchestrator = Orchestrator(spec, parts, opening, start.checkpoint.step if start.checkpoint else 0)
         cluster.pool = orchestrator._pool
         cluster.pool._draining, cluster.pool._why_gone = cluster.draining, cluster.why_gone
         return orchestrator

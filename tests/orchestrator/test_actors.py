@@ -138,11 +138,11 @@ def started(
             processes,
             trainers,  # type: ignore[arg-type]
             hosts.replicas,
-            Path("/step-000004"),
-            shown.append,
-            budget,
-            initial := asyncio.get_running_loop().create_future(),
-            shared_gpus,
+            checkpoint=Path("/step-000004"),
+            progress=shown.append,
+            budget=budget,
+            initial=(initial := asyncio.get_running_loop().create_future()),
+            shared_gpus=shared_gpus,
         )
         assert all(process.actor.started_on == "/model_stub" for process in processes)
         assert initial.result() == Path(model)

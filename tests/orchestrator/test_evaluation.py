@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,12 +74,38 @@ class Player:
         return replace(whole, branches=(rollout(f"{rollout_id}.1", (CONTEXT, 5)),)), Scored(1.0)
 
 
+class Journal:
+    """Keeps what is recorded."""
+
+    def __init__(self) -> None:
+        self.results: list[EvaluationResult] = []
+        self.warnings: list[str] = []
+
+    async def evaluated(self, result: EvaluationResult) -> None:
+        self.results.append(result)
+
+    async def failed(self, kind: str, part: str, message: str) -> None:
+        self.warnings.append(message)
+
+
+NOTHING = SimpleNamespace(warn=lambda _: None, evaluated=lambda _: None, unevaluated=lambda _: None)
+BEGINNING = SimpleNamespace(evaluated={}, evaluations=())
+
+
 def evaluator(folder: Path, scorer: Any, sets: dict[str, HeldOut] | None = None, **sections: Any) -> Any:
-    of = spec(**sections)
     directory = RunDirectory.create(folder, "run")
     client = client_over(1, make_actor=FailingEngine if scorer is None else Engine)
-    held_out = HeldOut([(prompt, (1, 2)) for prompt in prompts(3)], scorer)
-    return Evaluator(of, directory.write_text, client, held_out, sets or {}), client, directory
+    found: Any = Evaluator(
+        spec(**sections),
+        write=directory.write_text,
+        client=client,
+        buffer=Journal(),  # type: ignore[arg-type]
+        reporter=NOTHING,  # type: ignore[arg-type]
+        opening=BEGINNING,  # type: ignore[arg-type]
+        held_out=HeldOut([(prompt, (1, 2)) for prompt in prompts(3)], scorer),
+        sets=sets or {},
+    )
+    return found, client, directory
 
 
 def evaluated(parts: Any, kind: str, step: int) -> EvaluationResult:
@@ -88,15 +115,19 @@ def evaluated(parts: Any, kind: str, step: int) -> EvaluationResult:
 
 
 def outcome(parts: Any, kind: str, step: int) -> tuple[EvaluationResult | None, str]:
-    async def test() -> tuple[EvaluationResult | None, str]:
+    """The recorded result, and the recorded warning."""
+
+    async def test() -> None:
         (series,) = [series for series in parts[0].due(step) if series.kind == kind]
         async with collecting(parts[1]):
-            evaluating = asyncio.ensure_future(parts[0].evaluate(series, step))
+            evaluating = asyncio.ensure_future(parts[0]._evaluate(series, step))
             await asyncio.wait([evaluating])
-        result: tuple[EvaluationResult | None, str] = evaluating.result()
-        return result
+        evaluating.result()
+        assert kind not in {series.kind for series in parts[0].due(step)}, "it is done"
 
-    return run(test())
+    run(test())
+    journal = parts[0]._buffer
+    return (journal.results or [None])[0], "".join(journal.warnings)
 
 
 def rows(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
@@ -159,8 +190,6 @@ def test_what_is_due_when(tmp_path: Path) -> None:
         found = evaluator(tmp_path, Scorer(set()), sets, evaluation=evaluation)[0]
         return {step: kinds for step in range(11) if (kinds := {series.kind for series in found.due(step)})}
 
-    off = Evaluator(spec(), lambda *_: None, None, None, {})  # type: ignore[arg-type]
-    assert not off.due(0) and not off.due(10)
     both = {"greedy", "sampled"}
     assert due() == {0: both, 10: both}
     assert due(every=4) == {0: both, 4: {"greedy"}, 8: {"greedy"}, 10: both}

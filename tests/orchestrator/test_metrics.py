@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stand_ins import client_over, rollout, spec
+from stand_ins import Notes, client_over, rollout, spec
 
 from asyncrl_cli.orchestrator.metrics import StepClock, StepRecorder, batch_digest, step_metrics
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
@@ -265,14 +265,18 @@ class Recorded:
 
 
 def test_a_run_that_changes_no_weight_for_20_steps_has_one_fault_for_each_series() -> None:
-    faults: list[tuple[str, str, str]] = []
-
-    async def note(*fault: str) -> None:
-        faults.append(fault)  # type: ignore[arg-type]
-
+    faults = Notes()
     nothing: Any = Recorded()
     learns = spec(algorithm={"advantage": "gae", "critic": {"warmup_steps": 5}})
-    recorder = StepRecorder(learns, client_over(1), nothing, nothing, nothing, note, reported=0)
+    recorder = StepRecorder(
+        learns,
+        client=client_over(1),
+        prompts=nothing,
+        buffer=nothing,
+        reporter=nothing,
+        budget=faults.budget(),
+        reported=0,
+    )
 
     def train(first: int, last: int, updates: float) -> None:
         for step in range(first, last + 1):
