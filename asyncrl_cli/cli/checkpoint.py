@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +12,8 @@ from asyncrl_cli.cli.inspect import show
 from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
-    import sqlite3
-
     from asyncrl_cli.runs.checkpoints import Checkpoint
     from asyncrl_cli.runs.directory import RunDirectory
-    from asyncrl_cli.spec.sections import CheckpointSpec
 
 app = typer.Typer(
     cls=Group, help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
@@ -29,26 +25,21 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
 
     Files are compared by name and size; `verify` reads every byte.
     """
-    from asyncrl_cli.inspect.checkpoint_pages import list_page
+    from asyncrl_cli.inspect.checkpoint_pages import list_page, stored
     from asyncrl_cli.runs.catalogue import find_run
 
-    found = find_run(runs_dir, run)
-    accuracies = _accuracies(found)
-    checkpoints, reasons = _kept(found, accuracies, _retention(found))
-    show(list_page(found, checkpoints, reasons, accuracies, _saved(found)), as_json)
+    show(list_page(stored(find_run(runs_dir, run))), as_json)
 
 
 def show_checkpoint(
     run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
 ) -> None:
     """Show the newest checkpoint, or that of --step, with its files."""
-    from asyncrl_cli.inspect.checkpoint_pages import show_page
+    from asyncrl_cli.inspect.checkpoint_pages import show_page, stored
     from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
-    accuracies = _accuracies(found)
-    _, reasons = _kept(found, accuracies, _retention(found))
-    show(show_page(found, _chosen(found, step)[-1], reasons, accuracies, _saved(found)), as_json)
+    show(show_page(stored(found), _chosen(found, step)[-1]), as_json)
 
 
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
@@ -58,13 +49,12 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     """
     from rich.filesize import decimal
 
-    from asyncrl_cli.inspect.checkpoint_pages import damage_text
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import verify
 
     damaged = False
     for checkpoint in _chosen(find_run(runs_dir, run), step):
-        problem = damage_text(verify(checkpoint))
+        problem = "; ".join(map(str, verify(checkpoint)))
         damaged = damaged or bool(problem)
         echo(f"step {checkpoint.step}: {problem or f'undamaged ({decimal(checkpoint.size)})'}", err=bool(problem))
     if damaged:
@@ -119,15 +109,16 @@ def prune(
     from rich.filesize import decimal
 
     from asyncrl_cli.core.errors import RunError
+    from asyncrl_cli.inspect.checkpoint_pages import stored
     from asyncrl_cli.journal.file import checkpoints_removed
     from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import remove
 
     found = find_run(runs_dir, run)
+    has = stored(found)
     given = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
-    retention = _retention(found).model_copy(update={key: value for key, value in given.items() if value is not None})
-    accuracies = _accuracies(found)
-    if retention.keep_best and not accuracies:
+    retention = has.retention.model_copy(update={key: value for key, value in given.items() if value is not None})
+    if retention.keep_best and not has.accuracies:
         raise RunError(
             "cannot keep the best checkpoints: the run's journal has no greedy accuracy",
             location=found.run_id,
@@ -135,8 +126,9 @@ def prune(
         )
     if not dry_run:
         found.lock()
-    checkpoints, reasons = _kept(found, accuracies, retention)
-    removed = [checkpoint for checkpoint in checkpoints if not reasons[checkpoint.step]]
+        has = stored(found)  # what its driver has left
+    reasons = has.reasons(retention)
+    removed = [checkpoint for checkpoint in has.checkpoints if not reasons[checkpoint.step]]
     freed = sum(checkpoint.size for checkpoint in removed)
     if not dry_run:
         for checkpoint in removed:
@@ -147,7 +139,7 @@ def prune(
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
     what = f"the checkpoints of steps {steps} ({decimal(freed)})" if removed else "nothing"
-    echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(checkpoints) - len(removed)} kept")
+    echo(f"{'would remove' if dry_run else 'removed'} {what}; {len(has.checkpoints) - len(removed)} kept")
 
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
@@ -165,57 +157,6 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
             hint="set checkpoints.every, or let the run finish",
         )
     return checkpoints
-
-
-def _retention(run: RunDirectory) -> CheckpointSpec:
-    from pydantic import ValidationError
-
-    from asyncrl_cli.core.errors import RunError
-    from asyncrl_cli.inspect.resolved import resolved_spec
-    from asyncrl_cli.spec.sections import CheckpointSpec
-
-    try:  # this section alone: others may refer to environment variables that are set only where the run trains
-        return CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
-    except (KeyError, ValidationError):
-        raise RunError(
-            "the resolved spec has no valid `checkpoints`",
-            location=str(run.path / "spec.yaml"),
-            hint="restore the file",
-        ) from None
-
-
-def _kept(
-    run: RunDirectory, accuracies: dict[int, float], retention: CheckpointSpec
-) -> tuple[list[Checkpoint], dict[int, tuple[str, ...]]]:
-    """The run's checkpoints, and why the one of each step is kept; no reason for those that ``prune`` removes."""
-    from asyncrl_cli.runs.checkpoints import complete_checkpoints, keep_reasons
-
-    checkpoints = complete_checkpoints(run.path / "checkpoints")
-    return checkpoints, keep_reasons([checkpoint.step for checkpoint in checkpoints], accuracies, retention)
-
-
-def _accuracies(run: RunDirectory) -> dict[int, float]:
-    """Greedy held-out accuracy by step; empty without a journal. Raises ``JournalError`` when it is damaged."""
-    from asyncrl_cli.journal.progress import accuracies
-
-    return _journal(run, accuracies)
-
-
-def _saved(run: RunDirectory) -> dict[int, float]:
-    """When each checkpoint was saved, as the journal has it."""
-    from asyncrl_cli.journal.events import Checkpoint
-
-    return _journal(run, lambda connection: {one.after_step: one.at for one in Checkpoint.read(connection)})
-
-
-def _journal(run: RunDirectory, read: Callable[[sqlite3.Connection], dict[int, float]]) -> dict[int, float]:
-    from asyncrl_cli.journal.schema import FILE, reading
-
-    path = run.path / FILE
-    if not path.is_file():
-        return {}
-    with reading(path) as connection:
-        return read(connection)
 
 
 add(app, "list", list_checkpoints, "List checkpoints and why each is kept.", "asyncrl checkpoint list latest")

@@ -190,11 +190,10 @@ def staleness(
     from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
-    from asyncrl_cli.inspect.what_if import recorded_prediction, reproduced, shares_host
+    from asyncrl_cli.inspect.what_if import reproduced_from
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
-    from asyncrl_cli.plan.from_journal import calibrate
     from asyncrl_cli.runs.catalogue import find_run
 
     if steps not in (None, "all"):
@@ -204,15 +203,12 @@ def staleness(
         report = staleness_report(connection)
         page = staleness_page(found, report, every_step=steps == "all")
         if what_if is not None:
-            spec = resolved_spec(found)
             try:
-                measured = calibrate(connection, shares_host(spec))
+                recorded = reproduced_from(connection, resolved_spec(found))
             except ValueError as error:
                 hint = "--what-if needs the times of trained steps"
                 raise RunError(str(error), location=found.run_id, hint=hint) from None
-            recorded = reproduced(spec, measured)
-            predicted = recorded_prediction(spec, recorded.scenario) if recorded.misfit is None else None
-            page = with_what_if(page, measured, recorded, what_if, predicted)
+            page = with_what_if(page, recorded, what_if)
     show(page, as_json)
     if report.violations:
         raise typer.Exit(1)

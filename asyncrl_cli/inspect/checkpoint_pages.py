@@ -3,32 +3,84 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from pydantic import ValidationError
 from rich.filesize import decimal
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import Page, duration, moment, table
-from asyncrl_cli.runs.checkpoints import Checkpoint, Damage, verify
+from asyncrl_cli.inspect.resolved import resolved_spec
+from asyncrl_cli.journal import events
+from asyncrl_cli.journal.progress import accuracies
+from asyncrl_cli.journal.schema import FILE, reading
+from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints, keep_reasons, verify
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import CheckpointSpec
 
 NOT_KEPT = "nothing: `prune` removes it"
 
 
-def list_page(
-    run: RunDirectory,
-    checkpoints: Sequence[Checkpoint],
-    reasons: Mapping[int, Sequence[str]],
-    accuracies: Mapping[int, float],
-    saved: Mapping[int, float],
-) -> Page:
-    """All checkpoints of a run; ``saved``: unix times by step, from the journal. Only names and sizes of their files
-    are looked at."""
-    document = [_document(checkpoint, reasons, accuracies, saved) for checkpoint in checkpoints]
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The checkpoints of a run, with what its journal knows about them, by step."""
+
+    run: RunDirectory
+    checkpoints: tuple[Checkpoint, ...]
+    accuracies: Mapping[int, float]
+    """Greedy held-out accuracies."""
+    saved: Mapping[int, float]
+    """Unix times. A copied folder has the time of its copy, the journal does not."""
+    retention: CheckpointSpec
+    """The rules of the run's spec."""
+
+    def reasons(self, retention: CheckpointSpec) -> dict[int, tuple[str, ...]]:
+        """Why each is kept, by step; no reason for those that ``prune`` removes."""
+        return keep_reasons([checkpoint.step for checkpoint in self.checkpoints], self.accuracies, retention)
+
+    def row(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        """One checkpoint as a document. Only names and sizes of its files are looked at."""
+        return {
+            "step": checkpoint.step,
+            "folder": str(checkpoint.folder.absolute()),
+            "bytes": checkpoint.size,
+            "saved_at": self.saved.get(checkpoint.step, checkpoint.saved_at),
+            "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
+            "accuracy": self.accuracies.get(checkpoint.step),
+            "kept": list(self.reasons(self.retention)[checkpoint.step]),
+        }
+
+
+def stored(run: RunDirectory) -> Stored:
+    """Read a run's checkpoints. Raises ``RunError``, and ``JournalError`` for a damaged journal; it may be missing."""
+    greedy: dict[int, float] = {}
+    saved: dict[int, float] = {}
+    if (run.path / FILE).is_file():
+        with reading(run.path / FILE) as connection:
+            greedy = accuracies(connection)
+            saved = {one.after_step: one.at for one in events.Checkpoint.read(connection)}
+    try:  # this section alone: others may refer to environment variables that are set only where the run trains
+        retention = CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
+    except (KeyError, ValidationError):
+        raise RunError(
+            "the resolved spec has no valid `checkpoints`",
+            location=str(run.path / "spec.yaml"),
+            hint="restore the file",
+        ) from None
+    return Stored(run, tuple(complete_checkpoints(run.path / "checkpoints")), greedy, saved, retention)
+
+
+def list_page(found: Stored) -> Page:
+    """All checkpoints of a run."""
+    rows = [found.row(checkpoint) for checkpoint in found.checkpoints]
+    document = {"run": found.run.run_id, "checkpoints": rows}
+    if not rows:
+        return Page(document, [f"{found.run.run_id} has no checkpoint yet"])
     now = time.time()
-    rows = [
+    cells = [
         (
             str(row["step"]),
             decimal(row["bytes"]),
@@ -37,23 +89,14 @@ def list_page(
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
             ", ".join(row["kept"]) or NOT_KEPT,
         )
-        for row in document
+        for row in rows
     ]
-    lines = table(("step", "size", "age", "files", "greedy", "kept because"), rows, left=(3, 5))
-    return Page(
-        {"run": run.run_id, "checkpoints": document}, lines if rows else [f"{run.run_id} has no checkpoint yet"]
-    )
+    return Page(document, table(("step", "size", "age", "files", "greedy", "kept because"), cells, left=(3, 5)))
 
 
-def show_page(
-    run: RunDirectory,
-    checkpoint: Checkpoint,
-    reasons: Mapping[int, Sequence[str]],
-    accuracies: Mapping[int, float],
-    saved: Mapping[int, float],
-) -> Page:
-    """One checkpoint with its files. Only names and sizes of them are looked at."""
-    row = _document(checkpoint, reasons, accuracies, saved)
+def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
+    """One checkpoint with its files."""
+    row = found.row(checkpoint)
     trainer = checkpoint.trainer()
     files = {
         path.relative_to(checkpoint.folder).as_posix(): path.stat().st_size
@@ -61,38 +104,15 @@ def show_page(
         if path.is_file()
     }
     lines = [
-        f"run         {run.run_id}",
+        f"run         {found.run.run_id}",
         f"step        {checkpoint.step}",
         f"folder      {row['folder']}",
         f"saved       {moment(row['saved_at'])}, {duration(time.time() - row['saved_at'])} ago",
         f"trainer     {counted(trainer.ranks, 'rank')}, ZeRO-{trainer.zero_stage}, {trainer.dtype}",
         f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
         f"kept        {', '.join(row['kept']) or NOT_KEPT}",
-        f"files       {damage_text(verify(checkpoint, contents=False)) or 'ok'}",
+        f"files       {'; '.join(map(str, verify(checkpoint, contents=False))) or 'ok'}",
         "",
         *table(("file", "size"), [(name, decimal(size)) for name, size in files.items()]),
     ]
-    return Page({"run": run.run_id, **row, "trainer": asdict(trainer), "files": files}, lines)
-
-
-def damage_text(damages: Sequence[Damage]) -> str:
-    """What is damaged, in one line; empty when nothing is."""
-    return "; ".join(map(str, damages))
-
-
-def _document(
-    checkpoint: Checkpoint,
-    reasons: Mapping[int, Sequence[str]],
-    accuracies: Mapping[int, float],
-    saved: Mapping[int, float],
-) -> dict[str, Any]:
-    return {
-        "step": checkpoint.step,
-        "folder": str(checkpoint.folder.absolute()),
-        "bytes": checkpoint.size,
-        # The journal's time: a copied folder has the time of its copy.
-        "saved_at": saved.get(checkpoint.step, checkpoint.saved_at),
-        "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
-        "accuracy": accuracies.get(checkpoint.step),
-        "kept": list(reasons[checkpoint.step]),
-    }
+    return Page({"run": found.run.run_id, **row, "trainer": asdict(trainer), "files": files}, lines)

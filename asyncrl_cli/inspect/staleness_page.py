@@ -16,8 +16,7 @@ from asyncrl_cli.inspect.pages import Page, paragraph, table
 from asyncrl_cli.inspect.plan_page import outcome_document
 from asyncrl_cli.inspect.what_if import Reproduced
 from asyncrl_cli.journal.staleness import MOST_VIOLATIONS, Report, StepStaleness, in_ranges, together
-from asyncrl_cli.plan.from_journal import Calibration
-from asyncrl_cli.plan.prediction import Prediction, bound_text, less, limit_text
+from asyncrl_cli.plan.prediction import bound_text, less, limit_text
 from asyncrl_cli.runs.directory import RunDirectory
 
 ROWS = 20
@@ -50,7 +49,10 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
         "late": report.late,
         "groups": report.groups,
         "tokens": report.tokens,
-        "violations": [asdict(violation) | {"step": _counted(violation.step)} for violation in report.violations],
+        "violations": [
+            asdict(violation) | {"step": None if violation.step is None else violation.step + 1}
+            for violation in report.violations
+        ],
         "steps": [_staleness_document(step) for step in report.steps],
     }
     if report.steps:
@@ -62,23 +64,27 @@ def staleness_page(run: RunDirectory, report: Report, every_step: bool) -> Page:
 
 
 def _table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
-    ranges = _ranges(max(whole.groups, default=0))
-    names = [f"{low}" if low == high else f"{low}-{high}" for low, high in ranges]
-    header = ("step", *names, "mean", "max")
-    header = (*header, *header[1:], "crossed")
-    rows = [_row(_step_name(step), step, ranges) for step in shown]
+    highest = max(whole.groups, default=0)
+    size = -(-(highest + 1) // COLUMNS)
+    # Less than 0 is a violation, and shown there.
+    ranges = [(low, min(low + size - 1, highest)) for low in range(0, highest + 1, size)]
+    columns = [*(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges), "mean", "max"]
+
+    def row(name: str, step: StepStaleness) -> tuple[str, ...]:
+        crossed = f"{step.crossed / step.rollouts:.0%}" if step.rollouts else "-"
+        return name, *_cells(step.groups, ranges), *_cells(step.tokens, ranges), crossed
+
+    rows = [
+        row(f"{step.first + 1}" if step.first == step.last else f"{step.first + 1}-{step.last + 1}", step)
+        for step in shown
+    ]
     if len(shown) > 1:
-        rows.append(_row("all", whole, ranges))
-    lines = table(header, rows)
+        rows.append(row("all", whole))
+    lines = table(("step", *columns, *columns, "crossed"), rows)
     # The two halves have the same columns; the line above says what they count.
     middle = lines[0].index("max") + len("max")
     above = "groups".rjust(middle) + "tokens".rjust(lines[0].rindex("max") + len("max") - middle)
     return ["shares of groups and of tokens by their staleness in versions", f"{above}  rollouts", *lines]
-
-
-def _row(name: str, step: StepStaleness, ranges: Sequence[tuple[int, int]]) -> tuple[str, ...]:
-    crossed = f"{step.crossed / step.rollouts:.0%}" if step.rollouts else "-"
-    return name, *_cells(step.groups, ranges), *_cells(step.tokens, ranges), crossed
 
 
 def _cells(counts: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterator[str]:
@@ -91,16 +97,6 @@ def _cells(counts: Counter[int], ranges: Sequence[tuple[int, int]]) -> Iterator[
         yield f"{share:.0%}" if share == 0 or share >= 0.005 else "<1%"
     yield f"{mean_age(counts):.2f}"
     yield str(max(counts))
-
-
-def _ranges(highest: int) -> list[tuple[int, int]]:
-    """0 to ``highest`` in at most ``COLUMNS`` ranges of equal size; less than 0 is a violation, and shown there."""
-    size = -(-(highest + 1) // COLUMNS)
-    return [(low, min(low + size - 1, highest)) for low in range(0, highest + 1, size)]
-
-
-def _step_name(step: StepStaleness) -> str:
-    return str(step.first + 1) if step.first == step.last else f"{step.first + 1}-{step.last + 1}"
 
 
 def _verdict(report: Report) -> Iterator[str]:
@@ -124,39 +120,20 @@ def _verdict(report: Report) -> Iterator[str]:
         yield f"  (the first {VIOLATIONS_SHOWN}; --json has more)"
 
 
-def with_what_if(
-    page: Page,
-    measured: Calibration,
-    found: Reproduced,
-    max_staleness: int,
-    predicted: Prediction | None,
-) -> Page:
-    """Add an estimate for another bound, and the limit of the run's speed. ``predicted`` is None if the simulation does
-    not reproduce the run."""
-    observed, bound = measured.observed, measured.settings.max_staleness
+def with_what_if(page: Page, found: Reproduced, max_staleness: int) -> Page:
+    """Add an estimate for another bound, and the limit of the run's speed."""
+    observed, bound = found.measured.observed, found.measured.settings.max_staleness
+    predicted = found.prediction() if found.misfit is None else None
     outcomes = {bound: found.outcome, max_staleness: found.under(max_staleness)}
-    seconds = sum(observed.trainer.values())
-    rows = [
-        (
-            "recorded",
-            str(bound),
-            f"{observed.step_s:,.3g} s",
-            f"{observed.trainer['waiting'] / seconds:.0%}",
-            f"{observed.mean_staleness:.2f}",
-            str(max(observed.staleness)),
-        ),
-        *(
-            (
-                "simulated",
-                str(at),
-                f"{outcome.step_s:,.3g} s",
-                f"{outcome.share('groups', 'missing'):.0%}",
-                f"{outcome.mean_staleness:.2f}",
-                str(max(outcome.staleness)),
-            )
-            for at, outcome in outcomes.items()
-        ),
-    ]
+    waited = observed.trainer["waiting"] / sum(observed.trainer.values())
+
+    def row(name: str, at: int, step_s: float, waits: float, mean: float, highest: int) -> tuple[str, ...]:
+        return name, str(at), f"{step_s:,.3g} s", f"{waits:.0%}", f"{mean:.2f}", str(highest)
+
+    rows = [row("recorded", bound, observed.step_s, waited, observed.mean_staleness, max(observed.staleness))]
+    for at, outcome in outcomes.items():
+        waits = outcome.share("groups", "missing")
+        rows.append(row("simulated", at, outcome.step_s, waits, outcome.mean_staleness, max(outcome.staleness)))
     header = ("what if", "bound", "step", "trainer waits", "mean staleness", "max")
     ratio = outcomes[max_staleness].step_s / found.outcome.step_s
     if predicted is not None:
@@ -179,7 +156,7 @@ def with_what_if(
             "recorded": {
                 "max_staleness": bound,
                 "step_s": observed.step_s,
-                "waited_share": observed.trainer["waiting"] / seconds,
+                "waited_share": waited,
                 "mean_staleness": observed.mean_staleness,
             },
             "simulated": [{"max_staleness": at} | outcome_document(outcome) for at, outcome in outcomes.items()],
@@ -190,9 +167,8 @@ def with_what_if(
             "limit": predicted.limit if predicted else None,
         }
     }
-    return Page(
-        document, [*page.lines, "", *table(header, rows), *chain.from_iterable(map(paragraph, claims)), *assumptions]
-    )
+    lines = [*page.lines, "", *table(header, rows), *chain.from_iterable(map(paragraph, claims)), *assumptions]
+    return Page(document, lines)
 
 
 def _staleness_document(step: StepStaleness) -> dict[str, Any]:
@@ -212,7 +188,3 @@ def _staleness_document(step: StepStaleness) -> dict[str, Any]:
 def mean_age(counts: Counter[int]) -> float | None:
     """The mean staleness of what is counted by its staleness; None for nothing."""
     return sum(age * count for age, count in counts.items()) / counts.total() if counts.total() else None
-
-
-def _counted(step: int | None) -> int | None:
-    return None if step is None else step + 1

@@ -3,26 +3,30 @@ which have the spec of a run as plain values."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl_cli.inspect.resolved import engine_counts, setting, value_at
 from asyncrl_cli.plan.comparison import Line, compare, misfit
-from asyncrl_cli.plan.from_journal import Calibration
+from asyncrl_cli.plan.from_journal import Calibration, calibrate
 from asyncrl_cli.plan.prediction import STEPS, Devices, Prediction, predict, with_bound
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class Reproduced:
-    """A recorded run, simulated: its scenario, the outcome, and how far that is from what was measured. ``misfit``
-    names the part that does not fit; no prediction holds then."""
+    """A recorded run, simulated as it was."""
 
+    spec: Mapping[str, Any]
+    measured: Calibration
     scenario: Scenario
     outcome: Outcome
     lines: tuple[Line, ...]
+    """The outcome next to the measurements."""
     misfit: str | None
+    """The part that does not fit the measurements; no prediction holds then."""
 
     def under(self, max_staleness: int) -> Outcome:
         """The outcome with another staleness bound."""
@@ -30,17 +34,22 @@ class Reproduced:
             return self.outcome
         return simulate(with_bound(self.scenario, max_staleness), STEPS)
 
+    def prediction(self) -> Prediction:
+        """The prediction for the run, as `asyncrl plan` makes it for the same spec."""
+        longest = max(rollout.response for group in self.scenario.groups for rollout in group.rollouts)
+        devices = Devices.of(
+            value_at(self.spec, "rollout.gpus_per_engine") or 0,
+            value_at(self.spec, "trainer.gpus_per_rank") or 0,
+            setting(self.spec, "trainer.ranks", 1),
+        )
+        return predict(self.scenario, setting(self.spec, "rollout.max_response_tokens", longest), devices)
 
-def shares_host(spec: Mapping[str, Any]) -> bool:
-    """Whether trainer and engines may run on the same processors."""
-    return not value_at(spec, "trainer.gpus_per_rank") and not value_at(spec, "rollout.gpus_per_engine")
 
-
-def recorded_scenario(spec: Mapping[str, Any], measured: Calibration) -> Scenario:
-    """The run itself. Without a limit of rollouts in its spec, engines run as many as ran at once."""
+def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
+    """Simulate a run as it was. Without a limit of rollouts in its spec, engines run as many as ran at once."""
     engines, _ = engine_counts(spec)
     update = value_at(spec, "pipeline.weight_update")
-    return Scenario(
+    scenario = Scenario(
         settings=measured.settings,
         groups=measured.groups,
         costs=measured.costs,
@@ -49,22 +58,12 @@ def recorded_scenario(spec: Mapping[str, Any], measured: Calibration) -> Scenari
         weight_update=update if update in ("keep", "recompute", "drain") else "keep",
         partial_rollouts=value_at(spec, "pipeline.partial_rollouts") is True,
     )
+    outcome = simulate(scenario, STEPS)
+    lines = compare(outcome, measured.observed)
+    return Reproduced(spec, measured, scenario, outcome, lines, misfit(lines, outcome, measured.observed))
 
 
-def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
-    """Simulate the run as it was."""
-    recorded = recorded_scenario(spec, measured)
-    own = simulate(recorded, STEPS)
-    lines = compare(own, measured.observed)
-    return Reproduced(recorded, own, lines, misfit(lines, own, measured.observed))
-
-
-def recorded_prediction(spec: Mapping[str, Any], scenario: Scenario) -> Prediction:
-    """The prediction for a recorded run, as `asyncrl plan` makes it for the same spec."""
-    longest = max(rollout.response for group in scenario.groups for rollout in group.rollouts)
-    devices = Devices.of(
-        value_at(spec, "rollout.gpus_per_engine") or 0,
-        value_at(spec, "trainer.gpus_per_rank") or 0,
-        setting(spec, "trainer.ranks", 1),
-    )
-    return predict(scenario, setting(spec, "rollout.max_response_tokens", longest), devices)
+def reproduced_from(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Reproduced:
+    """Simulate the run of a journal. Raises ``ValueError`` for too few steps, or batches without groups."""
+    on_one_host = not value_at(spec, "trainer.gpus_per_rank") and not value_at(spec, "rollout.gpus_per_engine")
+    return reproduced(spec, calibrate(connection, on_one_host))

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from asyncrl_cli.inspect.resolved import value_at
-from asyncrl_cli.inspect.what_if import recorded_prediction, reproduced, shares_host
+from asyncrl_cli.inspect.what_if import reproduced_from
 from asyncrl_cli.journal.events import Checkpoint, Start
 from asyncrl_cli.journal.history import first_start
 from asyncrl_cli.journal.progress import dropped_groups
 from asyncrl_cli.journal.step_timeline import StepSpan, finished_groups, first_publish, last_groups
-from asyncrl_cli.plan.from_journal import calibrate
 from asyncrl_cli.plan.prediction import Prediction
 from asyncrl_cli.records.groups import BufferSettings
 
@@ -172,12 +171,12 @@ def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity
 def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:
     """The prediction for a recorded run, or the reason why there is none."""
     try:
-        found = reproduced(spec, calibrate(connection, shares_host(spec)))
-    except ValueError as error:  # too few steps, or a damaged journal, which has batches without groups
+        found = reproduced_from(connection, spec)
+    except ValueError as error:
         return str(error)
     if found.misfit is not None:
         return f"the simulator does not reproduce the recorded steps within 10 % (the worst part: {found.misfit})"
-    return recorded_prediction(spec, found.scenario)
+    return found.prediction()
 
 
 def breakdown(spent: Activity) -> str:
