@@ -142,7 +142,7 @@ def test_waiting_for_the_first_rollouts_is_not_a_bottleneck(tmp_path: Path, monk
         run.step()
     with snapshot(tmp_path / FILE) as connection:
         times = trainer_time(connection, list(step_spans(connection, 1)), 2)
-    spent, start = activity(times, {}), activity(times[:3], {})
+    spent, start = activity(times, []), activity(times[:3], [])
     assert spent is not None and max(spent.trainer, key=lambda part: spent.trainer[part]) == "training"
     assert start is not None and max(start.trainer, key=lambda part: start.trainer[part]) != "training"
     assert breakdown(spent).startswith("The trainer's time: training ")
@@ -207,6 +207,6 @@ def test_the_trainers_time_is_the_runs_without_what_it_was_down(
     assert sum(spent[4:]) == pytest.approx(run.now - spans[4].taken_at)
     waited = sum(time.seconds["generation"] + time.seconds["due"] for time in times[:4])
     assert waited == pytest.approx(sum(run.waited[:4]))
-    found = activity(times, {})
+    found = activity(times, [])
     assert found is not None and sum(found.trainer.values()) == pytest.approx(1.0)
-    assert activity([], {}) is None
+    assert activity([], []) is None

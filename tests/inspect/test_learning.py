@@ -9,8 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.inspect.report.findings import change, leading_series, learned, trend, wilson
+from asyncrl_cli.inspect.report.findings import change, leading_series, trend, wilson
+from asyncrl_cli.inspect.report.findings import learned as answer
 from asyncrl_cli.journal.events import Evaluation
+
+
+def learned(*arguments: Any, **options: Any) -> tuple[str, str]:
+    found = answer(*arguments, **options)
+    return found.answer, found.tone
+
 
 RISING = [at / 100 for at in range(100)]
 

@@ -11,6 +11,7 @@ Steps are counted from 0 here, as in the journal.
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,8 +151,8 @@ def enough_finished(
     return found
 
 
-def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity | None:
-    """The shares of the whole; ``shares`` are the means of the metrics of these names. None before a trained step.
+def activity(times: Sequence[StepTime], spans: Sequence[StepSpan]) -> Activity | None:
+    """The shares of the whole run. None before a trained step.
 
     The first step waits for the very first rollouts, whatever bounds the run, and counts in short runs only.
     """
@@ -162,10 +163,21 @@ def activity(times: Sequence[StepTime], shares: Mapping[str, float]) -> Activity
         return None
     return Activity(
         trainer={part: seconds / total for part, seconds in spent.items()},
-        engines_busy=shares.get("share/engines_busy"),
-        engines_paused=shares.get("share/engines_paused"),
-        journal_busy=shares.get("share/journal_busy"),
+        engines_busy=_mean_share(spans, "share/engines_busy"),
+        engines_paused=_mean_share(spans, "share/engines_paused"),
+        journal_busy=_mean_share(spans, "share/journal_busy"),
     )
+
+
+def _mean_share(spans: Sequence[StepSpan], name: str) -> float | None:
+    """The mean of a share, weighted by the length of the steps' windows; None if it was not recorded."""
+    known = [
+        (span.metrics[name], span.metrics.get("time/step_s", 1.0))
+        for span in spans
+        if math.isfinite(span.metrics.get(name, math.nan))
+    ]
+    total = math.fsum(seconds for _, seconds in known)
+    return math.fsum(share * seconds for share, seconds in known) / total if total else None
 
 
 def prediction(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Prediction | str:

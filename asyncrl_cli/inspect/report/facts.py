@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
 from typing import Any
@@ -16,38 +15,53 @@ from asyncrl_cli.inspect.report.evidence import Activity
 from asyncrl_cli.inspect.report.findings import leading_series, with_interval
 from asyncrl_cli.inspect.report.recorded_files import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
 from asyncrl_cli.inspect.resolved import engine_counts, value_at
-from asyncrl_cli.journal.history import History
+from asyncrl_cli.journal.events import Evaluation
+from asyncrl_cli.journal.history import History, Work
 from asyncrl_cli.journal.step_timeline import StepSpan
 from asyncrl_cli.runs.directory import RunDirectory
 
 UNKNOWN = "–"
+LATE = (
+    ("reward", "reward/mean", ".3f"),
+    ("response length (tokens)", "response/tokens_mean", ",.1f"),
+    ("truncated responses", "response/truncated_ratio", ".1%"),
+    ("tokens clipped below", "train/clip_low_fraction", ".1%"),
+    ("tokens clipped above", "train/clip_high_fraction", ".1%"),
+    ("importance weight", "correction/importance_mean", ".3f"),
+    ("KL to the sampling policy", "correction/kl_behaviour", ".2g"),
+    ("KL to the reference", "train/kl_reference", ".2g"),
+)
+"""Names, metrics and formats of what the last steps measured."""
+LOAD = (
+    ("processor", PROCESSOR, "{:.0%}"),
+    ("memory", MEMORY, "{:,.1f} GB"),
+    ("GPUs", GPU, "{:.0%}"),
+    ("GPU memory", GPU_MEMORY, "{:,.1f} GB"),
+)
+"""Names, titles of samples and formats of the machine's load."""
 
 Facts = Mapping[str, Mapping[str, str]]
 """Groups of values by their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """What the facts are read from."""
-
-    run: RunDirectory
-    phase: str
-    past: History
-    spans: Sequence[StepSpan]
-    spent: Activity | None
-    spec: Mapping[str, Any]
-    files: Sequence[EvaluationFile]
-    machine: Sequence[MachineSample]
-
-
-def facts(of: Sources) -> Facts:
+def facts(
+    *,
+    run: RunDirectory,
+    phase: str,
+    past: History,
+    spans: Sequence[StepSpan],
+    spent: Activity | None,
+    spec: Mapping[str, Any],
+    files: Sequence[EvaluationFile],
+    machine: Sequence[MachineSample],
+) -> Facts:
     """All facts, by group and name."""
     return {
-        "Run": _run(of),
-        "Setup": _setup(of.spec),
-        "Held-out": _held_out(of),
-        "Speed": _speed(of),
-        "Training, last tenth of the steps": _late(of),
+        "Run": _run(run, phase, past, spans),
+        "Setup": _setup(spec),
+        "Held-out": _held_out(past.evaluations, files),
+        "Speed": _speed(past.work, spans, spent) | _load(machine),
+        "Training, last tenth of the steps": _late(spans),
     }
 
 
@@ -60,19 +74,22 @@ def clock(seconds: float) -> str:
     return f"{whole} s"
 
 
-def _run(of: Sources) -> dict[str, str]:
-    work, manifest = of.past.work, of.run.manifest
-    began = _unix(manifest.get("started")) or (of.past.starts[0].at if of.past.starts else None)
-    end = max([of.run.state.updated, *(span.reported_at for span in of.spans[-1:])])
-    wall = clock(end - began) if began and end > began else UNKNOWN
+def _run(run: RunDirectory, phase: str, past: History, spans: Sequence[StepSpan]) -> dict[str, str]:
+    manifest = run.manifest
+    try:
+        began = datetime.fromisoformat(str(manifest.get("started"))).timestamp()
+    except ValueError:
+        began = past.starts[0].at if past.starts else math.inf
+    end = max([run.state.updated, *(span.reported_at for span in spans[-1:])])
+    wall = clock(end - began) if end > began else UNKNOWN
     started = str(manifest.get("started", UNKNOWN)).replace("T", " ").replace("+00:00", " UTC")
-    again = len([start for start in of.past.starts if start.process == "resume"])
+    again = len([start for start in past.starts if start.process == "resume"])
     return {
-        "phase": of.phase,
-        "steps trained": f"{work.steps:,} of {of.past.progress.settings.total_steps:,}",
+        "phase": phase,
+        "steps trained": f"{past.work.steps:,} of {past.progress.settings.total_steps:,}",
         "started": f"{started} on {manifest.get('host', UNKNOWN)}",
         "wall time": wall + (f", stops before {counted(again, 'resume')} included" if again else ""),
-        "of that, training steps": clock(work.seconds),
+        "of that, training steps": clock(past.work.seconds),
         "machine": f"{manifest.get('cpus', UNKNOWN)} CPU cores",
         "code": f"asyncrl {manifest.get('asyncrl', UNKNOWN)}, Python {manifest.get('python', UNKNOWN)}",
     }
@@ -124,74 +141,52 @@ def _devices(spec: Mapping[str, Any], gpus: str, threads: str) -> str:
     return counted(f"{count:g}", "GPU") if count else counted(str(value_at(spec, threads) or UNKNOWN), "CPU thread")
 
 
-def _held_out(of: Sources) -> dict[str, str]:
-    series = leading_series(of.past.evaluations) or list(of.past.evaluations[-1:])
-    best = max(series, key=lambda one: one.accuracy, default=None)
-    several = [one for one in of.files if one.kind == "sampled" and len(one.pass_at) > 1]
-    found = {
-        f"{name} accuracy": f"{with_interval(one)}, step {one.after_step}, {one.kind}" if one else UNKNOWN
-        for name, one in (
-            ("first", series[0] if series else None),
-            ("last", series[-1] if series else None),
-            ("best", best),
-        )
-    }
-    last = several[-1].pass_at if several else ()
+def _held_out(evaluations: Sequence[Evaluation], files: Sequence[EvaluationFile]) -> dict[str, str]:
+    series = leading_series(evaluations) or list(evaluations[-1:])
+    found = dict.fromkeys(("first accuracy", "last accuracy", "best accuracy"), UNKNOWN)
+    if series:
+        chosen = (series[0], series[-1], max(series, key=lambda one: one.accuracy))
+        found = {
+            name: f"{with_interval(one)}, step {one.after_step}, {one.kind}"
+            for name, one in zip(found, chosen, strict=True)
+        }
+    several = [one.pass_at for one in files if one.kind == "sampled" and len(one.pass_at) > 1]
+    last = several[-1] if several else ()
     found["pass@k, last"] = ", ".join(f"pass@{k} {last[k - 1]:.3f}" for k in (1, len(last))) if last else UNKNOWN
     return found
 
 
-def _late(of: Sources) -> dict[str, str]:
-    return {
-        name: UNKNOWN if value is None else f"{value:{form}}"
-        for name, metric, form in (
-            ("reward", "reward/mean", ".3f"),
-            ("response length (tokens)", "response/tokens_mean", ",.1f"),
-            ("truncated responses", "response/truncated_ratio", ".1%"),
-            ("tokens clipped below", "train/clip_low_fraction", ".1%"),
-            ("tokens clipped above", "train/clip_high_fraction", ".1%"),
-            ("importance weight", "correction/importance_mean", ".3f"),
-            ("KL to the sampling policy", "correction/kl_behaviour", ".2g"),
-            ("KL to the reference", "train/kl_reference", ".2g"),
-        )
-        for value in (_tail(of.spans, metric),)
-    }
+def _late(spans: Sequence[StepSpan]) -> dict[str, str]:
+    last = spans[-max(1, len(spans) // 10) :]
+    found = {}
+    for name, metric, form in LATE:
+        value = mean(span.metrics.get(metric, math.nan) for span in last)
+        found[name] = UNKNOWN if value is None else f"{value:{form}}"
+    return found
 
 
-def _tail(spans: Sequence[StepSpan], metric: str) -> float | None:
-    return mean(span.metrics.get(metric, math.nan) for span in spans[-max(1, len(spans) // 10) :])
-
-
-def _speed(of: Sources) -> dict[str, str]:
-    work = of.past.work
-    steps = sorted(span.metrics["time/step_s"] for span in of.spans if "time/step_s" in span.metrics)
+def _speed(work: Work, spans: Sequence[StepSpan], spent: Activity | None) -> dict[str, str]:
+    steps = sorted(span.metrics["time/step_s"] for span in spans if "time/step_s" in span.metrics)
     longest = f", slowest tenth from {steps[len(steps) * 9 // 10]:.2f} s" if len(steps) >= 10 else ""
     rate = f", {work.generated_tokens / work.seconds:,.0f}/s" if work.seconds else ""
-    busy = of.spent.engines_busy if of.spent else None
+    busy = spent.engines_busy if spent else None
     return {
         "step time": f"median {median(steps):.2f} s{longest}" if steps else UNKNOWN,
         "tokens trained": f"{work.trained_tokens:,}",
         "tokens generated": f"{work.generated_tokens:,}{rate}",
-        "trainer": f"training {of.spent.trainer['training']:.0%} of its time" if of.spent else UNKNOWN,
+        "trainer": f"training {spent.trainer['training']:.0%} of its time" if spent else UNKNOWN,
         "engines": UNKNOWN
-        if of.spent is None or busy is None
-        else f"with requests {busy:.0%} of the time, paused {of.spent.engines_paused or 0.0:.0%}",
-        "processor": _measured(of.machine, PROCESSOR, "{:.0%}"),
-        "memory": _measured(of.machine, MEMORY, "{:,.1f} GB"),
-        "GPUs": _measured(of.machine, GPU, "{:.0%}"),
-        "GPU memory": _measured(of.machine, GPU_MEMORY, "{:,.1f} GB"),
+        if spent is None or busy is None
+        else f"with requests {busy:.0%} of the time, paused {spent.engines_paused or 0.0:.0%}",
     }
 
 
-def _measured(machine: Sequence[MachineSample], title: str, form: str) -> str:
-    values = [sample.values[title] for sample in machine if title in sample.values]
-    return (
-        f"mean {form.format(math.fsum(values) / len(values))}, peak {form.format(max(values))}" if values else UNKNOWN
-    )
-
-
-def _unix(text: object) -> float | None:
-    try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
-        return None
+def _load(machine: Sequence[MachineSample]) -> dict[str, str]:
+    found = {}
+    for name, title, form in LOAD:
+        values = [sample.values[title] for sample in machine if title in sample.values]
+        found[name] = UNKNOWN
+        if values:
+            mean_load = math.fsum(values) / len(values)
+            found[name] = f"mean {form.format(mean_load)}, peak {form.format(max(values))}"
+    return found

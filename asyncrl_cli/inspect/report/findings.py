@@ -48,14 +48,15 @@ def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> An
         found: the prediction for the run, or the reason why there is none.
         recorded: sentences on how the trainer spent its time; empty before the first step.
     """
-    question = "What limited its speed?"
-    if not recorded:
-        return Answer(question, _no_step(ended), "plain")
-    if isinstance(found, str):
-        return Answer(question, f"Not known: {found}.", "plain", tuple(recorded))
-    limit, *more = advice(found)
-    step = f"A step takes {found.outcome.step_s:.3g} s in the simulation; without staleness {found.sync.step_s:.3g} s."
-    return Answer(question, limit, "plain", (*more, step, *recorded))
+    text, more = _no_step(ended), tuple(recorded)
+    if recorded and isinstance(found, str):
+        text = f"Not known: {found}."
+    elif recorded and not isinstance(found, str):
+        step, sync = found.outcome.step_s, found.sync.step_s
+        simulated = f"A step takes {step:.3g} s in the simulation; without staleness {sync:.3g} s."
+        text, *others = advice(found)
+        more = (*others, simulated, *recorded)
+    return Answer("What limited its speed?", text, "plain", more)
 
 
 def _no_step(ended: bool) -> str:
@@ -64,28 +65,23 @@ def _no_step(ended: bool) -> str:
 
 def stale(report: Report, ended: bool) -> Answer:
     """Whether the bound on staleness held."""
-    question = "Was it ever too stale?"
-    settings = report.progress.settings
-    bound = counted(settings.max_staleness, "version")
+    tone: Tone = "bad"
+    bound = counted(report.progress.settings.max_staleness, "version")
     if not report.steps:
-        return Answer(question, _no_step(ended), "plain")
-    ages = together(report.steps).groups
-    mean = number(mean_age(ages) or 0.0)
-    measured = f"their staleness was {mean} versions on average and {max(ages, default=0)} at most"
-    if report.violations:
-        first = report.violations[0]
-        return Answer(
-            question,
-            f"YES: the guarantee is violated ({counted(len(report.violations), 'row')}); the first: {first.what}.",
-            "bad",
-        )
-    if report.late:
-        return Answer(
-            question,
-            f"{report.late:,} groups were trained past the bound of {bound}, which on_stale: train allows; {measured}.",
-            "bad",
-        )
-    return Answer(question, f"No: all {report.groups:,} groups kept the bound of {bound}; {measured}.", "good")
+        text, tone = _no_step(ended), "plain"
+    elif report.violations:
+        rows, first = counted(len(report.violations), "row"), report.violations[0]
+        text = f"YES: the guarantee is violated ({rows}); the first: {first.what}."
+    else:
+        ages = together(report.steps).groups
+        mean = number(mean_age(ages) or 0.0)
+        measured = f"their staleness was {mean} versions on average and {max(ages, default=0)} at most"
+        if report.late:
+            allowed = f"past the bound of {bound}, which on_stale: train allows"
+            text = f"{report.late:,} groups were trained {allowed}; {measured}."
+        else:
+            text, tone = f"No: all {report.groups:,} groups kept the bound of {bound}; {measured}.", "good"
+    return Answer("Was it ever too stale?", text, tone)
 
 
 def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str) -> Answer:
@@ -109,8 +105,6 @@ SURE = 2.0
 """Standard errors of the difference by which two means differ when it is not noise."""
 
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
-Verdict = tuple[str, Tone]
-"""An answer, and whether it is good news."""
 
 
 def wilson(accuracy: float, prompts: int, z: float = Z) -> tuple[float, float]:
@@ -159,15 +153,18 @@ def trend(values: Sequence[float]) -> Trend | None:
 
 def learned(
     rewards: Sequence[float], evaluations: Sequence[Evaluation], spec: Mapping[str, Any], ended: bool = False
-) -> Verdict:
+) -> Answer:
     """Say whether the run learned. ``rewards`` are the mean training rewards by step."""
-    if not rewards and ended:
-        return _no_step(ended), "plain"
     series = leading_series(evaluations)
-    if any(len(some) > 1 for some in same_prompts(series)):
+    tone: Tone = "plain"
+    if not rewards and ended:
+        verdict = _no_step(ended)
+    elif any(len(some) > 1 for some in same_prompts(series)):
         verdict, tone = _held_out(series)
-        return f"{verdict} {_seen(rewards, spec)}".strip(), tone
-    return _by_reward(rewards, spec, series)
+        verdict = f"{verdict} {_seen(rewards, spec)}".strip()
+    else:
+        verdict, tone = _by_reward(rewards, spec)
+    return Answer("Did it learn?", verdict, tone)
 
 
 def same_prompts(series: Sequence[Evaluation]) -> list[list[Evaluation]]:
@@ -186,7 +183,7 @@ def leading_series(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     return kinds["greedy"] if len(kinds.get("greedy", ())) > 1 else max(several, key=len, default=[])
 
 
-def _held_out(series: Sequence[Evaluation]) -> Verdict:
+def _held_out(series: Sequence[Evaluation]) -> tuple[str, Tone]:
     several = [some for some in same_prompts(series) if len(some) > 1]
     # Those that show most of the run; with the most prompts, if several do.
     compared = max(several, key=lambda some: some[-1].after_step - some[0].after_step)
@@ -227,17 +224,14 @@ def _seen(rewards: Sequence[float], spec: Mapping[str, Any]) -> str:
     return f"Mean training reward{caveat}: {found.first:.3f} to {found.last:.3f}, first and last tenth of the steps."
 
 
-def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any], series: Sequence[Evaluation]) -> Verdict:
+def _by_reward(rewards: Sequence[float], spec: Mapping[str, Any]) -> tuple[str, Tone]:
     found = trend(rewards)
-    known = [reward for reward in rewards if math.isfinite(reward)]
     if found is None:
         return "Inconclusive: too few steps are trained.", "plain"
+    known = [f"{reward:.3f}" for reward in rewards if math.isfinite(reward)]
     if len(known) < FEW_STEPS:
-        seen = ", ".join(f"{reward:.3f}" for reward in known)
-        return (
-            f"Inconclusive: only {counted(len(known), 'step')} trained. Mean training reward by step: {seen}.",
-            "plain",
-        )
+        seen = f"only {counted(len(known), 'step')} trained. Mean training reward by step: {', '.join(known)}."
+        return f"Inconclusive: {seen}", "plain"
     went = f"{found.first:.3f} to {found.last:.3f} (first and last tenth of the steps)"
     basis = "There are no two held-out evaluations to compare, so this is based on the training reward."
     if reasons := not_comparable(spec):

@@ -22,7 +22,7 @@ from asyncrl_cli.inspect.report.charts import (
 )
 from asyncrl_cli.inspect.report.curves import Curves, curves
 from asyncrl_cli.inspect.report.evidence import StepTime, activity, besides, breakdown, prediction, trainer_time
-from asyncrl_cli.inspect.report.facts import Facts, Sources, facts
+from asyncrl_cli.inspect.report.facts import Facts, facts
 from asyncrl_cli.inspect.report.findings import Answer, failed, learned, limited, stale
 from asyncrl_cli.inspect.report.recorded_files import evaluation_files, machine_samples, newest
 from asyncrl_cli.inspect.report.samples import HeldOutSample, Sample, held_out_samples, samples
@@ -33,7 +33,7 @@ from asyncrl_cli.journal.history import first_failures, history
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import Report, staleness_report
-from asyncrl_cli.journal.step_timeline import StepSpan, step_spans
+from asyncrl_cli.journal.step_timeline import step_spans
 from asyncrl_cli.plan.prediction import Prediction
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
@@ -41,22 +41,23 @@ if TYPE_CHECKING:
     import sqlite3
 
 FAULTS_SHOWN = 100
-SHARES = ("share/engines_busy", "share/engines_paused", "share/journal_busy")
 
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run. ``facts`` have the same names for every run; ``held_out`` are answers before and after training;
-    ``prediction`` may be the reason why there is none."""
+    """One run."""
 
     run_id: str
     answers: tuple[Answer, ...]
     prediction: Prediction | str
+    """The reason, if there is no prediction."""
     facts: Facts
+    """The same names for every run."""
     curves: Curves
     charts: tuple[Chart, ...]
     samples: tuple[Sample, ...]
     held_out: tuple[HeldOutSample, ...]
+    """Answers before and after training."""
     decoded: bool
     faults: tuple[Fault, ...]
     faults_in_all: int
@@ -73,7 +74,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         spans = list(step_spans(connection, settings.publish_every))
         staleness = staleness_report(connection)
         times = trainer_time(connection, spans, settings.groups_per_step)
-        spent = activity(times, _shares(spans))
+        spent = activity(times, spans)
         found = prediction(connection, spec)
         recorded = [breakdown(spent), *besides(connection, spec, spans, settings, spent)] if spent else []
         course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
@@ -89,13 +90,13 @@ def summarize(run: RunDirectory) -> RunSummary:
     return RunSummary(
         run_id=run.run_id,
         answers=(
-            Answer("Did it learn?", *learned(rewards, past.evaluations, spec, ended)),
+            learned(rewards, past.evaluations, spec, ended),
             limited(found, recorded, ended),
             stale(staleness, ended),
             failed(phase, run.state.reason, past.failures_by_kind, first),
         ),
         prediction=found,
-        facts=facts(Sources(run, phase, past, spans, spent, spec, files, machine)),
+        facts=facts(run=run, phase=phase, past=past, spans=spans, spent=spent, spec=spec, files=files, machine=machine),
         curves=course,
         charts=charts,
         samples=tuple(chosen),
@@ -124,17 +125,3 @@ def _charts(connection: sqlite3.Connection, times: Sequence[StepTime], staleness
         yield histogram_chart("Length of responses (tokens)", lengths)
     if points := rollouts.length_and_reward(connection):
         yield scatter_chart(points, few)
-
-
-def _shares(spans: Sequence[StepSpan]) -> dict[str, float]:
-    """Means of the shares that were recorded, weighted by the length of their windows."""
-    found = {}
-    for name in SHARES:
-        known = [
-            (span.metrics[name], span.metrics.get("time/step_s", 1.0))
-            for span in spans
-            if math.isfinite(span.metrics.get(name, math.nan))
-        ]
-        if total := math.fsum(seconds for _, seconds in known):
-            found[name] = math.fsum(share * seconds for share, seconds in known) / total
-    return found
