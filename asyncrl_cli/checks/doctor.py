@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from asyncrl_cli import __version__
-from asyncrl_cli.checks import deep
+from asyncrl_cli.checks import libraries
 from asyncrl_cli.checks.finding import Check, Finding, Result, Warned, findings_of
 from asyncrl_cli.checks.machine import (
     GIB,
@@ -40,7 +40,7 @@ from asyncrl_cli.checks.machine import (
 from asyncrl_cli.core.errors import ConfigError, TaskError
 from asyncrl_cli.orchestrator.cluster import OBJECT_STORE_BYTES
 from asyncrl_cli.runs.manifest import package_versions
-from asyncrl_cli.sandbox.commands import WORK_FOLDER
+from asyncrl_cli.sandbox.commands import WORK_FOLDER, Kind
 from asyncrl_cli.sandbox.judge import Check as UnitTest
 from asyncrl_cli.sandbox.judge import Limits, run
 from asyncrl_cli.sandbox.trial import HINTS, choose, problem
@@ -62,33 +62,8 @@ SLOW_COMMIT_S = 0.1
 IMPORT_S = 180.0
 """Seconds that a library may take to be imported; a cold disk takes most of them."""
 
-IMPORTS = {
-    "vLLM": """
-import vllm
-from vllm.platforms import current_platform
-from vllm.v1.engine.async_llm import AsyncLLM
-import sys
-assert current_platform.device_type == sys.argv[1], f"uses {current_platform.device_type or 'no device'}"
-print("ANSWER", vllm.__version__, "on", current_platform.device_type)
-""",
-    "DeepSpeed": """
-import deepspeed, sys, torch
-assert torch.distributed.is_gloo_available(), "torch has no gloo"
-if sys.argv[1] == "cuda":
-    torch.zeros(1, device="cuda")
-name = deepspeed.accelerator.get_accelerator().device_name()
-assert name == sys.argv[1], f"uses {name}"
-print("ANSWER", deepspeed.__version__, "on", name)
-""",
-    "Ray": """
-import ray
-print("ANSWER", ray.__version__)
-""",
-}
-"""Programs that show that a library can be used, each in its own process. Argument: ``cuda`` or ``cpu``, the device to
-use. The line with ANSWER counts."""
 DEEP = {"vLLM": "engine", "DeepSpeed": "trainer"}
-"""Libraries that ``--deep`` also starts, mapped to their program in deep.py."""
+"""Libraries that ``--deep`` also starts, mapped to their program in libraries.py."""
 DEEP_S = 300.0
 """Seconds that one of these may take."""
 
@@ -139,15 +114,13 @@ def _checks(runs_dir: Path, quick: bool, deeply: bool) -> Iterator[Check]:
     yield Check("journal", lambda: _measure_journal(existing(runs_dir)))
     yield Check("ports", _check_ports)
     yield Check("sandbox", check_sandbox)
-    yield Check("sandbox for commands", check_shell_sandbox)
-    yield Check("sandbox in gVisor", check_gvisor)
+    yield Check("sandbox for commands", lambda: check_commands("bubblewrap"))
+    yield Check("sandbox in gVisor", lambda: check_commands("gvisor"))
     yield Check("file limits", lambda: check_files(*resource.getrlimit(resource.RLIMIT_NOFILE)))
     yield Check("compiler", lambda: check_compiler(compiler, headers, bool(gpus)))
-    for name, program in () if quick else IMPORTS.items():
-        if deeply and name in DEEP:
-            yield Check(name, partial(try_deeply, name, on_gpu))
-        else:
-            yield Check(name, partial(try_import, name, program, on_gpu))
+    for name in () if quick else ("vLLM", "DeepSpeed", "Ray"):
+        program = DEEP.get(name, name) if deeply else name
+        yield Check(name, partial(try_library, program, on_gpu, DEEP_S if program != name else IMPORT_S))
 
 
 def check_python(system: str, version: tuple[int, int]) -> str:
@@ -294,20 +267,14 @@ def check_sandbox() -> Result:
     return found
 
 
-def check_shell_sandbox() -> Result:
-    """Run one command as `task.sandbox` does."""
-    if reason := problem("bubblewrap"):
-        return Warned(f"none, so task.sandbox is refused: {reason}", HINTS["bubblewrap"])
-    return f"bubblewrap: a command ran in {WORK_FOLDER}"
-
-
-def check_gvisor() -> Result:
-    """Run one command as `task.sandbox` does with `kind: gvisor`, where there is gVisor."""
-    if shutil.which("runsc") is None:
+def check_commands(kind: Kind) -> Result:
+    """Run one command as `task.sandbox` does with this ``kind``."""
+    if kind == "gvisor" and shutil.which("runsc") is None:
         return "runsc is not installed; only task.sandbox with kind: gvisor needs it"
-    if reason := problem("gvisor"):
-        return Warned(f"none, so kind: gvisor is refused: {reason}", HINTS["gvisor"])
-    return f"gvisor: a command ran in {WORK_FOLDER}"
+    if reason := problem(kind):
+        refused = "task.sandbox" if kind == "bubblewrap" else f"kind: {kind}"
+        return Warned(f"none, so {refused} is refused: {reason}", HINTS[kind])
+    return f"{kind}: a command ran in {WORK_FOLDER}"
 
 
 def check_files(soft: int, hard: int) -> Result:
@@ -331,42 +298,39 @@ def check_compiler(compiler: str | None, headers: bool, gpu: bool) -> str:
     return found
 
 
-def try_import(name: str, program: str, gpu: bool, limit_s: float = IMPORT_S) -> str:
-    """Use a library in a separate process, which is killed after ``limit_s`` seconds."""
-    hint = f"see `{sys.executable} -c 'import {name.lower()}'`; `make install` installs the pinned versions"
-    environment = {} if gpu else {"DS_ACCELERATOR": "cpu"}
-    return _try(["-c", program, "cuda" if gpu else "cpu"], environment, limit_s, "imported in", hint)
+def try_library(program: str, gpu: bool, limit_s: float) -> str:
+    """Run a program of libraries.py in its own session, which is killed afterwards.
 
-
-def try_deeply(name: str, gpu: bool, limit_s: float = DEEP_S) -> str:
-    """Start what a run starts of a library, on a model made for it, in a separate process as ``try_import`` does."""
-    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
-        program, options = ["-m", deep.__name__, DEEP[name]], ["--gpu"] if gpu else []
-        shown = shlex.join([sys.executable, *program, f"/tmp/{DEEP[name]}", *options])
-        hint = f"see `{shown}`; `make install` installs the pinned versions"
-        return _try([*program, f"{folder}/model", *options], {"TMPDIR": folder}, limit_s, "within", hint)
-
-
-def _try(program: list[str], environment: Mapping[str, str], limit_s: float, took: str, hint: str) -> str:
-    """Run Python with these arguments. Its session is killed afterwards."""
+    Raises ``ConfigError`` if it fails, and after ``limit_s`` seconds.
+    """
+    command = [sys.executable, "-m", libraries.__name__, program, "cuda" if gpu else "cpu"]
+    hint = f"see `{shlex.join([*command, '/tmp/model'])}`; `make install` installs the pinned versions"
     started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
+        environment = os.environ | {"TMPDIR": folder} | ({} if gpu else {"DS_ACCELERATOR": "cpu"})
+        answers, last = run_program([*command, f"{folder}/model"], environment, limit_s)
+    if not answers:
+        raise ConfigError(last, hint=hint)
+    return f"{answers[-1]}, in {time.perf_counter() - started:.0f} s"
+
+
+def run_program(command: list[str], environment: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
+    """The answers of a program, none if it failed, and the last line of its error."""
     with subprocess.Popen(
-        [sys.executable, *program],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | environment,
+        env=environment,
         start_new_session=True,
     ) as process:
         try:
             out, err = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            raise ConfigError(f"no answer within {limit_s:.0f} s", hint=hint) from None
+            return [], f"no answer within {limit_s:.0f} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     answers = [line.removeprefix("ANSWER ") for line in out.splitlines() if line.startswith("ANSWER ")]
-    if process.returncode or not answers:
-        lines = err.strip().splitlines() or [f"exit status {process.returncode}"]
-        raise ConfigError(lines[-1], hint=hint)
-    return f"{answers[-1]}, {took} {time.perf_counter() - started:.0f} s"
+    last = (err.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+    return answers if process.returncode == 0 else [], last

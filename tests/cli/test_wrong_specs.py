@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.checks import engine, machine
-from asyncrl_cli.checks.deep import small_spec
+from asyncrl_cli.checks.libraries import small_spec
 from asyncrl_cli.checks.start import PROMPT_CHECKS, StartChecks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.rollout.engine_settings import engine_config

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl_cli.checks.doctor import IMPORTS
 from tests.contracts.objects import OBJECTS, RESULTS
 
 ASYNCRL = Path(__file__).parents[2] / "asyncrl_cli"
@@ -69,10 +68,6 @@ def all_uses() -> tuple[list[Use], list[Unknown]]:
             found, missing = uses_in(source, file)
             uses += found
             unknown += missing
-    for program in IMPORTS.values():  # used by `asyncrl doctor`
-        found, missing = uses_in(program, "checks/doctor.py")
-        uses += found
-        unknown += missing
     return uses, unknown
 
 

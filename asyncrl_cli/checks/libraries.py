@@ -1,9 +1,10 @@
-"""One engine and one trainer on a small model: the programs of `asyncrl doctor --deep`.
+"""The programs of `asyncrl doctor` that use vLLM, DeepSpeed and Ray, each alone in its process.
 
-    python -m asyncrl_cli.checks.deep engine|trainer FOLDER [--gpu]
+    python -m asyncrl_cli.checks.libraries PROGRAM DEVICE [FOLDER]
 
-Each does what a run does, alone in its process, and writes its model to FOLDER: vLLM generates from the model's
-weights; DeepSpeed makes a step of ZeRO-3, after which the loss is lower. The line with ANSWER has the result.
+DEVICE is cuda or cpu. The imports show that a library can use it. ``engine`` and ``trainer`` (`--deep`) do what a
+run does on a small model that they write to FOLDER: vLLM generates from the model's weights; DeepSpeed makes a step of
+ZeRO-3, after which the loss is lower. The line with ANSWER has the result.
 """
 
 from __future__ import annotations
@@ -48,12 +49,43 @@ def small_spec(gpu: bool) -> ExperimentSpec:
     )
 
 
-def try_engine(spec: ExperimentSpec, folder: Path) -> str:
+def import_vllm(device: str, _: Path) -> str:
+    import vllm
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.async_llm import AsyncLLM  # noqa: F401
+
+    if current_platform.device_type != device:
+        raise RuntimeError(f"uses {current_platform.device_type or 'no device'}")
+    return f"{vllm.__version__} on {device}"
+
+
+def import_deepspeed(device: str, _: Path) -> str:
+    import deepspeed
+    import torch
+
+    if not torch.distributed.is_gloo_available():
+        raise RuntimeError("torch has no gloo")
+    if device == "cuda":
+        torch.zeros(1, device="cuda")
+    name = deepspeed.accelerator.get_accelerator().device_name()
+    if name != device:
+        raise RuntimeError(f"uses {name}")
+    return f"{deepspeed.__version__} on {device}"
+
+
+def import_ray(_device: str, _: Path) -> str:
+    import ray
+
+    return str(ray.__version__)
+
+
+def try_engine(device: str, folder: Path) -> str:
     """Start vLLM on a model, and generate. Raises whatever goes wrong."""
     from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling
     from asyncrl_cli.rollout.engine import Engine
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
+    spec = small_spec(device == "cuda")
     os.environ |= engine_environment(spec)
     _make_model(spec, folder)
 
@@ -68,10 +100,11 @@ def try_engine(spec: ExperimentSpec, folder: Path) -> str:
     return f"an engine generated {len(asyncio.run(generated()).ids)} tokens"
 
 
-def try_trainer(spec: ExperimentSpec, folder: Path) -> str:
+def try_trainer(device: str, folder: Path) -> str:
     """Start DeepSpeed on a model, and make a step of ZeRO-3. Raises whatever goes wrong."""
     from asyncrl_cli.train import deepspeed_engine as ds
 
+    spec = small_spec(device == "cuda")
     os.environ |= ds.trainer_environment(spec)
     import torch
 
@@ -95,9 +128,6 @@ def try_trainer(spec: ExperimentSpec, folder: Path) -> str:
     return f"a ZeRO-3 step lowered a loss from {losses[0]:.4f} to {losses[1]:.4f}"
 
 
-PROGRAMS: dict[str, Callable[[ExperimentSpec, Path], str]] = {"engine": try_engine, "trainer": try_trainer}
-
-
 def _make_model(spec: ExperimentSpec, folder: Path) -> None:
     from asyncrl_cli.train.model.initial import build_initial_model
 
@@ -105,10 +135,19 @@ def _make_model(spec: ExperimentSpec, folder: Path) -> None:
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
 
 
+PROGRAMS: dict[str, Callable[[str, Path], str]] = {
+    "vLLM": import_vllm,
+    "DeepSpeed": import_deepspeed,
+    "Ray": import_ray,
+    "engine": try_engine,
+    "trainer": try_trainer,
+}
+
+
 def main() -> None:
     """Run one of them."""
-    what, folder, *options = sys.argv[1:]
-    print("ANSWER", PROGRAMS[what](small_spec("--gpu" in options), Path(folder)), flush=True)
+    name, device, *folder = sys.argv[1:]
+    print("ANSWER", PROGRAMS[name](device, Path(*folder)), flush=True)
 
 
 if __name__ == "__main__":
