@@ -11,8 +11,6 @@ import json
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -21,8 +19,8 @@ from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
     RUN_FILE,
     Cancelled,
-    Check,
     Checkpoint,
+    Digest,
     TrainerLayout,
     checkpoint_name,
     complete_checkpoints,
@@ -32,7 +30,6 @@ from asyncrl_cli.runs.checkpoints import (
     sweep,
     verify,
 )
-from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -55,50 +52,43 @@ class Checkpoints:
         call is cancelled, its thread ends within moments and no checkpoint appears.
         """
         final = Checkpoint(self._folder / checkpoint_name(step), step)
+        unfinished = self._folder / f".saving-{final.folder.name}"
         cancelled = Event()
 
         def check() -> None:
             if cancelled.is_set():
                 raise Cancelled
 
-        try:
+        def is_saved() -> bool:
             if final.folder.is_dir():
-                if not await asyncio.to_thread(partial(verify, check=check), final):
-                    return final
-                await asyncio.to_thread(remove, final)
-            unfinished = await asyncio.to_thread(self._make_folder, final.folder.name)
-            written = await self._trainers.save_checkpoint(unfinished)
-            full_state = {**state, "trainer": asdict(self._layout)}
-            await asyncio.to_thread(self._complete, unfinished, final.folder, full_state, written, check)
+                if not verify(final, check=check):
+                    return True
+                remove(final)
+            sweep(self._folder)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            return False
+
+        def complete(written: Mapping[str, Digest]) -> None:
+            (unfinished / RUN_FILE).write_text(json.dumps({**state, "trainer": asdict(self._layout)}) + "\n")
+            seal(unfinished, check, written)
+            check()
+            # Last, when every byte is synced: the name makes it a checkpoint (decision 0011).
+            rename(unfinished, final.folder)
+
+        try:
+            if not await asyncio.to_thread(is_saved):
+                await asyncio.to_thread(complete, await self._trainers.save_checkpoint(unfinished))
         except asyncio.CancelledError:
             cancelled.set()
             raise
         return final
 
-    async def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
-        """Delete the checkpoints that the spec does not keep; returns their steps.
+    def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
+        """Delete the checkpoints that the spec does not keep; returns their steps. May block.
 
         ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps whose evaluation is under way.
         """
-        return await asyncio.to_thread(self._prune, accuracies, awaited)
-
-    def _make_folder(self, name: str) -> Path:
-        sweep(self._folder)
-        unfinished = self._folder / f".saving-{name}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        return unfinished
-
-    def _complete(
-        self, unfinished: Path, final: Path, state: Mapping[str, Any], written: Mapping[str, Digest], check: Check
-    ) -> None:
-        (unfinished / RUN_FILE).write_text(json.dumps(state) + "\n")
-        seal(unfinished, check, written)
-        check()
-        # Last, when every byte is synced: the name makes it a checkpoint (decision 0011).
-        rename(unfinished, final)
-
-    def _prune(self, accuracies: Mapping[int, float], awaited: Collection[int]) -> list[int]:
         found = complete_checkpoints(self._folder)
         reasons = keep_reasons([checkpoint.step for checkpoint in found], accuracies, self._retention, awaited)
         removed = [checkpoint for checkpoint in found if not reasons[checkpoint.step]]

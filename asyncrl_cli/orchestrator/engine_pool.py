@@ -27,7 +27,7 @@ from asyncrl_cli.orchestrator.nodes import draining_nodes, why_gone, why_lost
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.runs.directory import RunDirectory
-from asyncrl_cli.runs.scaling import ScaleAnswer, answer_request, pending_request, remember_wanted, wanted_engines
+from asyncrl_cli.runs.scaling import answer_request, wanted_engines
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 LOOK_S = 1.0
@@ -131,16 +131,16 @@ class EnginePool:
                 self._changed.clear()
                 self._adjust()
                 await self._leave_on_notice()
-                await self._answer_request()
+                # A full disk must not end the run; the command that made the request notices the missing answer.
+                with suppress(OSError):
+                    if accepted := await asyncio.to_thread(answer_request, self._run, self.bounds):
+                        self.want(accepted)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(LOOK_S):
                         await self._changed.wait()
 
     def want(self, count: int) -> None:
-        """Set the target number of engines. Raises ``ValueError`` if it is outside the bounds."""
-        least, most = self.bounds
-        if not least <= count <= most:
-            raise ValueError(f"{count} is not between {least} and {most}")
+        """Set the target number of engines, which is within the bounds."""
         self.wanted = count
         self._changed.set()
 
@@ -173,22 +173,6 @@ class EnginePool:
                     self._leave(member, f"its node is being drained{until}")
                 elif member.engine.asked_to_leave:
                     self._leave(member, SIGTERM)
-
-    async def _answer_request(self) -> None:
-        """Carry out a request of `asyncrl scale`, or refuse it."""
-        request = await asyncio.to_thread(pending_request, self._run)
-        if request is None:
-            return
-        # A full disk must not end the run; the command that made the request notices the missing answer.
-        with suppress(OSError):
-            try:
-                self.want(request.engines)
-            except ValueError as refused:
-                answer = ScaleAnswer(request.id, False, str(refused))
-            else:
-                await asyncio.to_thread(remember_wanted, self._run, request.engines, self.bounds)
-                answer = ScaleAnswer(request.id, True)
-            await asyncio.to_thread(answer_request, self._run, answer)
 
     def _waits_for(self) -> str:
         """What the first engine that has yet to be started waits for; empty when all have started."""

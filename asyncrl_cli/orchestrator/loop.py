@@ -183,7 +183,9 @@ class Orchestrator:
         saving = self._trainer.at(step, lambda: self._checkpoints.save(step, state))
         what = f"the checkpoint of step {step}"
         saved = await self._watchdog.until(saving, "the trainer", what, self._ranks.saving_s)
-        removed = await self._checkpoints.prune(self._evaluator.accuracies, self._evaluator.running)
+        removed = await asyncio.to_thread(
+            self._checkpoints.prune, dict(self._evaluator.accuracies), set(self._evaluator.running)
+        )
         await self._buffer.checkpointed(step, saved.folder.name, time.monotonic() - started, removed)
 
     async def _loop(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
-from asyncrl_cli.runs.digests import Digest
+from asyncrl_cli.runs.checkpoints import Digest
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for
 from asyncrl_cli.weights.layout import TensorSlot
 

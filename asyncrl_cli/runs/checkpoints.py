@@ -19,16 +19,15 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_write, rename, sync
-from asyncrl_cli.runs.digests import Digest
 from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -38,14 +37,21 @@ STATE = "state"
 """The trainer's part of a checkpoint."""
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
-ARCHIVING, ARCHIVING_BEFORE = ".archiving", ".setting-aside"
-"""In a run's ``checkpoints`` while some are archived: the step whose later ones no longer count. Earlier versions have
-the second name."""
+ARCHIVING = ".archiving"
+"""In a run's ``checkpoints`` while some are archived: the step whose later ones no longer count."""
 NAME = re.compile(r"step-(\d{6,})")
 DIGEST_THREADS = 8
 PIECE_BYTES = 2**18
 Check = Callable[[], None]
 """Raises an exception if the result of the work is no longer needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The size and the BLAKE3 checksum of a file."""
+
+    bytes: int
+    blake3: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +139,10 @@ def _all_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def _last_kept(folder: Path) -> int | None:
     """The step whose later checkpoints were being archived when a kill interrupted it."""
-    marks = []
-    for name in (ARCHIVING, ARCHIVING_BEFORE):
-        with suppress(FileNotFoundError):
-            marks.append(int((folder / name).read_text()))
-    return min(marks, default=None)
+    try:
+        return int((folder / ARCHIVING).read_text())
+    except FileNotFoundError:
+        return None
 
 
 def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
@@ -279,16 +284,17 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     only completes an earlier call that a kill has interrupted; until then these checkpoints do not count. Returns the
     new folder; None when there are none.
     """
-    marks = [mark for mark in (step, _last_kept(folder)) if mark is not None] if folder.is_dir() else []
-    later = [found.folder for found in _all_checkpoints(folder) if found.step > min(marks)] if marks else []
-    marker, marker_before = folder / ARCHIVING, folder / ARCHIVING_BEFORE
+    if not folder.is_dir():
+        return None
+    marker = folder / ARCHIVING
+    first = min((mark for mark in (step, _last_kept(folder)) if mark is not None), default=None)
+    later = [] if first is None else [found.folder for found in _all_checkpoints(folder) if found.step > first]
     if not later:
         marker.unlink(missing_ok=True)
-        marker_before.unlink(missing_ok=True)
         return None
     # Mark before the first rename: from here on they do not count, even if a kill interrupts the renames.
     with atomic_write(marker, durable=True) as file:
-        file.write(str(min(marks)).encode())
+        file.write(str(first).encode())
     archive = next(path for number in count(1) if not (path := folder / f"archived-{number}").exists())
     archive.mkdir()
     for path in later:
@@ -296,7 +302,6 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     sync(archive)
     sync(folder)
     marker.unlink()
-    marker_before.unlink(missing_ok=True)
     return archive
 
 
@@ -320,3 +325,38 @@ def _digest(path: Path, check: Check) -> str:
             check()
             digest.update(piece[:size])
     return digest.hexdigest()
+
+
+class DigestedFile:
+    """A new file that is written sequentially; when it is closed, it is synced to disk."""
+
+    def __init__(self, path: str | Path) -> None:
+        from blake3 import blake3
+
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
+        self._hash = blake3(max_threads=blake3.AUTO)
+        self._bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def write(self, data: bytes | memoryview) -> int:
+        self._hash.update(data)
+        self._bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Writers of files expect this method."""
+        self._file.flush()
+
+    @property
+    def digest(self) -> Digest:
+        """The digest of everything written so far."""
+        return Digest(self._bytes, self._hash.hexdigest())

@@ -113,9 +113,8 @@ class RunDirectory:
 
     @property
     def model_stub(self) -> Path:
-        """The folder of the model's config and tokenizer. Runs of earlier versions have it as ``skeleton``."""
-        earlier = self.path / "skeleton"
-        return earlier if earlier.is_dir() else self.path / "model_stub"
+        """The folder of the model's config and tokenizer."""
+        return self.path / "model_stub"
 
     @property
     def status(self) -> str:

@@ -23,14 +23,6 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleRequest:
-    """A request for this number of engines."""
-
-    id: str
-    engines: int
-
-
-@dataclass(frozen=True, slots=True)
 class ScaleAnswer:
     """The driver's answer to the request with this id; ``message`` says why it refuses."""
 
@@ -45,11 +37,6 @@ def forget_requests(run: RunDirectory) -> None:
         (run.path / name).unlink(missing_ok=True)
 
 
-def remember_wanted(run: RunDirectory, engines: int, bounds: tuple[int, int]) -> None:
-    """Store the requested number of engines and the bounds for later drivers. Raises ``OSError``."""
-    run.write_json(WANTED, {"engines": engines, "bounds": bounds})
-
-
 def wanted_engines(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
     """The number that was requested last; None if there is none, or if the spec's bounds have changed since then."""
     match _read(run, WANTED):
@@ -58,17 +45,18 @@ def wanted_engines(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
     return None
 
 
-def pending_request(run: RunDirectory) -> ScaleRequest | None:
-    """The request that waits for an answer, if any; for the driver."""
+def answer_request(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
+    """Answer the request that waits for an answer, if any; for the driver. Returns the number of engines if it is
+    accepted. Raises ``OSError``."""
     match _read(run, REQUEST):
         case {"id": str(name), "engines": int(engines)} if _answer(run, name) is None:
-            return ScaleRequest(name, engines)
+            least, most = bounds
+            refused = "" if least <= engines <= most else f"{engines} is not between {least} and {most}"
+            if not refused:
+                run.write_json(WANTED, {"engines": engines, "bounds": bounds})
+            run.write_json(ANSWER, asdict(ScaleAnswer(name, not refused, refused)))
+            return None if refused else engines
     return None
-
-
-def answer_request(run: RunDirectory, answer: ScaleAnswer) -> None:
-    """Answer a request; for the driver. Raises ``OSError``."""
-    run.write_json(ANSWER, asdict(answer))
 
 
 def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S) -> ScaleAnswer:
@@ -76,10 +64,10 @@ def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S
 
     Raises ``RunError`` when the run is not running, ends meanwhile, or gives no answer within ``timeout_s`` seconds.
     """
-    request = ScaleRequest(secrets.token_hex(8), engines)
+    name = secrets.token_hex(8)
     _check_running(run)
     try:
-        run.write_json(REQUEST, asdict(request))
+        run.write_json(REQUEST, {"id": name, "engines": engines})
     except OSError as error:
         raise RunError(
             f"the request cannot be written: {error.strerror}",
@@ -87,10 +75,10 @@ def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S
             hint="make the run's folder writable: requests to a run are files in it",
         ) from None
     deadline = time.monotonic() + timeout_s
-    while (answer := _answer(run, request.id)) is None:
+    while (answer := _answer(run, name)) is None:
         _check_running(run)
         match _read(run, REQUEST):
-            case {"id": other} if other != request.id:
+            case {"id": other} if other != name:
                 raise RunError("another request replaced this one", location=run.run_id, hint="ask again")
         if time.monotonic() > deadline:
             (run.path / REQUEST).unlink(missing_ok=True)  # so that it cannot take effect later
@@ -113,9 +101,9 @@ def _check_running(run: RunDirectory) -> None:
         )
 
 
-def _answer(run: RunDirectory, request: str) -> ScaleAnswer | None:
+def _answer(run: RunDirectory, name: str) -> ScaleAnswer | None:
     match _read(run, ANSWER):
-        case {"id": str(name), "accepted": bool(accepted), "message": str(message)} if name == request:
+        case {"id": str(found), "accepted": bool(accepted), "message": str(message)} if found == name:
             return ScaleAnswer(name, accepted, message)
     return None
 

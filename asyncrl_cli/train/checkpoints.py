@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
-from asyncrl_cli.runs.digests import Digest, DigestedFile
+from asyncrl_cli.runs.checkpoints import STATE, Checkpoint, Digest, DigestedFile
 from asyncrl_cli.spec.sections import TrainerSpec
 
 UNIVERSAL = "universal"

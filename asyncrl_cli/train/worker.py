@@ -17,8 +17,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
-from asyncrl_cli.runs.checkpoints import Checkpoint
-from asyncrl_cli.runs.digests import Digest
+from asyncrl_cli.runs.checkpoints import Checkpoint, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import bound_log, redirect_output
 from asyncrl_cli.system.network import family_of

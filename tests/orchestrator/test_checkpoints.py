@@ -14,8 +14,14 @@ import pytest
 import asyncrl_cli.orchestrator.checkpoints as subject
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
-from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, complete_checkpoints, verified_checkpoint, verify
-from asyncrl_cli.runs.digests import Digest
+from asyncrl_cli.runs.checkpoints import (
+    Checkpoint,
+    Digest,
+    TrainerLayout,
+    complete_checkpoints,
+    verified_checkpoint,
+    verify,
+)
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -163,7 +169,7 @@ def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> N
         for step in range(1, 10):
             await checkpoints.save(step, {})
             accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
-            removed.append(await checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
+            removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
         return removed
 
     removed = asyncio.run(scenario())
@@ -177,8 +183,8 @@ def test_the_best_are_not_gone_before_they_are_known(run: RunDirectory, ranks: S
     async def scenario() -> None:
         for step in (1, 2, 3):
             await checkpoints.save(step, {})
-            await checkpoints.prune({}, awaited=[1])
-        await checkpoints.prune({1: 0.5})
+            checkpoints.prune({}, awaited=[1])
+        checkpoints.prune({1: 0.5})
 
     asyncio.run(scenario())
     assert names(run) == ["step-000001", "step-000003"]
@@ -209,7 +215,7 @@ def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
         started = time.monotonic()
         for step in (1, 2):
             await checkpoints.save(step, {})
-            await checkpoints.prune({})
+            checkpoints.prune({})
         ticking.cancel()
         return time.monotonic() - started
 

@@ -18,6 +18,8 @@ from asyncrl_cli.runs import checkpoints
 from asyncrl_cli.runs.checkpoints import (
     Checkpoint,
     Damage,
+    Digest,
+    DigestedFile,
     TrainerLayout,
     archive_later,
     checkpoint_name,
@@ -30,7 +32,6 @@ from asyncrl_cli.runs.checkpoints import (
     verified_checkpoint,
     verify,
 )
-from asyncrl_cli.runs.digests import Digest, DigestedFile
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import CheckpointSpec
 
@@ -280,17 +281,6 @@ def test_archiving_that_a_kill_interrupts(run: RunDirectory, monkeypatch: pytest
     make(run, 50)
     assert [found.step for found in complete_checkpoints(folder)] == [10, 50]
     assert len(list(folder.glob("archived-*/*"))) == 3
-
-
-def test_archiving_that_a_kill_interrupted_in_an_earlier_version(run: RunDirectory) -> None:
-    folder = run.path / "checkpoints"
-    for step in (10, 20):
-        make(run, step)
-    (folder / ".setting-aside").write_text("10")
-    assert [found.step for found in complete_checkpoints(folder)] == [10]
-    archive_later(folder, None)
-    make(run, 30)
-    assert [found.step for found in complete_checkpoints(folder)] == [10, 30]
 
 
 def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,8 @@ from asyncrl_cli.runs.scaling import (
     ANSWER,
     REQUEST,
     WANTED,
-    ScaleAnswer,
     answer_request,
     forget_requests,
-    pending_request,
-    remember_wanted,
     request_engines,
     wanted_engines,
 )
@@ -34,28 +31,33 @@ def run(tmp_path: Path) -> RunDirectory:
     return made
 
 
+BOUNDS = 1, 4
+
+
 @contextmanager
-def driver(run: RunDirectory, accepts: bool, message: str = "") -> Iterator[None]:
-    """Answers one request."""
+def driver(run: RunDirectory) -> Iterator[list[int]]:
+    """Answers one request; returns the numbers that it accepts."""
+    accepted: list[int] = []
 
     def answer() -> None:
-        while (request := pending_request(run)) is None:
+        while not (run.path / REQUEST).exists():
             pass
-        answer_request(run, ScaleAnswer(request.id, accepts, f"{message}{request.engines}"))
+        while not (run.path / ANSWER).exists():
+            accepted.extend(filter(None, [answer_request(run, BOUNDS)]))
 
     thread = Thread(target=answer)
     thread.start()
-    yield
+    yield accepted
     thread.join()
 
 
-@pytest.mark.parametrize("accepts", [True, False])
-def test_a_request_is_answered_once(run: RunDirectory, accepts: bool) -> None:
-    for engines in (2, 3):
-        with driver(run, accepts, "not "):
-            answer = request_engines(RunDirectory(run.path), engines)
-        assert (answer.accepted, answer.message) == (accepts, f"not {engines}")
-        assert pending_request(run) is None, "an answered request is done"
+@pytest.mark.parametrize(("engines", "refused"), [(2, ""), (4, ""), (0, "0 is not between 1 and 4"), (5, "5 is not")])
+def test_a_request_is_answered_once(run: RunDirectory, engines: int, refused: str) -> None:
+    with driver(run) as accepted:
+        answer = request_engines(RunDirectory(run.path), engines)
+    assert answer.accepted == (not refused) and answer.message.startswith(refused)
+    assert accepted == ([] if refused else [engines])
+    assert answer_request(run, BOUNDS) is None, "an answered request is done"
 
 
 def test_a_run_that_is_not_running_is_not_asked(run: RunDirectory) -> None:
@@ -72,15 +74,14 @@ def test_a_run_that_is_not_running_is_not_asked(run: RunDirectory) -> None:
 def test_without_an_answer_the_request_is_withdrawn(run: RunDirectory) -> None:
     with pytest.raises(RunError, match="gave no answer within 0 s, and the request is withdrawn"):
         request_engines(RunDirectory(run.path), 2, timeout_s=0.0)
-    assert pending_request(run) is None
+    assert answer_request(run, BOUNDS) is None
 
 
 def test_a_new_driver_forgets_what_was_not_answered(run: RunDirectory) -> None:
     run.write_json(REQUEST, {"id": "a", "engines": 2})
     run.write_json(ANSWER, {"id": "b", "accepted": True, "message": ""})
-    assert pending_request(run) is not None
     forget_requests(run)
-    assert pending_request(run) is None
+    assert answer_request(run, BOUNDS) is None
 
 
 @pytest.mark.parametrize(
@@ -88,16 +89,17 @@ def test_a_new_driver_forgets_what_was_not_answered(run: RunDirectory) -> None:
 )
 def test_a_damaged_file_is_not_a_request(run: RunDirectory, text: str) -> None:
     (run.path / REQUEST).write_text(text)
-    assert pending_request(run) is None
+    assert answer_request(run, BOUNDS) is None
     (run.path / ANSWER).write_text(text)
     (run.path / REQUEST).write_text(json.dumps({"id": "a", "engines": 2}))
-    assert pending_request(run) is not None
+    assert answer_request(run, BOUNDS) == 2
 
 
 def test_the_number_asked_for_last_outlives_the_driver_unless_the_bounds_change(run: RunDirectory) -> None:
     assert wanted_engines(run, (1, 4)) is None
     for engines in (3, 2):
-        remember_wanted(run, engines, (1, 4))
+        run.write_json(REQUEST, {"id": str(engines), "engines": engines})
+        assert answer_request(run, (1, 4)) == engines
     forget_requests(run)  # as in the next driver
     assert wanted_engines(run, (1, 4)) == 2
     assert wanted_engines(run, (1, 8)) is None

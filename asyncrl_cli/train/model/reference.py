@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.runs.checkpoints import STATE
-from asyncrl_cli.runs.digests import Digest
+from asyncrl_cli.runs.checkpoints import STATE, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import reading_tensors, save_file
 from asyncrl_cli.train.deepspeed_engine import load_model, without_optimizer
