@@ -31,7 +31,7 @@ from asyncrl_cli.tasks.ready.math_forms import (
     Answer,
     Number,
     Unreadable,
-    closing_brace,
+    closing,
     is_prose,
     read,
     same,
@@ -227,10 +227,10 @@ def _inside(text: str, mark: re.Match[str]) -> tuple[str, int] | None:
     """The text in a box or tag, and where the box or tag ends; None if it is cut off."""
     start = mark.end()
     if mark.lastgroup == "box" and text.startswith("{", start):
-        closing = closing_brace(text, start)
-        return None if closing is None else (text[start + 1 : closing].strip(), closing + 1)
-    end = (_TAG_END if mark.lastgroup == "tag" else _BOX_END).search(text, start)
-    return None if end is None else (text[start : end.start()].strip(), end.end())
+        end = closing(text, start)
+        return None if end is None else (text[start + 1 : end].strip(), end + 1)
+    found = (_TAG_END if mark.lastgroup == "tag" else _BOX_END).search(text, start)
+    return None if found is None else (text[start : found.start()].strip(), found.end())
 
 
 def _stated(text: str, algebra: _Algebra) -> Iterator[str]:

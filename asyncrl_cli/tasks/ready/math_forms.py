@@ -11,6 +11,7 @@ import re
 import string
 import unicodedata
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import product
@@ -47,11 +48,6 @@ _WRAPPER = re.compile(
     r"|(?:math(?:bf|rm|it|sf)|bm|boldsymbol)(?=\s*\{(?![a-zA-Z]\})))\s*\{"
 )
 r"""Commands around an answer that do not change it; ``\mathbf{i}`` is a vector."""
-_COMPACT = re.compile("(?P<fraction>[¼-¾⅐-⅞↉])|(?P<power>[⁰¹²³⁴-⁹⁺⁻]+)|(?P<index>[₀-₉]+)")
-_SPELLED = {"fraction": " {} ", "power": "^{{{}}}", "index": "_{{{}}}"}
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
-_PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
-_NO_CONTENT = re.compile(r"\\(?:text)?color\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE)
 _REPLACED = {
     **dict.fromkeys(("\\!", "\\,", "\\;", "\\:", "~", "\\left", "\\right", "\\displaystyle", ",\\!", "{,}"), ""),
     **dict.fromkeys(("\\$", "$", "\\(", "\\)", "\\[", "\\]"), ""),
@@ -89,8 +85,27 @@ _REPLACE = re.compile(
     )
 )
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm|normal)?|mbox|hbox|mathrm(?=\{ *[a-zA-Z]{2}))\s*\{([^{}]*)\}(\^\{?[23]\}?)?")
-_ARRAY = re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL)
-_PI_OVER = re.compile(r"\\frac\s*\\pi\s*(\d|\{)")
+_SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
+    (re.compile("[¼-¾⅐-⅞↉]"), lambda found: f" {unicodedata.normalize('NFKC', found[0])} "),
+    (re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), lambda found: f"^{{{unicodedata.normalize('NFKC', found[0])}}}"),
+    (re.compile("[₀-₉]+"), lambda found: f"_{{{unicodedata.normalize('NFKC', found[0])}}}"),
+    (re.compile(r"\\(?:text)?color\s*\{\w*\}|^(?:option|choice)\s+(?=\(?[A-Z]\b)", re.IGNORECASE), ""),
+    (
+        re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))|(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)"),
+        lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}",
+    ),
+    (re.compile(r"^([A-J])\)"), r"\1: "),  # before brackets are counted
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
+    (_REPLACE, lambda found: _REPLACED[found[0]]),
+    (re.compile(r"\\frac\s*\\pi\s*(\d|\{)"), r"\\frac{\\pi}\1"),
+    (_TEXT, lambda found: f"\\text{{{found[1]}}}{found[2] or ''}"),
+    (
+        re.compile(r"[(\[]\s*\\begin\{array\}\s*\{[^{}]*\}(.*?)\\end\{array\}\s*[)\]]", re.DOTALL),
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
+    (re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}$"), r"\\text{\1/\2}"),
+)
+"""One spelling of each command; in this order."""
 _SEPARATOR = re.compile(r"\\text\{ *,? *(?:and|or) *\}|,? +(?:and|or) +|(?<=\))(?:and|or)(?=\()|\\cup(?![a-zA-Z])|[,;]")
 _COMMA, _EQUALS = re.compile(","), re.compile("=")
 _BRACKETS = re.compile(r"\\(?:begin|end|[lr]brace)|[()\[\]{}]")
@@ -103,7 +118,6 @@ _NAME = re.compile(
 _RELATION = re.compile(r"<|>|\\(?:le|ge|lt|gt|neq|ne|in|cap|cup|setminus)(?![a-zA-Z])")
 _SET = re.compile(rf"{_RELATION.pattern}|\\cup(?![a-zA-Z])")
 _UNIT_END = re.compile(r"\^\{?[23]\}?$")
-_FRACTION_UNIT = re.compile(r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}$")
 _BARE_UNIT = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z][a-zA-Z./ -]*$")
 _FUNCTIONS = "sqrt|a?(?:rc)?(?:sin|cos|tan|cot|sec|csc)h?|log|exp|mod|max|min|gcd|lcm|det|abs"
 # Prose, times, ratios, primes, based numerals, dots and geometric names: algebra would read products of letters and
@@ -125,7 +139,6 @@ _PRODUCT = re.compile(r"-?\d+[a-zA-Z]{2,3}")
 _BARE_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,} | [a-zA-Z]{2,}$")
 _NUMERAL = re.compile(r"([-+]?[0-9a-zA-Z]+)_(?:\{(\d{1,2})\}|(\d{1,2}))")
 _OPTION = re.compile(r"\(?([a-zA-Z])\)?")
-_OPEN_LABEL = re.compile(r"^([A-J])\)")
 _LABEL = re.compile(r"(?:\(([A-J])\)|([A-J])[:.)])\s*(\S.*)")
 _OTHER_LABEL = re.compile(r"^\W*[A-J]\W*$|\([A-J]\)|\b[A-J][:.)]|(?:\b(?:or|and|not)|[,;/])\s*\(?[A-J]\b")
 _DIGITS = r"\d+(?:\.\d*)?|\.\d+"
@@ -173,21 +186,18 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One of the things that an answer lists.
-
-    Args:
-        text: tidied up.
-        name: the variable that it is the value of, "" without one.
-        brackets: of a tuple or an interval, "" for all else.
-        parts: what is between them.
-        number: the value, where the text is a number.
-    """
+    """One of the things that an answer lists."""
 
     text: str
+    """Tidied up."""
     name: str = ""
+    """The variable that has this value."""
     brackets: str = ""
+    """Around a tuple or an interval."""
     parts: tuple[Item, ...] = ()
+    """Between the brackets."""
     number: Number | None = None
+    """The value, if the text is a number."""
 
 
 Reading = tuple[Item, ...]
@@ -228,7 +238,8 @@ def read(text: str) -> Answer:
 
 def same(one: Answer, other: Answer, equal: EqualExpressions) -> bool:
     """Whether two texts mean the same in one of their readings. ``equal`` compares expressions."""
-    if any(_same_items(left, right, equal) for left, right in product(one.readings, other.readings)):
+    pairs = product(one.readings, other.readings)
+    if any(len(left) == len(right) and _same_lists(left, right, equal) for left, right in pairs):
         return True
     left, right = _labelled(one), _labelled(other)
     if left and right:
@@ -267,28 +278,19 @@ def tidied(text: str) -> str:
     if emphasis := EMPHASIS.fullmatch(text.rstrip(". ")):
         text = emphasis[2]
     while wrapper := _WRAPPER.match(inside := text.strip("$. ")):
-        if closing_brace(inside, wrapper.end() - 1) != len(inside) - 1:
+        if closing(inside, wrapper.end() - 1) != len(inside) - 1:
             break
         text = inside[wrapper.end() : -1].strip()
-    text = _COMPACT.sub(
-        lambda found: _SPELLED[found.lastgroup or ""].format(unicodedata.normalize("NFKC", found[0])), text
-    )
-    text = _ROOT.sub(lambda found: f"\\sqrt{{{found[1] or found[2] or found[3]}}}", _NO_CONTENT.sub("", text))
-    text = _OPEN_LABEL.sub(r"\1: ", text)  # before brackets are counted
-    text = _PI.sub(r"\\pi ", text)
-    text = _REPLACE.sub(lambda found: _REPLACED[found[0]], text)
-    text = _PI_OVER.sub(r"\\frac{\\pi}\1", text)
-    text = _TEXT.sub(lambda found: f"\\text{{{found[1]}}}{found[2] or ''}", text)
-    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
-    text = _FRACTION_UNIT.sub(r"\\text{\1/\2}", text)
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
     return " ".join(text.split()).rstrip(".;,: ").lstrip(",= ")
 
 
-def closing_brace(text: str, opening: int) -> int | None:
-    """Where the brace is closed that is opened at ``opening``; None where it is not."""
+def closing(text: str, opening: int, openers: str = "{", closers: str = "}") -> int | None:
+    """Where the bracket at ``opening`` is closed, by default a brace; None if it is not closed."""
     depth = 0
     for index in range(opening, len(text)):
-        depth += (text[index] == "{") - (text[index] == "}")
+        depth += (text[index] in openers) - (text[index] in closers)
         if depth == 0:
             return index
     return None
@@ -305,9 +307,7 @@ def words(text: str) -> str:
     return "".join(char for char in plain if char.isalnum() or char in ":-'").casefold()
 
 
-def _same_items(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
-    if len(left) != len(right):
-        return False
+def _same_lists(left: Reading, right: Reading, equal: EqualExpressions) -> bool:
     rest = list(right)
     for item in left:
         found = next((index for index, other in enumerate(rest) if _same(item, other, equal)), None)
@@ -350,30 +350,23 @@ def _variables(text: str) -> set[str]:
 def _item(text: str) -> Item:
     name, value = _named(text.strip())
     value, factor = _without_unit(value)
-    if (numeral := _NUMERAL.fullmatch(value)) is not None and _is_numeral(numeral[1], numeral[2] or numeral[3]):
-        base = int(numeral[2] or numeral[3])
-        value = numeral[1] if base == 10 else f"{numeral[1].upper()} base {base}"
+    if (numeral := _NUMERAL.fullmatch(value)) is not None and (base := int(numeral[2] or numeral[3])) > 0:
+        with suppress(ValueError):  # "x_2" is a variable: its digits are not of that base
+            int(numeral[1], base)
+            value = numeral[1] if base == 10 else f"{numeral[1].upper()} base {base}"
     number = _number(value)
     if factor != 1 and number is not None:
         number = replace(number, value=number.value * factor)
         return Item(str(number.value), name, number=number)
-    inner = _inner(value)
-    if inner is not None:
+    brackets = value[:1] + value[-1:]
+    if re.fullmatch(r"[(\[][)\]]", brackets) and closing(value, 0, OPENERS, CLOSERS) == len(value) - 1:
+        inner = value[1:-1]
         parts = list(_split(inner, _COMMA))
         if len(parts) > 1:
-            return Item(value, name, value[0] + value[-1], tuple(map(_item, parts)))
-        if value[0] == "(" and value[-1] == ")" and (in_brackets := _number(inner.strip())) is not None:
+            return Item(value, name, brackets, tuple(map(_item, parts)))
+        if brackets == "()" and (in_brackets := _number(inner.strip())) is not None:
             return Item(inner.strip(), name, number=in_brackets)
     return Item(value, name, number=number)
-
-
-def _is_numeral(digits: str, base: str) -> bool:
-    """Whether these are digits of that base: "x_2" is a variable."""
-    try:
-        int(digits, int(base))
-    except ValueError:
-        return False
-    return int(base) > 0
 
 
 def _named(text: str) -> tuple[str, str]:
@@ -398,7 +391,8 @@ def _without_unit(text: str) -> tuple[str, int]:
     What is not a unit stays: halves of the day, directions, "or more", and letters that may be variables.
     """
     factor = 1
-    while (found := _last_text(text)) is not None and (value := text[: found.start()].strip()):
+    # The `\text{}` that the text ends with.
+    while (found := _TEXT.fullmatch(text, max(0, text.rfind("\\text{")))) and (value := text[: found.start()].strip()):
         is_number = _number(value.removesuffix("^\\circ").strip()) is not None
         scale = _unit(found[1], letters=is_number)
         if scale is None or value[-1] in "+-*/^=_({[," or (scale > 1 and not is_number):
@@ -439,12 +433,6 @@ def _unit(text: str, words: bool = True, letters: bool = False) -> int | None:
             return None
         found = found or bool(is_unit)
     return factor if found else None
-
-
-def _last_text(text: str) -> re.Match[str] | None:
-    r"""The ``\text{}`` that a text ends with."""
-    start = text.rfind("\\text{")
-    return _TEXT.fullmatch(text, start) if start >= 0 else None
 
 
 def _number(text: str) -> Number | None:
@@ -488,21 +476,9 @@ def _without_braces(text: str) -> str:
     start, end = "\\lbrace", "\\rbrace"
     if text.startswith(start) and text.endswith(end) and text.count(start) == 1:
         return text[len(start) : -len(end)].strip()
-    if text.startswith("{") and closing_brace(text, 0) == len(text) - 1:
+    if text.startswith("{") and closing(text, 0) == len(text) - 1:
         return text[1:-1].strip()
     return text
-
-
-def _inner(text: str) -> str | None:
-    """What is between a text's first and last bracket, where the two belong together."""
-    if len(text) < 2 or text[0] not in "([" or text[-1] not in ")]":
-        return None
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char in OPENERS) - (char in CLOSERS)
-        if depth == 0:
-            return text[1:-1] if index == len(text) - 1 else None
-    return None
 
 
 def _split(text: str, separator: re.Pattern[str] = _SEPARATOR) -> Iterator[str]:
