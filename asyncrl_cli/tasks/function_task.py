@@ -53,12 +53,8 @@ class FunctionTask:
         except ValueError:
             message = f"{name} is a builtin whose parameters are not known"
             raise TaskError(message, location=location, hint="call it in a function reward(prompt, response)") from None
-        self._parameters = [
-            parameter
-            for parameter in self._signature.parameters.values()
-            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        ]
-        names = [parameter.name for parameter in self._parameters]
+        stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        names = [name for name, parameter in self._signature.parameters.items() if parameter.kind not in stars]
         self._row, self._response = _chosen(names, ROW, "prompt"), _chosen(names, RESPONSE, "response")
         if not self._response:
             lists = {"prompts", "completions"}.intersection(names)
@@ -81,23 +77,19 @@ class FunctionTask:
         """
         row = row_of(prompt)
         nested = row.get("reward_model")  # verl's rows have the ground truth there
-        columns = {**(nested if isinstance(nested, Mapping) else {}), **row}
         given = {self._row: row, self._response: response, "finished": finished}
+        values = {**(nested if isinstance(nested, Mapping) else {}), **row, **given}
         arguments = {}
-        for parameter in self._parameters:
-            name = parameter.name
-            if name in given:
-                arguments[name] = given[name]
-            elif name in columns:
-                arguments[name] = columns[name]
-            elif parameter.default is parameter.empty:
+        for name, parameter in self._signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                taken = arguments.keys() | given.keys()
+                arguments[name] = {column: row[column] for column in row if column not in taken}
+            elif name in values and parameter.kind is not parameter.VAR_POSITIONAL:
+                arguments[name] = values[name]
+            elif parameter.default is parameter.empty and parameter.kind is not parameter.VAR_POSITIONAL:
                 raise LookupError(
                     f"its parameter {name!r} is not a column of the row, which has {', '.join(map(repr, row))}"
                 )
-        for parameter in self._signature.parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                taken = arguments.keys() | given.keys()
-                arguments[parameter.name] = {name: row[name] for name in row if name not in taken}
         bound = inspect.BoundArguments(self._signature, arguments)
         value: float = self.function(*bound.args, **bound.kwargs)
         return value
@@ -121,7 +113,6 @@ class AgentFunction:
     async def run(
         self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None = None
     ) -> float | RewardResult | None:
-        """Play one episode."""
         further = {} if sandbox is None else {"sandbox": sandbox}
         value: float | RewardResult | None = await self.function(row_of(prompt), model, **further)
         return value
@@ -139,7 +130,6 @@ class EnvironmentClass:
         self.sandbox_use = parameter_use(environment)
 
     def environment(self, prompt: Prompt, sandbox: BlockingSandbox | None = None) -> Environment:
-        """The environment of one episode."""
         further: dict[str, Any] = {"prompt": row_of(prompt)} if self._sees_prompt else {}
         further |= {} if sandbox is None else {"sandbox": sandbox}
         return self._environment(**self._options, **further)

@@ -44,17 +44,7 @@ class Gym:
         held_out_by: HeldOutBy = "question",
         **config: Any,
     ) -> None:
-        """Args:
-            extract: which part of a response is its answer: the text in the last ``<answer>`` tags (``tag``), the last
-                line that is not empty (``last_line``), all of it (``whole``), or ``answer``: in the tags if there are
-                any, else all of it. Spaces at the ends never count.
-            partial: give the data set's partial credit; else a score below the full one counts as 0.
-            system: a system message; the prompt is a chat then.
-            template: makes the prompt's text of the ``{question}``.
-            rows: of the data set, from which prompts are drawn. Some compute them all when they are made.
-            held_out_by: ``row`` holds out rows rather than questions, which saves making some that are not used; the
-                splits may share questions then.
-            config: as reasoning-gym documents it.
+        """docs/tasks.md describes the options; ``config`` are the data set's.
 
         Raises ``TaskError`` for an unknown data set or option, ``ValueError`` for impossible values.
         """

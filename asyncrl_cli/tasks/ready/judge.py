@@ -62,23 +62,10 @@ class Judge:
         retries: int = 2,
         request: Mapping[str, Any] | None = None,
     ) -> None:
-        """Args:
-            base_url: such as ``http://judge:8000/v1``.
-            model: the judge's name there.
-            api_key_env: the environment variable that holds the key; by default a meaningless key is sent.
-            template: what the judge is asked: ``{prompt}``, ``{response}``, ``{low}``, ``{high}`` and the row's fields
-                in braces (``{answer}``); ``{{`` is a brace.
-            system: a system message for the judge.
-            scale: the lowest and the highest score; rewards are 0.0 and 1.0 there. A score beyond is none.
-            pattern: a regular expression whose group is the score, sought in the last line that is not empty (in its
-                last 1,000 characters), whatever its capital letters. What a group named ``of`` matches, as in
-                "7 out of 10", must be the highest score.
-            timeout_s: seconds for one answer; with all ``retries`` it should fit into ``task.reward_timeout_s``.
-            retries: how often a request that fails is sent again, and how often a judge is asked again whose answer has
-                no score.
-            request: further fields of the request; ``{temperature: 0}`` by default.
+        """docs/tasks.md describes the options. Raises ``TaskError`` and ``ValueError`` for impossible ones.
 
-        Raises ``TaskError`` and ``ValueError`` for impossible options.
+        ``pattern``: its first group is the score, sought in the last line that is not empty. A group named ``of``, as
+        in "7 out of 10", must be the highest score. A score beyond ``scale`` is none.
         """
         address = urlsplit(base_url)
         if address.scheme not in ("http", "https") or not address.hostname:

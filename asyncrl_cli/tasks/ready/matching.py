@@ -79,8 +79,6 @@ class ExactMatch:
     """The task ``exact``: 1.0 if the response is the row's field, else 0.0."""
 
     def __init__(self, field: str = "answer", ignore_case: bool = False, strip: bool = True) -> None:
-        """``field`` holds the right text, or a list of right ones. ``strip`` ignores spaces at the ends,
-        ``ignore_case`` ignores case."""
         self._field = field
         self._ignore_case = ignore_case
         self._strip = strip
@@ -119,14 +117,7 @@ class RegexMatch:
         ignore_case: bool = False,
         strip: bool = True,
     ) -> None:
-        """Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError`` for an impossible pattern.
-
-        Args:
-            pattern: searched for in the response.
-            pattern_field: the field of the row that holds the pattern instead.
-            field: what the first group is compared with.
-            ignore_case, strip: as in ``exact``; ``ignore_case`` holds for the pattern, too.
-        """
+        """In Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError`` for an impossible one."""
         if (pattern is None) == (pattern_field is None):
             raise ValueError("give one of pattern and pattern_field")
         self._flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)

@@ -94,13 +94,8 @@ class MathAnswers:
     """The task ``math``."""
 
     def __init__(self, field: str = "answer", extract: Extract = "any", timeout_s: int = 5) -> None:
-        r"""Args:
-            field: of the row, with the right answer, or a list of right ones.
-            extract: which marks a response's answer may have: ``boxed`` only ``\boxed{}`` and ``\fbox{}``,
-                ``answer_tag`` only ``<answer>``, ``any`` these and a phrase such as "the answer is". ``last_number``
-                takes the last number. GSM8K's ``####`` is a mark for all but ``boxed``, unless the line is a heading.
-                With ``any``, a response without a mark has the last expression that math-verify finds as its answer.
-            timeout_s: seconds for parsing and comparing; an answer that takes longer is wrong.
+        """docs/tasks.md describes the options. An answer is wrong if parsing and comparing it takes more than
+        ``timeout_s``.
 
         Raises ``TaskError`` where math-verify is not installed, ``ValueError`` for impossible values.
         """

@@ -45,15 +45,8 @@ class UnitTests:
         processes: int = 32,
         sandbox: Wanted = "auto",
     ) -> None:
-        """Args:
-            field: of the row, with the tests.
-            partial: the reward is the share of tests that pass; else 1.0 if all do.
-            time_s: seconds for the code and all its tests; keep it below ``task.reward_timeout_s``.
-            memory_mb: MiB of its memory (address space).
-            disk_mb: MiB of its files.
-            processes: threads that it may have at a time; it is one process.
-            sandbox: ``auto`` is the strongest that works here, of ``bubblewrap`` and ``seccomp``; either name demands
-                that one; ``none`` runs the code with all that this user may do.
+        """docs/tasks.md describes the options. Keep ``time_s``, the seconds for the code and all its tests, below
+        ``task.reward_timeout_s``.
 
         Raises ``ValueError`` for impossible values, and ``TaskError`` when the sandbox does not work here.
         """
