@@ -79,7 +79,7 @@ class FunctionTask:
         nested = row.get("reward_model")  # verl's rows have the ground truth there
         given = {self._row: row, self._response: response, "finished": finished}
         values = {**(nested if isinstance(nested, Mapping) else {}), **row, **given}
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for name, parameter in self._signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 taken = arguments.keys() | given.keys()

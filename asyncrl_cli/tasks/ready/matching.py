@@ -117,7 +117,7 @@ class RegexMatch:
         ignore_case: bool = False,
         strip: bool = True,
     ) -> None:
-        """In Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError`` for an impossible one."""
+        """In Python's regular expressions; ``.`` matches line ends, too. Raises ``ValueError``."""
         if (pattern is None) == (pattern_field is None):
             raise ValueError("give one of pattern and pattern_field")
         self._flags = re.DOTALL | (re.IGNORECASE if ignore_case else 0)
