@@ -188,7 +188,7 @@ class StartChecks:
         return f"{len(self._tokenizer):,} tokens, {template}"
 
     def _chat_template(self, episodic: bool) -> Result:
-        from asyncrl_cli.train.model.tokenizer import end_tokens
+        from asyncrl_cli.rollout.response_text import end_tokens
 
         spec, tokenizer = self._spec, self._tokenizer
         prompts.check_template_kwargs(tokenizer, spec.model.chat_template_kwargs)

@@ -42,7 +42,7 @@ class ChatFormat:
     ) -> None:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``: as
         ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's
-        (``train.tokenizer.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
+        (``response_text.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
         ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``.
 
         Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).

@@ -40,7 +40,7 @@ from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.rollout.response_text import decoder
+from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
@@ -49,7 +49,7 @@ from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
 from asyncrl_cli.train.model.probe import prompt_tokens
-from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
+from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 INTERRUPT_S = 5.0
 """Seconds that an interrupted run may take to save a checkpoint."""

@@ -20,7 +20,7 @@ from asyncrl_cli.orchestrator.engines import EngineKeeper, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.rollout.open_requests import EngineState
-from asyncrl_cli.rollout.response_text import decoder
+from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, verified_checkpoint
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -123,7 +123,7 @@ async def _serve(
     stop.attach()
 
     async def work(temporary: Path) -> None:
-        from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer
+        from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
         status("reading the model")
         folder = await asyncio.to_thread(served.model, temporary / "model")

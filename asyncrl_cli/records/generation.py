@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -21,26 +21,27 @@ of the chat template. Their log-prob is 0, and they are never trained on."""
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one rollout is sampled. ``temperature`` 0 is greedy."""
+    """How one rollout is sampled."""
 
-    temperature: float
+    temperature: float  # 0: greedy
     max_tokens: int
     seed: int | None = None
     stop: tuple[str, ...] = ()
 
 
+# ``Segment`` and ``Rollout`` are pickled as plain bytes. They go from process to process by the hundred, most of them
+# short, and numpy's own pickling of their arrays takes ten times as long (decision 0006).
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``CONTEXT``.
-
-    ``ids`` (int32) and ``logprobs`` (float32, nats) have one entry per token, ``experts`` one row (records/experts.py).
-    """
+    """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``CONTEXT``."""
 
     rollout_id: str
     start: int
     version: int
     ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
+    logprobs: NDArray[np.float32]  # nats
     experts: Experts | None = None
 
     @property
@@ -53,28 +54,35 @@ class Segment:
         skipped = max(index - self.start, 0)
         if skipped >= len(self.ids):
             return None
-        experts = None if self.experts is None else self.experts[skipped:]
-        arrays = self.ids[skipped:], self.logprobs[skipped:], experts
-        return Segment(self.rollout_id, self.start + skipped, self.version, *arrays)
+        return Segment(
+            rollout_id=self.rollout_id,
+            start=self.start + skipped,
+            version=self.version,
+            ids=self.ids[skipped:],
+            logprobs=self.logprobs[skipped:],
+            experts=None if self.experts is None else self.experts[skipped:],
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         arrays = self.ids.tobytes(), self.logprobs.tobytes(), self.experts
         return _unpack_segment, (self.rollout_id, self.start, self.version, *arrays)
 
 
+def _unpack_segment(
+    rollout_id: str, start: int, version: int, ids: bytes, logprobs: bytes, experts: Experts | None
+) -> Segment:
+    arrays = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), experts
+    return Segment(rollout_id, start, version, *arrays)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """Tokens with the weight version that sampled each: one entry per token in each of the three arrays.
-
-    ``ids`` is int32. ``logprobs`` (float32, nats) are those of the distribution sampled from, including the
-    temperature. ``versions`` (int32) never decrease, except for ``CONTEXT``. ``experts`` has a row per
-    token (records/experts.py); None where the choice of experts is not recorded.
-    """
+    """Tokens with the weight version that sampled each: one entry, or row of ``experts``, per token."""
 
     ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]
-    versions: NDArray[np.int32]
-    experts: Experts | None = None
+    logprobs: NDArray[np.float32]  # nats, of the distribution sampled from, including the temperature
+    versions: NDArray[np.int32]  # never decrease, except for ``CONTEXT``
+    experts: Experts | None = None  # None: the choice of experts is not recorded
 
     def __post_init__(self) -> None:
         if self.experts is not None and len(self.experts) != len(self.ids):
@@ -88,8 +96,12 @@ class TokenSequence:
     def context(cls, ids: Sequence[int] | NDArray[np.int32] = (), experts: Experts | None = None) -> TokenSequence:
         """A sequence of tokens that the policy did not sample."""
         count = len(ids)
-        arrays = np.asarray(ids, np.int32), np.zeros(count, np.float32), np.full(count, CONTEXT, np.int32)
-        return cls(*arrays, experts)
+        return cls(
+            np.asarray(ids, np.int32),
+            np.zeros(count, np.float32),
+            np.full(count, CONTEXT, np.int32),
+            experts,
+        )
 
     @classmethod
     def join(cls, segments: Iterable[Segment]) -> TokenSequence:
@@ -144,12 +156,15 @@ class TokenSequence:
 
     def segments(self, rollout_id: str, start: int = 0) -> list[Segment]:
         """The tokens, split where the version changes; the first one is token ``start`` of the whole sequence."""
-        ids, logprobs, versions, experts = self.arrays
-        bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+        bounds = [0, *(np.flatnonzero(np.diff(self.versions)) + 1).tolist(), len(self.versions)]
         return [
             Segment(
-                *(rollout_id, start + first, int(versions[first]), ids[first:last], logprobs[first:last]),
-                None if experts is None else experts[first:last],
+                rollout_id=rollout_id,
+                start=start + first,
+                version=int(self.versions[first]),
+                ids=self.ids[first:last],
+                logprobs=self.logprobs[first:last],
+                experts=None if self.experts is None else self.experts[first:last],
             )
             for first, last in pairwise(bounds)
             if last > first
@@ -158,27 +173,23 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to generate. ``rollout_id`` is permanent: the same id gives the same tokens under the same weights,
-    since the seed follows from it.
+    """One rollout to generate. Waiting requests run by ``priority``, the lowest first, among equals the oldest.
 
-    ``prefix`` are the tokens generated before, from token 0 on: the engine continues from there and delivers the
-    complete rollout. ``sampling.max_tokens`` includes the prefix. ``newest`` is the newest version that sampled a
-    token of the conversation's earlier turns: the request is never generated under an older version.
-
-    Waiting requests run by ``priority``, the lowest first, among equals the oldest. Requests with the same ``affinity``
-    go to the same engine while it serves and has room, for its prefix cache; others to the least loaded. New tokens of
-    a ``streamed`` one are delivered every ``worker.STREAM_S`` seconds; the end of an ``awaited`` one at once.
+    ``rollout_id`` is permanent: the same id gives the same tokens under the same weights, since the seed follows from
+    it.
     """
 
     rollout_id: str
     prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    prefix: tuple[Segment, ...] = ()
+    sampling: Sampling  # its max_tokens include the prefix
+    prefix: tuple[Segment, ...] = ()  # tokens generated before, from token 0 on: the engine continues from there
     newest: int = 0
+    """The newest version that sampled a token of the conversation's earlier turns: no older one generates this."""
     priority: int = 0
     affinity: str = ""
-    streamed: bool = False
-    awaited: bool = False
+    """Requests with the same one go to the same engine, for its prefix cache, while it serves and has room."""
+    streamed: bool = False  # new tokens are delivered every ``worker.STREAM_S`` seconds
+    awaited: bool = False  # its end is delivered at once
 
     @property
     def generated(self) -> int:
@@ -193,21 +204,19 @@ class RolloutRequest:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Rollout(TokenSequence):
-    """One finished trajectory: the tokens of its response, and its ``text``, decoded without the end token.
+    """One finished trajectory: the tokens of its response.
 
     An episode (several calls of a model by an environment or an agent) has no ``prompt_ids``: its response begins
-    with the first call's prompt, as ``CONTEXT``. Where a call does not continue an earlier one's conversation,
-    it begins another sequence of the same rollout: ``branches`` has those, without branches of their own.
-
-    ``prompt_experts``: the experts of ``prompt_ids``, as ``experts`` are those of the response.
+    with the first call's prompt, as ``CONTEXT``. A call that does not continue an earlier one's conversation begins
+    another sequence of the same rollout, one of its ``branches``.
     """
 
     rollout_id: str
     prompt_ids: tuple[int, ...]
-    text: str
+    text: str  # decoded without the end token
     finish_reason: FinishReason
-    branches: tuple[Rollout, ...] = ()
-    prompt_experts: Experts | None = None
+    branches: tuple[Rollout, ...] = ()  # they have no branches themselves
+    prompt_experts: Experts | None = None  # the experts of ``prompt_ids``
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
@@ -227,40 +236,21 @@ class Rollout(TokenSequence):
         return self.finish_reason == "stop"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = (array.tobytes() for array in (self.ids, self.logprobs, self.versions))
-        described = (self.rollout_id, self.prompt_ids, self.text, self.finish_reason, self.branches)
-        return _unpack_rollout, (*arrays, self.experts, self.prompt_experts, *described)
+        arrays = self.ids.tobytes(), self.logprobs.tobytes(), self.versions.tobytes(), self.experts
+        others = [getattr(self, name) for name in ROLLOUT_FIELDS]
+        return _unpack_rollout, (*arrays, *others)
 
 
-# Rollouts go from process to process by the hundred, and most are short. As plain bytes their arrays cost a tenth of
-# what numpy's own pickling takes (decision 0006).
+ROLLOUT_FIELDS = tuple(one.name for one in fields(Rollout) if one.name not in TokenSequence.__slots__)
 
 
-def _unpack_segment(
-    rollout_id: str, start: int, version: int, ids: bytes, logprobs: bytes, experts: Experts | None
-) -> Segment:
-    arrays = np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), experts
-    return Segment(rollout_id, start, version, *arrays)
-
-
-def _unpack_rollout(
-    ids: bytes,
-    logprobs: bytes,
-    versions: bytes,
-    experts: Experts | None,
-    prompt_experts: Experts | None,
-    *described: Any,
-) -> Rollout:
-    rollout_id, prompt_ids, text, finish_reason, branches = described
+def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, experts: Experts | None, *others: Any) -> Rollout:
     return Rollout(
-        *(np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), np.frombuffer(versions, np.int32)),
+        np.frombuffer(ids, np.int32),
+        np.frombuffer(logprobs, np.float32),
+        np.frombuffer(versions, np.int32),
         experts,
-        rollout_id=rollout_id,
-        prompt_ids=prompt_ids,
-        text=text,
-        finish_reason=finish_reason,
-        branches=branches,
-        prompt_experts=prompt_experts,
+        **dict(zip(ROLLOUT_FIELDS, others, strict=True)),
     )
 
 
@@ -306,34 +296,26 @@ RequestEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelle
 class EngineRequest:
     """A request that an engine had, from being sent to leaving it (unix times, s).
 
-    ``request_id`` is the rollout's id; for a call of an episode ``ROLLOUT/CALL``. An engine runs a few requests fewer
-    than it has, so part of the time may have been spent on waiting for a slot there: vLLM had it from ``running_from``
-    to ``running_until``. Unknown values are None, for example if the engine was lost or the request was cancelled.
-
-    Attributes:
-        tokens: number of tokens sampled by this request; if it was cancelled or lost, those that the driver received.
-        context_tokens: number of tokens before the first of them: the prompt, and tokens sampled by other engines.
-        cached_tokens: number of context tokens in vLLM's prefix cache, which were not computed again.
-        first_token_s: seconds from ``running_from`` to the first token, if vLLM measures it.
+    An engine runs a few requests fewer than it has, so the request may have waited there for a slot: vLLM had it from
+    ``running_from`` to ``running_until``. Unknown values are None, for example if the engine was lost.
     """
 
-    request_id: str
+    request_id: str  # the rollout's id; for a call of an episode ROLLOUT/CALL
     engine: str
     begun_at: float
     ended_at: float
     ending: RequestEnding
-    tokens: int = 0
-    context_tokens: int = 0
-    cached_tokens: int | None = None
+    tokens: int = 0  # sampled by this request; if it was cancelled or lost, those that the driver received
+    context_tokens: int = 0  # before the first of them: the prompt, and tokens sampled by other engines
+    cached_tokens: int | None = None  # context tokens in vLLM's prefix cache, which were not computed again
     running_from: float | None = None
     running_until: float | None = None
-    first_token_s: float | None = None
+    first_token_s: float | None = None  # seconds from ``running_from`` to the first token, if vLLM measures it
 
 
 @dataclass(frozen=True, slots=True)
 class Residence:
-    """The time that a returned request spent in vLLM: from ``since_s`` to ``until_s`` seconds before the delivery. The
-    other attributes are those of ``EngineRequest``."""
+    """The time that a returned request spent in vLLM, in seconds before the delivery."""
 
     rollout_id: str
     since_s: float
@@ -344,50 +326,39 @@ class Residence:
 
 @dataclass(frozen=True, slots=True)
 class EngineActivity:
-    """What an engine did since the last report. Times in seconds.
-
-    ``silent_s`` is not a sum: it is the time for which the engine has had rollouts to generate but produced no token.
-    ``sequence_s`` is the integral over time of the number of requests in vLLM, ``cpu_s`` the processor time of the
-    engine's processes.
-    """
+    """What an engine did since the last report. Activities add up."""
 
     generated_tokens: int = 0
     busy_s: float = 0.0
     paused_s: float = 0.0
     wall_s: float = 0.0
-    silent_s: float = 0.0
-    sequence_s: float = 0.0
-    cpu_s: float = 0.0
+    silent_s: float = 0.0  # not a sum: the seconds for which it has had rollouts to generate, but produced no token
+    sequence_s: float = 0.0  # the integral over time of the number of requests in vLLM
+    cpu_s: float = 0.0  # processor time of the engine's processes
+
+    def __add__(self, other: EngineActivity) -> EngineActivity:
+        names = [one.name for one in fields(self) if one.name != "silent_s"]
+        return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The answer to one call of ``collect``: the requests that ended since the last call, and sometimes new tokens of
-    unfinished rollouts, which continue those of the last delivery.
+    """The answer to one call of ``collect``: everything new since the last call."""
 
-    ``rollouts`` come without their prompts. ``aborted`` are the ids of rollouts that were aborted on command; all their
-    tokens are in segments. ``leaving``: the engine's process got SIGTERM. ``residences`` are of requests that vLLM has
-    returned since, whatever their end.
-    """
-
-    rollouts: list[Rollout] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)  # without their prompts
     failures: list[RolloutFailure] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)  # tokens of unfinished rollouts, after those delivered before
     activity: EngineActivity = field(default_factory=EngineActivity)
-    aborted: list[str] = field(default_factory=list)
-    leaving: bool = False
-    residences: list[Residence] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)  # aborted on command; all their tokens are in segments
+    leaving: bool = False  # the engine's process got SIGTERM
+    residences: list[Residence] = field(default_factory=list)  # requests that vLLM has returned, whatever their end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attestation:
-    """An engine's proof of the weights that it serves.
-
-    ``probe_logprobs`` (float32, [probe tokens - 1]) come from the same path that serves rollouts. The pause for the
-    update took ``stall_s`` seconds, and ended ``resumed_s`` before the answer.
-    """
+    """An engine's proof of the weights that it serves."""
 
     version: int
-    probe_logprobs: NDArray[np.float32]
-    stall_s: float
-    resumed_s: float = 0.0
+    probe_logprobs: NDArray[np.float32]  # [probe tokens - 1], from the same path that serves rollouts
+    stall_s: float  # length of the pause for the update
+    resumed_s: float = 0.0  # seconds from the end of the pause to this answer

@@ -1,5 +1,4 @@
-"""How an engine spends its time: busy, paused for an update, or silent when it should generate; and with how many
-requests."""
+"""How an engine spends its time, and with how many requests."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ class Occupancy:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._since = now()
-        self._requests = 0
+        self.requests = 0
         self._sequence_s = 0.0
 
     def add(self, requests: int) -> None:
         """Change the number of requests by ``requests``, which may be negative."""
         now = self._now()
-        self._sequence_s += self._requests * (now - self._since)
+        self._sequence_s += self.requests * (now - self._since)
         self._since = now
-        self._requests += requests
+        self.requests += requests
 
     def read(self) -> float:
         """The integral since the last call: requests times seconds."""
@@ -51,7 +50,7 @@ class ActivityClock:
         self._ended_tokens = self._sampled = 0
 
     def set_busy(self, busy: bool) -> None:
-        """Set whether the engine has rollouts to generate."""
+        """``busy``: the engine has rollouts to generate."""
         now = self._now()
         if self._busy:
             self._busy_s += now - self._since
@@ -89,6 +88,12 @@ class ActivityClock:
         wall_s = 0.0
         if self._mark is not None:
             wall_s, self._mark = now - self._mark, now
-        activity = EngineActivity(self._ended_tokens, self._busy_s, self._paused_s, wall_s, silent_s)
+        activity = EngineActivity(
+            generated_tokens=self._ended_tokens,
+            busy_s=self._busy_s,
+            paused_s=self._paused_s,
+            wall_s=wall_s,
+            silent_s=silent_s,
+        )
         self._busy_s, self._paused_s, self._ended_tokens = 0.0, 0.0, 0
         return activity

@@ -19,7 +19,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import reduce
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
@@ -37,8 +36,7 @@ from asyncrl_cli.records.generation import (
     Segment,
 )
 from asyncrl_cli.rollout.continuation import finished
-from asyncrl_cli.rollout.engine_handle import EngineHandle
-from asyncrl_cli.rollout.open_requests import Ended, EngineState, OnEnd, OnSegments, OpenRequest, added
+from asyncrl_cli.rollout.open_requests import Ended, EngineHandle, EngineState, OnEnd, OnSegments, OpenRequest
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
@@ -74,10 +72,7 @@ class GenerationClient:
         """``slots``: requests that an engine runs at once.
 
         ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
-        ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated. The
-        rollout scheduler sets three callbacks: ``on_segments`` gets new tokens of unfinished training rollouts that
-        were enqueued, ``on_room`` is called when there may be room for more requests, ``on_engine_request`` gets every
-        request that has left an engine.
+        ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated.
         """
         self.engines: list[EngineState] = [EngineState(process) for process in engines]
         self._slots = slots
@@ -86,6 +81,9 @@ class GenerationClient:
         self._hang_s = hang_s
         self.decode = decode
         self._on_progress = on_progress
+        # Set by the rollout scheduler before the first request. ``on_segments`` gets new tokens of unfinished training
+        # rollouts that were enqueued, ``on_room`` is called when there may be room for more requests, and
+        # ``on_engine_request`` gets every request that has left an engine.
         self.on_room: Callable[[], None] = lambda: None
         self.on_segments: OnSegments = lambda _: None
         self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
@@ -103,9 +101,9 @@ class GenerationClient:
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
         """Generate one rollout, across updates, pauses, aborts and deaths of engines.
 
-        ``on_segments`` gets new tokens now and then, often if the request is ``streamed``; the last ones come with the
-        rollout alone. Cancelling the waiting task cancels the request. Raises ``GenerationFailed`` after the retries,
-        and ``ValueError`` when a request with this id is open.
+        ``on_segments`` gets new tokens now and then; the last ones come with the rollout alone. Cancelling the waiting
+        task cancels the request. Raises ``GenerationFailed`` after the retries, and ``ValueError`` when a request with
+        this id is open.
         """
         if request.rollout_id in self._open:
             raise ValueError(f"request {request.rollout_id} is under way already")
@@ -131,7 +129,7 @@ class GenerationClient:
         for request in requests:
             self._drop(request.rollout_id)
             recorded = not request.rollout_id.startswith(EVALUATION)
-            self._add(request, on_end, self._record if recorded else None)
+            self._add(request, on_end, self.on_segments if recorded else None)
 
     async def cancel(self, rollout_ids: Iterable[str]) -> None:
         """Forget these requests and stop generating them."""
@@ -153,9 +151,7 @@ class GenerationClient:
         # First: a request that an abort returns must wait here, not be sent again (decision 0015).
         self._paused = True
         for engine in self.engines:
-            # Otherwise an unsent request would be submitted after the abort, and run.
-            for rollout_id in list(engine.outbox):
-                self._requeue(engine.pending[rollout_id], "aborted")
+            self._take_back_unsent(engine)
             engine.to_abort |= engine.serving
         await self.flush()
 
@@ -169,7 +165,7 @@ class GenerationClient:
 
     @property
     def running(self) -> int:
-        """Requests that have not ended, including those that wait."""
+        """Number of requests that have not ended, including those that wait."""
         return len(self._open)
 
     @property
@@ -178,13 +174,12 @@ class GenerationClient:
         return 0 if self._paused else max(0, self._slots * len(self.serving()) - self.running)
 
     def serving(self) -> list[EngineState]:
-        """The engines that serve."""
         return [engine for engine in self.engines if engine.serving]
 
     @property
     def activity(self) -> EngineActivity:
         """The sum of the activity of all engines of the run, including those that were removed."""
-        return reduce(added, (engine.activity for engine in self.engines), self._removed)
+        return sum((engine.activity for engine in self.engines), self._removed)
 
     # -- engines
 
@@ -201,8 +196,7 @@ class GenerationClient:
         """
         # First: the requests that the abort returns must go to other engines.
         engine.to_abort, engine.leaving, engine.serving = engine.serving, True, False
-        for rollout_id in list(engine.outbox):
-            self._requeue(engine.pending[rollout_id], "aborted")
+        self._take_back_unsent(engine)
         engine.emptied.clear()
         self._dispatch()
         try:
@@ -224,7 +218,7 @@ class GenerationClient:
         """Forget an engine; requests that it still has continue on others."""
         if engine in self.engines:
             self.engines.remove(engine)
-            self._removed = added(self._removed, engine.activity)
+            self._removed += engine.activity
         self.reclaim(engine)
         self._engine_of = OrderedDict((key, one) for key, one in self._engine_of.items() if one is not engine)
 
@@ -237,7 +231,7 @@ class GenerationClient:
                 delivery: Delivery = await wait_for(engine.process.actor.collect.remote(POLL_S), engine.name, limit_s)
             except Exception as error:
                 raise EngineLost(engine.dead_because or getattr(error, "message", str(error))) from error
-            engine.activity = added(engine.activity, delivery.activity)
+            engine.activity += delivery.activity
             if delivery.rollouts or delivery.segments or delivery.activity.generated_tokens:
                 self._on_progress()
             engine.asked_to_leave |= delivery.leaving
@@ -260,7 +254,7 @@ class GenerationClient:
                 engine.process.kill()
 
     def reclaim(self, engine: EngineState) -> None:
-        """Handle the loss of an engine: its requests continue from the reported tokens on any serving engine."""
+        """Have a lost engine's requests continue from the reported tokens on any serving engine."""
         engine.serving = engine.leaving = engine.to_abort = False
         engine.dead_because, engine.sender = "", None
         engine.to_cancel.clear()
@@ -356,9 +350,6 @@ class GenerationClient:
 
     # -- receiving
 
-    def _record(self, segments: list[Segment]) -> None:
-        self.on_segments(segments)
-
     def _note_segments(self, engine: EngineState, segments: list[Segment]) -> None:
         by_listener: dict[OnSegments, list[Segment]] = {}
         for segment in segments:
@@ -371,43 +362,42 @@ class GenerationClient:
 
     def _settle(self, engine: EngineState, delivery: Delivery) -> None:
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
-        aborted = [engine.pending[name] for name in delivery.aborted if name in engine.pending]
         failed: list[OpenRequest] = []
         engine.has_completed |= bool(delivery.rollouts)
-        results: list[Rollout | RolloutFailure] = [*delivery.rollouts, *delivery.failures]
-        for result in results:
-            entry = engine.pending.get(result.rollout_id)
-            if entry is None:  # cancelled meanwhile
+        # Requests that are not pending were cancelled meanwhile.
+        for rollout in delivery.rollouts:
+            if (entry := engine.pending.get(rollout.rollout_id)) is not None:
+                ended.append((entry, replace(rollout, prompt_ids=entry.request.prompt_ids)))
+        for failure in delivery.failures:
+            if (entry := engine.pending.get(failure.rollout_id)) is None:
                 continue
-            if isinstance(result, Rollout):
-                ended.append((entry, replace(result, prompt_ids=entry.request.prompt_ids)))
-            elif entry.attempt < self._retries:
+            if entry.attempt < self._retries:
                 entry.attempt += 1
                 failed.append(entry)
             else:
-                ended.append((entry, result))
+                ended.append((entry, failure))
         self._end(ended)
-        self._continue(aborted, "aborted")
+        self._continue([engine.pending[name] for name in delivery.aborted if name in engine.pending], "aborted")
         self._continue(failed, "failed")
 
     def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:
         """Have requests that an engine abandoned wait for another engine, with all their tokens as prefix."""
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         for entry in interrupted:
-            known = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
+            known = entry.request
+            if entry.segments:
+                known = replace(known, prefix=(*known.prefix, *entry.segments))
             if known.left:
-                self._requeue(entry, ending)
+                self._detach(entry, ending)
+                entry.request, entry.segments = known, []
+                heappush(self._waiting, entry)
             else:
                 ended.append((entry, finished(known, [], "length", self.decode)))
         self._end(ended)
 
-    def _requeue(self, entry: OpenRequest, ending: RequestEnding) -> None:
-        """Have a request wait for an engine that continues it."""
-        self._detach(entry, ending)
-        if entry.segments:
-            entry.request = replace(entry.request, prefix=(*entry.request.prefix, *entry.segments))
-            entry.segments = []
-        heappush(self._waiting, entry)
+    def _take_back_unsent(self, engine: EngineState) -> None:
+        # Otherwise they would be submitted after the abort, and run.
+        self._continue([engine.pending[rollout_id] for rollout_id in engine.outbox], "aborted")
 
     def _detach(self, entry: OpenRequest, ending: RequestEnding, end: int | None = None) -> bool:
         """A request is no longer with its engine; returns whether it had been sent there. ``end``: how many tokens it

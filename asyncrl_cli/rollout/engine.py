@@ -34,7 +34,7 @@ from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
-from asyncrl_cli.rollout.response_text import decoder
+from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.rollout.vllm_inflight import (
     newest_experts,
     request_id,
@@ -82,11 +82,9 @@ class Engine:
         self._log = LogSince(log)
         self._vllm = start_vllm(spec, model_dir, "auto" if own_weights or self._lora else "dummy", self._log)
         self._children = multiprocessing.active_children()
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
-        listed = self._vllm.model_config.try_get_generation_config().get("eos_token_id")
-        ends = {self._tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])}
+        tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._shows_special = spec.task.special_tokens == "shown"
-        self._decode = decoder(self._tokenizer, ends, self._shows_special)
+        self._decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), self._shows_special)
         self._by_position: bool | None = None  # set from the answer of vLLM's worker, before the first request
         self._records_experts = spec.algorithm.router_replay
         # Tokens that wait in vLLM's core cannot be recorded.
@@ -103,8 +101,7 @@ class Engine:
         self._changed = asyncio.Condition()  # _loading, _aborts or _version
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
         self._asleep = False  # while it is true, ``_scheduler`` is held
-        self._in_vllm = 0  # number of requests in vLLM
-        self._occupancy = Occupancy()
+        self._occupancy = Occupancy()  # of vLLM
         self._returned: list[Residence] = []  # since ``residences`` was called, in seconds of the monotonic clock
         self._all_returned = asyncio.Event()
         self._ended_tokens = 0
@@ -128,16 +125,16 @@ class Engine:
         segments = _segments(request, output, experts)
         if output.finish_reason == "abort":
             raise Aborted(segments)
-        if output.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"the engine ended the request with {output.finish_reason!r}")
-        reason: FinishReason = "stop" if output.finish_reason == "stop" else "length"
+        reason: FinishReason = output.finish_reason
+        if reason not in ("stop", "length"):
+            raise RuntimeError(f"the engine ended the request with {reason!r}")
         return finished(request, segments, reason, self._decode, before)
 
     async def abort(self) -> None:
         """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
         # An update that drains holds the lock until these very requests end, which would be too late for an engine that
         # has to leave: its node may be gone by then, and tokens that are not recorded with it. ``_load`` resumes vLLM.
-        while self._draining and self._in_vllm:
+        while self._draining and self._occupancy.requests:
             await self._abort_in_vllm()
         async with self._scheduler:
             # First the requests that wait for a slot or for a version: none of them may reach vLLM during the abort.
@@ -145,7 +142,7 @@ class Engine:
             self._slots.abort_waiters()
             await self._wake()
             try:
-                while self._in_vllm:  # again: vLLM may get one that was on its way (decision 0015)
+                while self._occupancy.requests:  # again: vLLM may get one that was on its way (decision 0015)
                     await self._abort_in_vllm()
             finally:
                 await self._vllm.engine_core.resume_scheduler_async()
@@ -164,26 +161,26 @@ class Engine:
         return running_segments(self._vllm, since)
 
     def sampled_tokens(self) -> int:
-        """Number of tokens generated so far for ended and running rollouts, without those that were cancelled."""
+        """Number of tokens generated so far for rollouts that were not cancelled."""
         return self._ended_tokens + running_tokens(self._vllm)
 
     def sequence_s(self) -> float:
-        """The integral over time of the requests that vLLM has, since the last call: requests times seconds."""
+        """The integral over time of the number of requests in vLLM, since the last call."""
         return self._occupancy.read()
 
     def residences(self) -> list[Residence]:
-        """The residences of the requests that vLLM has returned since the last call."""
+        """The requests that vLLM has returned since the last call."""
         now = time.monotonic()
         returned, self._returned = self._returned, []
         return [replace(one, since_s=now - one.since_s, until_s=now - one.until_s) for one in returned]
 
     @property
     def dead(self) -> bool:
-        """Whether vLLM's core process has ended; ``segments`` still returns the tokens that had arrived from it."""
+        """vLLM's core process has ended; ``segments`` still returns the tokens that had arrived from it."""
         return bool(self._vllm.errored)
 
     async def death(self) -> ActorDied:
-        """The cause of the end of vLLM's core process. Only for an engine that is ``dead``."""
+        """Why vLLM's core process has ended. Only for an engine that is ``dead``."""
         return await asyncio.to_thread(death, self._children, self._log)
 
     async def serve_own(self, version: int) -> None:
@@ -212,7 +209,7 @@ class Engine:
             return await self._load(version, path, policy, on_pause)
 
     async def measured_cache(self) -> int:
-        """Size of the key-value cache that vLLM chose for its GPU, in bytes."""
+        """Bytes of the key-value cache that vLLM chose for its GPU."""
         return int((await self._vllm.collective_rpc("measured_cache"))[0])
 
     async def _set_up_sampling(self) -> None:
@@ -229,21 +226,18 @@ class Engine:
                 setup |= {"rank": self._lora.rank, "alpha": self._lora.alpha}
             await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest(setup))
             if self._lora is not None:
-                self._check_served((await self._vllm.collective_rpc("unserved_adapters"))[0])
+                unserved = (await self._vllm.collective_rpc("unserved_adapters"))[0]
+                if unserved:  # vLLM would silently ignore them
+                    more = f" and {len(unserved) - 1} more" if len(unserved) > 1 else ""
+                    raise ConfigError(
+                        f"vLLM cannot apply the adapter of {unserved[0]}{more}",
+                        location="model.lora.serve",
+                        hint="set it to merged, or remove these layers from model.lora.target_modules",
+                    )
             self._layout = slots
         await self._vllm.collective_rpc("prepare_weights", args=(version, path))
         while not all(await self._vllm.collective_rpc("weights_prepared")):
             await asyncio.sleep(PREPARE_POLL_S)
-
-    def _check_served(self, unserved: list[str]) -> None:
-        """Raise ``ConfigError`` for layers whose adapters vLLM would silently ignore."""
-        if unserved:
-            more = f" and {len(unserved) - 1} more" if len(unserved) > 1 else ""
-            raise ConfigError(
-                f"vLLM cannot apply the adapter of {unserved[0]}{more}",
-                location="model.lora.serve",
-                hint="set it to merged, or remove these layers from model.lora.target_modules",
-            )
 
     async def _load(self, version: int, path: str, policy: str, on_pause: Callable[[], None]) -> float:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -362,7 +356,6 @@ class Engine:
             skip_clone=True,  # made for this request alone
             extra_args={HOLD_S: self._hold_s} if held else None,
         )
-        self._in_vllm += 1
         self._occupancy.add(1)
         self._all_returned.clear()
         since = time.monotonic()
@@ -375,13 +368,17 @@ class Engine:
             ):
                 last = output
         finally:
-            self._in_vllm -= 1
             self._occupancy.add(-1)
-            if not self._in_vllm:
+            if not self._occupancy.requests:
                 self._all_returned.set()
         self._returned.append(
             Residence(
-                request.rollout_id, since, time.monotonic(), last.num_cached_tokens or 0, _first_token_s(last.metrics)
+                request.rollout_id,
+                since_s=since,
+                until_s=time.monotonic(),
+                cached_tokens=last.num_cached_tokens or 0,
+                # Only measured with ``rollout.engine_args: {disable_log_stats: false}``.
+                first_token_s=float(getattr(last.metrics, "first_token_latency", 0.0)) or None,
             )
         )
         return last.outputs[0]
@@ -396,12 +393,6 @@ class Engine:
         # With `keep` the prefix cache outlives a weight update; the salt keeps a request that starts under this version
         # from reading keys and values of an older one (decision 0005).
         return tokens_input(list(ids), cache_salt=str(self._version))
-
-
-def _first_token_s(metrics: Any | None) -> float | None:
-    """The time to the first token in seconds; None unless vLLM's statistics are on
-    (``rollout.engine_args: {disable_log_stats: false}``)."""
-    return float(getattr(metrics, "first_token_latency", 0.0)) or None
 
 
 def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None = None) -> list[Segment]:

@@ -20,7 +20,6 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.rollout.adapter import adapted_names
 from asyncrl_cli.rollout.engine_death import LogSince, start_failure
-from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, tensor_parallel
 
@@ -99,6 +98,7 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
     from transformers import AutoConfig
     from vllm.config import WeightTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
 
     from asyncrl_cli.weights import vllm_worker
 
@@ -119,7 +119,8 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
     if rollout.gpus_per_engine:
-        args |= gpu_args(spec, _gpu_bytes())
+        own_bytes = int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
+        args |= gpu_args(spec, own_bytes)
     else:
         args |= {
             "enforce_eager": True,
@@ -135,8 +136,14 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
                 "worker_cls": f"{CPU_EXPERTS}.CPUWorkerWithExperts",
                 "scheduler_cls": f"{CPU_EXPERTS}.SchedulerWithExperts",
             }
-    if spec.model.published_adapter is not None:
-        args |= adapter_args(spec.model.published_adapter, model_dir)
+    if (lora := spec.model.published_adapter) is not None:
+        args |= {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": lora.slot_rank,
+            "lora_target_modules": adapted_names(lora, model_dir),
+            "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.ADAPTER_BACKEND),
+        }
     return AsyncEngineArgs(**merged(args, rollout.engine_args))
 
 
@@ -150,21 +157,6 @@ def merged(usual: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     return {**usual, **own, **both}
 
 
-def adapter_args(lora: LoraSpec, model_dir: str) -> dict[str, Any]:
-    """vLLM's arguments for serving an adapter on top of the model's own weights."""
-    from vllm.config import WeightTransferConfig
-
-    from asyncrl_cli.weights import vllm_worker
-
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": lora.slot_rank,
-        "lora_target_modules": adapted_names(lora, model_dir),
-        "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.ADAPTER_BACKEND),
-    }
-
-
 def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
     """Tokens that a GPU engine computes at a time (`max_num_batched_tokens`); ``gpu_bytes``: memory of a GPU.
 
@@ -173,13 +165,6 @@ def batched_tokens(spec: ExperimentSpec, gpu_bytes: int | None) -> int:
     """
     large = gpu_bytes is not None and gpu_bytes * min(1, spec.rollout.gpus_per_engine) >= LARGE_GPU_BYTES
     return max(8192 if large else 2048, spec.rollout.max_running_rollouts)
-
-
-def _gpu_bytes() -> int | None:
-    """Memory of this process's GPU."""
-    from vllm.platforms import current_platform
-
-    return int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
 
 
 def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, Any]:
@@ -220,12 +205,10 @@ def engine_arguments() -> set[str] | None:
 
 
 def tool_parsers() -> set[str] | None:
-    """The names of vLLM's tool parsers."""
     return _table("tool_parsers/__init__.py", "_TOOL_PARSERS_TO_REGISTER")
 
 
 def reasoning_parsers() -> set[str] | None:
-    """The names of vLLM's reasoning parsers."""
     return _table("reasoning/__init__.py", "_REASONING_PARSERS_TO_REGISTER")
 
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from asyncrl_cli.records.generation import (
     EngineActivity,
@@ -17,7 +18,6 @@ from asyncrl_cli.records.generation import (
     RolloutRequest,
     Segment,
 )
-from asyncrl_cli.rollout.engine_handle import EngineHandle
 
 Ended = list[tuple[RolloutRequest, Rollout | RolloutFailure]]
 OnEnd = Callable[[Ended], None]
@@ -25,28 +25,42 @@ OnEnd = Callable[[Ended], None]
 OnSegments = Callable[[list[Segment]], None]
 
 
+class EngineHandle(Protocol):
+    """One engine's actor, and the actors that replace it."""
+
+    name: str
+    node: str  # the Ray node's id, once it has started
+    actor: Any  # has the methods of ``RolloutWorker``, to be called with ``.remote()``
+
+    async def lose(self, actor: Any, cause: str) -> None:
+        """The actor does not work any more: end its process. Raises ``RunError`` when this happened too often."""
+
+    async def running(self) -> Any:
+        """The present actor; starts it if necessary. Raises ``RunError``."""
+
+    def kill(self) -> None:
+        """End the process, also one that hangs."""
+
+    async def dismiss(self) -> None:
+        """End the engine permanently, in bounded time, and release its resources."""
+
+
 @dataclass(slots=True, eq=False)
 class EngineState:
-    """One engine as the driver sees it. ``activity`` adds up over the run.
-
-    ``pending`` are the requests assigned to it; those in ``outbox`` have not been sent yet. ``to_cancel`` are ids that
-    it still has to cancel. ``dead_because`` is why its process was ended. While it is ``leaving`` it returns its
-    requests; ``emptied`` is set when the last has left it. ``asked_to_leave``: its process got SIGTERM.
-    ``has_completed``: it has completed a request, in this process or in one before.
-    """
+    """One engine as the driver sees it."""
 
     process: EngineHandle
-    pending: dict[str, OpenRequest] = field(default_factory=dict)
-    outbox: dict[str, RolloutRequest] = field(default_factory=dict)
-    to_cancel: set[str] = field(default_factory=set)
+    pending: dict[str, OpenRequest] = field(default_factory=dict)  # requests assigned to it
+    outbox: dict[str, RolloutRequest] = field(default_factory=dict)  # those of them that have not been sent
+    to_cancel: set[str] = field(default_factory=set)  # ids that it still has to cancel
     to_abort: bool = False
-    activity: EngineActivity = field(default_factory=EngineActivity)
+    activity: EngineActivity = field(default_factory=EngineActivity)  # the sum over the run
     serving: bool = False
-    has_completed: bool = False
-    leaving: bool = False
-    asked_to_leave: bool = False
-    emptied: asyncio.Event = field(default_factory=asyncio.Event)
-    dead_because: str = ""
+    has_completed: bool = False  # a request, in this process or in one before
+    leaving: bool = False  # it returns its requests
+    asked_to_leave: bool = False  # its process got SIGTERM
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)  # set when the last request has left it
+    dead_because: str = ""  # why its process was ended
     sender: asyncio.Task[None] | None = None
 
     @property
@@ -75,7 +89,11 @@ class OpenRequest:
         if end is None:
             end = self.segments[-1].end if self.segments else before
         left = EngineRequest(
-            *(self.request.rollout_id, engine, self.sent_at, time.time(), ending),
+            request_id=self.request.rollout_id,
+            engine=engine,
+            begun_at=self.sent_at,
+            ended_at=time.time(),
+            ending=ending,
             tokens=end - before,
             context_tokens=len(self.request.prompt_ids) + before,
         )
@@ -92,16 +110,3 @@ class OpenRequest:
 
     def __lt__(self, other: OpenRequest) -> bool:
         return (self.request.priority, self.order) < (other.request.priority, other.order)
-
-
-def added(one: EngineActivity, other: EngineActivity) -> EngineActivity:
-    """The sum of two activities."""
-    return replace(
-        one,
-        generated_tokens=one.generated_tokens + other.generated_tokens,
-        busy_s=one.busy_s + other.busy_s,
-        paused_s=one.paused_s + other.paused_s,
-        wall_s=one.wall_s + other.wall_s,
-        sequence_s=one.sequence_s + other.sequence_s,
-        cpu_s=one.cpu_s + other.cpu_s,
-    )

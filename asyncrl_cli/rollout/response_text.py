@@ -8,6 +8,7 @@ The tokens, which are trained on, stay complete.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
 from typing import Any
 
 Decode = Callable[[Iterable[int]], str]
@@ -17,6 +18,23 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     """The ids of a tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset({*tokenizer.all_special_ids, *(token for token, one in added.items() if one.special)})
+
+
+def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
+    """The token ids at which vLLM ends a reply of the model in ``folder`` (or of that hub id): the tokenizer's end
+    token and those of the model's generation config, else of its config, as vLLM reads them.
+
+    Many chat models end a turn with another token than the tokenizer's: Gemma, Llama, GLM.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+    except OSError:  # not every model has one
+        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
+    listed = generation.eos_token_id
+    ids = listed if isinstance(listed, list | tuple) else [listed]
+    return frozenset(token for token in (tokenizer.eos_token_id, *ids) if token is not None)
 
 
 def decoder(tokenizer: Any, end_tokens: Collection[int], shown: bool) -> Decode:

@@ -29,7 +29,6 @@ from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
     Delivery,
-    Rollout,
     RolloutFailure,
     RolloutRequest,
     Segment,
@@ -58,8 +57,7 @@ class RolloutWorker:
         redirect_output(log_dir, name)
         self._spec = spec
         self._log = Path(log_dir) / f"{name}.log"
-        self._ended: list[Rollout | RolloutFailure] = []
-        self._aborted: list[str] = []
+        self._next = Delivery()  # its ended rollouts
         self._running: dict[str, asyncio.Task[None]] = {}
         self._taken: dict[str, int] = {}
         self._taken_at = time.monotonic()
@@ -142,48 +140,51 @@ class RolloutWorker:
             await asyncio.wait(aborted)
 
     async def collect(self, timeout_s: float) -> Delivery:
-        """Everything that ended since the last call, and the segments taken meanwhile; waits up to ``timeout_s`` for
-        the first.
+        """Everything that ended since the last call, and new segments; waits up to ``timeout_s`` for the first.
 
         When the engine's process dies, its rollouts have not failed: they continue elsewhere. Their tokens are
         delivered, and then ``collect`` raises ``ActorDied`` with the cause.
         """
         await self._wait_for_news(timeout_s)
-        ended, self._ended = self._ended, []
-        aborted, self._aborted = self._aborted, []
-        rollouts = [entry for entry in ended if isinstance(entry, Rollout)]
-        failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
+        ended, self._next = self._next, Delivery()
         dead = self._engine.dead
         now = time.monotonic()
-        if dead or failures or now >= self._segments_due:
+        if dead or ended.failures or now >= self._segments_due:
             self._take_segments(self._taken)
             self._taken_at = self._streamed_at = now
         elif now >= self._stream_due:
             self._take_segments(self._streamed)
             self._streamed_at = now
-        for failure in failures:
+        for failure in ended.failures:
             self._untrack(failure.rollout_id)
         segments = [segment for taken in self._segments.values() for segment in taken]
         self._segments = {}
         if not dead:
             self._news.clear()
             self._awaited_news.clear()
-        elif not (rollouts or segments):
+        elif not (ended.rollouts or segments):
             raise await self._engine.death()
         activity = replace(
             self._clock.read(self._engine.sampled_tokens()),
             sequence_s=self._engine.sequence_s(),
             cpu_s=self._processor.read() if self._processor is not None else 0.0,
         )
-        failures = [] if dead else failures
-        residences = self._engine.residences()
-        return Delivery(rollouts, failures, segments, activity, aborted, self._got_sigterm, residences)
+        return replace(
+            ended,
+            failures=[] if dead else ended.failures,
+            segments=segments,
+            activity=activity,
+            leaving=self._got_sigterm,
+            residences=self._engine.residences(),
+        )
 
     async def update_weights(
         self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, probe_ids: tuple[int, ...]
     ) -> Attestation:
-        """Load ``version`` from the host's replica, and prove it. Raises ``ReplicaGone`` when its memory is gone, and
-        ``ActorDied`` when the engine's process dies of it."""
+        """Load ``version`` from the host's replica, and prove it.
+
+        Raises ``ReplicaGone`` when its memory is gone, and ``ActorDied`` when the engine's process dies of it.
+        """
         # Before anything has changed: after an update that fails halfway, the engine cannot be used.
         if not os.path.exists(path):
             raise ReplicaGone(f"the memory of weight version {version} is gone")
@@ -207,7 +208,6 @@ class RolloutWorker:
         await self._engine.sleep()
 
     async def wake_up(self) -> None:
-        """Generate again."""
         await self._engine.wake_up()
         self._clock.end_update()
 
@@ -249,14 +249,14 @@ class RolloutWorker:
         except Aborted as aborted:
             self._keep(aborted.segments)
             self._clock.add_ended(sum(len(segment.ids) for segment in aborted.segments))
-            self._aborted.append(rollout_id)
+            self._next.aborted.append(rollout_id)
             self._untrack(rollout_id)
         except Exception as error:
             # Not forgotten yet: ``collect`` still takes its last tokens from the engine.
-            self._ended.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
+            self._next.failures.append(RolloutFailure(rollout_id, f"{type(error).__name__}: {error}"))
         else:
             # Without the prompt, which the caller has: long prompts cost more to send than responses.
-            self._ended.append(replace(rollout, prompt_ids=()))
+            self._next.rollouts.append(replace(rollout, prompt_ids=()))
             self._clock.add_ended(len(rollout.ids) - request.generated)
             self._forget(rollout_id)
         self._running.pop(rollout_id, None)

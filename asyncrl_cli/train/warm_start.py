@@ -28,12 +28,13 @@ from torch.nn import functional as F
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
-from asyncrl_cli.train.model.tokenizer import end_tokens, load_tokenizer, templates_texts, without_progress_bars
+from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts, without_progress_bars
 from asyncrl_cli.train.muon import Muon
 
 FINAL_FRACTION = 0.05

@@ -27,8 +27,9 @@ from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import SplitSpec
-from asyncrl_cli.train.model.tokenizer import character_tokenizer, end_tokens
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.train.warm_start import _Chat, _tokenized
 
 MODEL = Path(__file__).parents[2] / "templates/saved-model/model"

@@ -178,8 +178,8 @@ def test_a_mixture_of_experts_whose_choice_is_recorded(
         "worker_cls": "tests.e2e.experts_beside_adapters.Worker",
         "scheduler_cls": f"{engine_settings.CPU_EXPERTS}.SchedulerWithExperts",
     }
-    usual = engine_settings.adapter_args
-    monkeypatch.setattr(engine_settings, "adapter_args", lambda *given: usual(*given) | classes)
+    usual = engine_settings.merged
+    monkeypatch.setattr(engine_settings, "merged", lambda *given: usual(*given) | classes)
     lora = {"rank": 3, "alpha": 7.0, "serve": "adapter"}
     bench = started(loop, tmp_path, AdapterBench, lora=lora, init={"architecture": "qwen3_moe", "config": ROUTED})
     prompt = [3, 40, 50]

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer, end_tokens
+from asyncrl_cli.rollout.response_text import end_tokens
+from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 
 TOKENIZER = character_tokenizer(256)
 

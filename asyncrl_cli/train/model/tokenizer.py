@@ -75,23 +75,6 @@ def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
     return with_chat_template(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), chat_template)
 
 
-def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
-    """The token ids at which vLLM ends a reply of the model in ``folder`` (or of that hub id): the tokenizer's end
-    token and those of the model's generation config, else of its config, as vLLM reads them.
-
-    Many chat models end a turn with another token than the tokenizer's: Gemma, Llama, GLM.
-    """
-    from transformers import AutoConfig, GenerationConfig
-
-    try:
-        generation = GenerationConfig.from_pretrained(folder)
-    except OSError:  # not every model has one
-        generation = GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder))
-    listed = generation.eos_token_id
-    ids = listed if isinstance(listed, list | tuple) else [listed]
-    return frozenset(token for token in (tokenizer.eos_token_id, *ids) if token is not None)
-
-
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
     """The tokenizer, its template replaced by the file ``chat_template``. Raises ``ChatTemplateError``."""
     from jinja2 import TemplateSyntaxError
