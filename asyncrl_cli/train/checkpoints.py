@@ -41,11 +41,10 @@ FORCE_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How far the trainer is. ``updates`` counts those of the learning-rate schedule, ``optimizer_steps`` those of
-    them that had anything to learn from."""
+    """How far the trainer is."""
 
-    updates: int
-    optimizer_steps: int
+    updates: int  # of the learning-rate schedule
+    optimizer_steps: int  # updates that had anything to learn from
 
 
 def _zero_stage(enum: object, name: str) -> object:
@@ -97,14 +96,16 @@ def reading_tensors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine loads: what was saved below ``root`` itself, or the universal checkpoint in ``folder`` that is
-    made from it."""
+    """What one engine loads."""
 
     checkpoint: Checkpoint
-    root: Path
+    root: Path  # the folder of what was saved
     counters: Counters
-    folder: Path
-    is_universal: bool
+    folder: Path  # ``root``, or the folder of the universal checkpoint that is made from it
+
+    @property
+    def is_universal(self) -> bool:
+        return self.folder != self.root
 
 
 def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
@@ -148,9 +149,9 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
         ) from error
     were, are = ((of.ranks, of.zero_stage, of.expert_parallel) for of in (saved, trainer))
     if saved.zero_stage == 0 or were == are:
-        return Source(checkpoint, root, counters, root, is_universal=False)
+        return Source(checkpoint, root, counters, root)
     folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", part, checkpoint.folder.name))))
-    return Source(checkpoint, root, counters, folder, is_universal=True)
+    return Source(checkpoint, root, counters, folder)
 
 
 def to_universal(source: Source) -> None:
@@ -165,12 +166,13 @@ def to_universal(source: Source) -> None:
     source.folder.mkdir()
     parent = source.folder.parent
     # Paths relative to the parent: the converter uses them as regular expressions, and a user's may hold a plus.
+    program = [sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"]
+    folders = {
+        "input": source.root.relative_to(parent) / STATE,
+        "output": source.folder.relative_to(parent) / UNIVERSAL,
+    }
     done = subprocess.run(
-        [
-            *(sys.executable, "-c", f"from {__name__} import convert; convert()", "--inject_missing_state"),
-            *("--input_folder", str(source.root.relative_to(parent) / STATE)),
-            *("--output_folder", str(source.folder.relative_to(parent) / UNIVERSAL)),
-        ],
+        [*program, *(f"--{kind}_folder={folder}" for kind, folder in folders.items())],
         cwd=parent,
         env=os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         stdout=subprocess.DEVNULL,
@@ -201,9 +203,22 @@ def save_state(engine: Any, folder: Path, rank: int, updates: int) -> dict[Path,
 
     Returns the checksums of the shards, which are on disk then.
     """
-    engine.checkpoint_engine, written = _digesting_writer()
+    import numpy as np
+    import torch
+    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+
+    written: dict[Path, Digest] = {}
+
+    class DigestingWriter(TorchCheckpointEngine):  # type: ignore[misc]
+        def save(self, state_dict: Any, path: str) -> None:
+            written[Path(path)] = save_file(state_dict, Path(path))
+
+    engine.checkpoint_engine = DigestingWriter()
     engine.save_checkpoint(str(folder), tag=STATE)
-    _save_random_states(_random_states(folder, rank))
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    torch.save(states, _random_states(folder, rank))
     if rank == 0:
         # DeepSpeed counts a skipped update as a step.
         counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
@@ -220,24 +235,12 @@ def save_file(state: Any, path: Path) -> Digest:
         return file.digest
 
 
-def _digesting_writer() -> tuple[Any, dict[Path, Digest]]:
-    """What DeepSpeed writes shards with, and the checksums of those that it has written."""
-    from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
-
-    written: dict[Path, Digest] = {}
-
-    class Writer(TorchCheckpointEngine):  # type: ignore[misc]
-        def save(self, state_dict: Any, path: str) -> None:
-            written[Path(path)] = save_file(state_dict, Path(path))
-
-    return Writer(), written
-
-
 def load_state(engine: Any, source: Source, rank: int) -> None:
     """Load this rank's part into a fresh engine; collective. Deletes the universal checkpoint.
 
     A rank that the saved trainer did not have keeps the random-number states it started with.
     """
+    import numpy as np
     import torch
 
     if not source.is_universal:
@@ -255,35 +258,16 @@ def load_state(engine: Any, source: Source, rank: int) -> None:
         if rank == 0:
             shutil.rmtree(source.folder, ignore_errors=True)
     # A universal checkpoint of a trainer that never stepped is empty: the engine has the initial weights already.
-    random_states = _random_states(source.root, rank)
-    if random_states.is_file():
-        _restore_random_states(random_states)
+    path = _random_states(source.root, rank)
+    if path.is_file():
+        with reading_tensors(path):
+            states = torch.load(path)
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
+        torch.set_rng_state(states["torch"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
 
 
 def _random_states(folder: Path, rank: int) -> Path:
     return folder / STATE / f"random-{rank}.pt"
-
-
-def _save_random_states(path: Path) -> None:
-    """Write the states of Python's, NumPy's, torch's and, where there is one, the GPU's random numbers to a file."""
-    import numpy as np
-    import torch
-
-    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, path)
-
-
-def _restore_random_states(path: Path) -> None:
-    """Set the states to those in a file. A GPU's state is unchanged where none was saved."""
-    import numpy as np
-    import torch
-
-    with reading_tensors(path):
-        states = torch.load(path)
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])

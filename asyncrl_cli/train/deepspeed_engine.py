@@ -72,7 +72,12 @@ def join_process_group(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Local rank 0 on every host: Ray shows an actor its own GPU alone.
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
-    _choose_interface(address)
+    # Left to themselves gloo and NCCL take an interface that may lead nowhere (that of containers, say), and wait
+    # without end. The host's own environment counts more, except on loopback.
+    interface = interface_to(address)
+    for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
+        if interface == "lo" or not os.environ.get(name):
+            os.environ[name] = value
     backend = "nccl" if gpu else "gloo"
     store = torch.distributed.TCPStore(  # type: ignore[attr-defined]
         address,
@@ -86,25 +91,13 @@ def join_process_group(
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
 
 
-def _choose_interface(address: str) -> None:
-    """Have gloo and NCCL use the interface over which this host reaches rank 0.
-
-    Left to themselves they take one that may lead nowhere (that of containers, say), and wait without end. What the
-    host's own environment says counts more, except on loopback.
-    """
-    interface = interface_to(address)
-    for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
-        if interface == "lo" or not os.environ.get(name):
-            os.environ[name] = value
-
-
 def deepspeed_settings(trainer: TrainerSpec, load_universal: bool = False) -> dict[str, Any]:
     """DeepSpeed's configuration. The accumulation boundary is set by hand, as steps differ in micro-batches.
 
     With bfloat16 weights DeepSpeed also has float32 copies, which the optimizer updates. Gradients add up over ranks in
     float32, and over micro-batches as well if a rank has a part of them (ZeRO 2 and 3).
 
-    ``load_universal``: whether the checkpoint that the engine will load is a universal one.
+    ``load_universal``: the checkpoint that the engine will load is a universal one.
     """
     zero: dict[str, Any] = {
         "stage": trainer.zero_stage,
@@ -145,18 +138,27 @@ def reduce_numbers(trainer: TrainerSpec) -> int:
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
     """The DeepSpeed engine around the policy, with its adapters. With ZeRO-3 no rank ever holds the full model.
 
-    ``load_universal``: whether the checkpoint that it will load is a universal one. Raises ``LoraError`` and
-    ``PolicyError``; collective.
+    Raises ``LoraError`` and ``PolicyError``; collective.
     """
     model = load_model(spec.trainer, model_dir)
     # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
-    trainer, replayed = spec.trainer, spec.algorithm.router_replay
-    policy = Policy(model, spec.rollout.sampling.temperature, trainer.packing, sequence_group(trainer), replayed)
+    policy = policy_around(model, spec)
     engine = initialize(policy, spec.trainer, load_universal)
     check_policy(policy, engine)
     return engine
+
+
+def policy_around(model: Any, spec: ExperimentSpec) -> Policy:
+    """The policy of a spec, around a transformers model."""
+    return Policy(
+        model,
+        spec.rollout.sampling.temperature,
+        packing=spec.trainer.packing,
+        sequence=sequence_group(spec.trainer),
+        router_replay=spec.algorithm.router_replay,
+    )
 
 
 def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = False) -> Any:
@@ -199,10 +201,7 @@ def recompute_activations(model: Any) -> None:
 
 
 def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine around a module, with the spec's optimizer for what requires a gradient; collective.
-
-    ``load_universal``: whether the checkpoint that it will load is a universal one.
-    """
+    """The DeepSpeed engine around a module, with the spec's optimizer for what requires a gradient; collective."""
     import deepspeed
 
     optimizer = torch.optim.AdamW(
@@ -240,7 +239,6 @@ def without_optimizer(module: torch.nn.Module, trainer: TrainerSpec) -> Any:
 
 
 def set_learning_rate(engine: Any, learning_rate: float) -> None:
-    """Set the rate of every parameter group."""
     for group in engine.optimizer.param_groups:
         group["lr"] = learning_rate
 

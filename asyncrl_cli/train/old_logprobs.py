@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncrl_cli.spec.algorithm import AlgorithmSpec
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.advantages import (
     Moments,
     check_advantages,
@@ -26,7 +28,22 @@ from asyncrl_cli.train.algorithms.advantages import (
 )
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks, sum_over_ranks
+from asyncrl_cli.train.model.sequence_parallel import data_group
+from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What a rank trains with."""
+
+    spec: ExperimentSpec
+    rank: int
+    objective: Objective
+    engine: Any  # DeepSpeed's, around a ``Policy``
+    limit: SkipLimit
+    reference: Any | None = None  # called as a ``Policy``; None without a KL penalty
+    critic: Any | None = None  # DeepSpeed's engine around a ``ValueModel``; None unless it estimates advantages
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +53,8 @@ class Precomputed:
     old_logprobs: Tensor | None  # under the weights at the start of the step; None: not computed
     reference_logprobs: Tensor | None  # None without a reference
     advantages: Tensor  # 0 outside the mask
-    values: Tensor | None = None  # the critic's at the start of the step; None without a critic
+    values: Tensor | None  # the critic's at the start of the step; None without a critic
+    penalties: Tensor | None  # in the reward, float64; None: it has none
     returns: Tensor | None = None  # what the critic learns; None without a critic
 
 
@@ -50,32 +68,23 @@ class Minibatch:
     precomputed: list[Precomputed] = field(default_factory=list)
 
 
-def precompute(
-    objective: Objective,
-    engine: Any,
-    reference: Any | None,
-    critic: Any | None,
-    minibatches: Sequence[Minibatch],
-    rewards: Tensor,
-    keep_old_logprobs: bool,
-    epochs: int = 1,
-    group: Any = None,
-) -> None:
+Parts = list[tuple[PaddedRows, Precomputed]]
+"""This rank's micro-batches of a step."""
+
+
+def precompute(learner: Learner, minibatches: Sequence[Minibatch], rewards: Tensor, keep_old_logprobs: bool) -> None:
     """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
-    ``engine`` is the policy at the start of the step, ``reference`` is for a KL penalty, ``critic`` for ``gae``.
-    ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: whether updates after
-    the first one need log-probs under the weights at the start of the step. The first one computes its own, so its
-    minibatch needs them only if it is trained again (``epochs``). ``group``: the process group whose ranks together
-    have all rows; None: all ranks. Raises ``ValueError`` when a user's function returned something else than
-    advantages.
+    ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: updates after the
+    first one need log-probs under the weights at the start of the step. The first one computes its own, so its
+    minibatch needs them only if it is trained again (``epochs``). Raises ``ValueError`` when a user's function returned
+    something else than advantages.
     """
-    algorithm = objective.algorithm
+    engine, reference, critic = learner.engine, learner.reference, learner.critic
+    algorithm, trainer = learner.objective.algorithm, learner.spec.trainer
     in_reward = reference is not None and algorithm.kl_placement == "reward"
-    first = next((minibatch for minibatch in minibatches if minibatch.rows), None) if epochs == 1 else None
-    rows: list[PaddedRows] = []
-    results: list[Precomputed] = []
-    penalties: list[Tensor] = []
+    first = next((minibatch for minibatch in minibatches if minibatch.rows), None) if trainer.epochs == 1 else None
+    parts: Parts = []
     with torch.no_grad():
         for minibatch in minibatches:
             # A minibatch is empty on all ranks or on none, and has as many micro-batches on each. Under ZeRO-3 every
@@ -85,64 +94,58 @@ def precompute(
                 keeps = keep_old_logprobs and minibatch is not first
                 old = engine(*inputs, **padded.replayed) if in_reward or keeps else None
                 at_reference = None if reference is None else reference(*inputs, **padded.replayed)
-                values = None if critic is None else critic(*inputs)
-                zeros = torch.zeros_like(padded.behaviour_logprobs)
-                minibatch.precomputed.append(Precomputed(old, at_reference, zeros, values))
-                rows.append(padded)
+                penalties = None
                 if in_reward:
-                    kl = objective.kl(old, at_reference)  # type: ignore[arg-type]
-                    penalties.append(algorithm.kl_coef * kl.masked_fill(~padded.response_mask, 0.0))
-            results += minibatch.precomputed
+                    kl = learner.objective.kl(old, at_reference)  # type: ignore[arg-type]
+                    penalties = algorithm.kl_coef * kl.masked_fill(~padded.response_mask, 0.0)
+                precomputed = Precomputed(
+                    old_logprobs=old,
+                    reference_logprobs=at_reference,
+                    advantages=torch.zeros_like(padded.behaviour_logprobs),
+                    values=None if critic is None else critic(*inputs),
+                    penalties=penalties,
+                )
+                minibatch.precomputed.append(precomputed)
+                parts.append((padded, precomputed))
         rewards = rewards.to(engine.device)
-        if objective.advantage is None:
-            _by_token(objective, rows, results, rewards, penalties)
+        group = data_group(trainer)
+        if learner.objective.advantage is None:
+            _by_token(algorithm, parts, rewards)
         else:
-            _by_rollout(objective, rows, results, rewards, penalties, group)
-        # ``rows`` is empty on all ranks or on none, so all of them reach the collective call in it.
-        if algorithm.whiten_advantages and rows:
-            _whiten(rows, results, engine.device, group)
+            _by_rollout(learner.objective, parts, rewards, group)
+        # ``parts`` is empty on all ranks or on none, so all of them reach the collective call in it.
+        if algorithm.whiten_advantages and parts:
+            own = (Moments.of(one.advantages, padded.response_mask) for padded, one in parts)
+            of_step = reduce_over_ranks(reduce(operator.add, own), engine.device, group)
+            for padded, one in parts:
+                one.advantages = whiten(one.advantages, padded.response_mask, of_step)
 
 
-def _by_rollout(
-    objective: Objective,
-    rows: list[PaddedRows],
-    results: list[Precomputed],
-    rewards: Tensor,
-    penalties: list[Tensor],
-    group: Any,
-) -> None:
+def _by_rollout(objective: Objective, parts: Parts, rewards: Tensor, group: Any) -> None:
     """Every token has its rollout's advantage; a penalty in the reward is summed over the rollout first."""
-    if penalties:
+    if any(one.penalties is not None for _, one in parts):
         of_rollouts = torch.zeros_like(rewards).flatten()
-        for padded, penalty in zip(rows, penalties, strict=True):
-            of_rollouts.index_add_(0, padded.rollouts, penalty.sum(dim=1))
+        for padded, one in parts:
+            assert one.penalties is not None
+            of_rollouts.index_add_(0, padded.rollouts, one.penalties.sum(dim=1))
         # A group's rollouts are on several ranks: its baseline needs the penalties of all of them.
         rewards = rewards - sum_over_ranks(of_rollouts, group).view_as(rewards)
     assert objective.advantage is not None
     advantages = check_advantages(objective.advantage(rewards), rewards).flatten().float()
-    for padded, one in zip(rows, results, strict=True):
+    for padded, one in parts:
         one.advantages = advantages[padded.rollouts][:, None] * padded.response_mask
 
 
-def _by_token(
-    objective: Objective, rows: list[PaddedRows], results: list[Precomputed], rewards: Tensor, penalties: list[Tensor]
-) -> None:
+def _by_token(algorithm: AlgorithmSpec, parts: Parts, rewards: Tensor) -> None:
     """Every row is an episode: its rollout's reward at its last token, penalties where they arise."""
-    algorithm = objective.algorithm
-    for index, (padded, one) in enumerate(zip(rows, results, strict=True)):
+    for padded, one in parts:
         mask = padded.response_mask
         token_rewards = last_token_rewards(rewards.flatten()[padded.rollouts].float(), mask)
-        if penalties:
-            token_rewards = token_rewards - penalties[index].float()
+        if one.penalties is not None:
+            token_rewards = token_rewards - one.penalties.float()
         if one.values is None:
             one.advantages = rewards_to_go(token_rewards, mask, algorithm.gamma)
         else:
-            one.advantages, one.returns = gae(token_rewards, one.values, mask, algorithm.gamma, algorithm.gae_lambda)
-
-
-def _whiten(rows: list[PaddedRows], results: list[Precomputed], device: torch.device, group: Any) -> None:
-    """By the moments of all tokens of the step; collective."""
-    moments = (Moments.of(one.advantages, padded.response_mask) for padded, one in zip(rows, results, strict=True))
-    of_step = reduce_over_ranks(reduce(operator.add, moments), device, group)
-    for padded, one in zip(rows, results, strict=True):
-        one.advantages = whiten(one.advantages, padded.response_mask, of_step)
+            one.advantages, one.returns = gae(
+                token_rewards, one.values, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda
+            )

@@ -9,20 +9,16 @@ Read ``train_batch`` from top to bottom, then old_logprobs.py and update.py; alg
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
-from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
 from asyncrl_cli.train.model.sequence_parallel import data_group
-from asyncrl_cli.train.nonfinite_guard import SkipLimit
-from asyncrl_cli.train.old_logprobs import Minibatch, precompute
+from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
 from asyncrl_cli.train.packing import (
     TrainingRow,
     count_tokens,
@@ -32,19 +28,6 @@ from asyncrl_cli.train.packing import (
     training_rows,
 )
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
-
-
-@dataclass(frozen=True, slots=True)
-class Learner:
-    """What a rank trains with."""
-
-    spec: ExperimentSpec
-    rank: int
-    objective: Objective
-    engine: Any  # DeepSpeed's, around a ``Policy``
-    limit: SkipLimit
-    reference: Any | None = None  # called as a ``Policy``; None without a KL penalty
-    critic: Any | None = None  # DeepSpeed's engine around a ``ValueModel``; None unless it estimates advantages
 
 
 def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[StepReport, int]:
@@ -63,10 +46,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     ]
     per_step = trainer.epochs * trainer.minibatches
     keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
-    models = (learner.engine, learner.reference, learner.critic)
-    group = data_group(trainer)
     prepared = time.monotonic()
-    precompute(learner.objective, *models, minibatches, rewards, keep_old, trainer.epochs, group)
+    precompute(learner, minibatches, rewards, keep_old)
     scored = _time_of(learner.engine.device)
 
     sums: UpdateSums | None = None
@@ -75,7 +56,13 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     for minibatch in minibatches * trainer.epochs:
         shape = trainer.schedule
         span = (shape.steps or spec.stop.steps) * per_step
-        factor = schedule.factor(updates, span, shape.warmup_updates, shape.kind, shape.final_fraction)
+        factor = schedule.factor(
+            updates,
+            total_updates=span,
+            warmup=shape.warmup_updates,
+            kind=shape.kind,
+            final_fraction=shape.final_fraction,
+        )
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1
@@ -87,7 +74,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
             metrics |= update_critic(learner.critic, spec, minibatch, factor)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue
-        result, update = update_policy(learner.engine, learner.objective, spec, minibatch, is_first)
+        result, update = update_policy(learner, minibatch, is_first)
         learner.limit.note(result)
         if result.skipped:  # its sums may not be finite
             metrics["train/updates_skipped"] += 1
@@ -98,7 +85,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics["train/gradient_norm"] = result.norm
     updated = _time_of(learner.engine.device)
     if sums is not None:  # the same on all ranks: an update is skipped by all of them or by none
-        of_step = reduce_over_ranks(sums, learner.engine.device, group)
+        of_step = reduce_over_ranks(sums, learner.engine.device, data_group(trainer))
         metrics |= of_step.summary(trainer.ranks * metrics["train/updates"])
     trained = sum(count_tokens(minibatch.rows) for minibatch in minibatches)
     report = StepReport(

@@ -12,13 +12,12 @@ from asyncrl_cli.spec.algorithm import CorrectionSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import nonfinite_guard
 from asyncrl_cli.train.algorithms.corrections import CorrectionSums, correct, log_linear_proximal
-from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.algorithms.policy_loss import LossSums, policy_loss
 from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, reduce_over_ranks
 from asyncrl_cli.train.algorithms.value_loss import ValueSums, value_loss
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
 from asyncrl_cli.train.model.sequence_parallel import data_group
-from asyncrl_cli.train.old_logprobs import Minibatch
+from asyncrl_cli.train.old_logprobs import Learner, Minibatch
 from asyncrl_cli.train.packing import PaddedRows, count_tokens
 
 UNCORRECTED = CorrectionSpec(preset="decoupled")
@@ -51,13 +50,14 @@ class UpdateSums(ReducedSums):
 
 
 def update_policy(
-    engine: Any, objective: Objective, spec: ExperimentSpec, minibatch: Minibatch, is_first: bool
+    learner: Learner, minibatch: Minibatch, is_first: bool
 ) -> tuple[nonfinite_guard.UpdateResult, UpdateSums]:
     """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is skipped.
 
-    ``is_first``: whether the weights are still those of the start of the step, so that a micro-batch's own log-probs
-    are the old ones.
+    ``is_first``: the weights are still those of the start of the step, so a micro-batch's own log-probs are the old
+    ones.
     """
+    engine, objective, spec = learner.engine, learner.objective, learner.spec
     algorithm = objective.algorithm
     # Of the whole minibatch, so that micro-batches add up to its mean; DeepSpeed averages gradients over the ranks.
     # With sequence parallelism too: a rank has the loss of its group's rows, and a part of its gradient.
@@ -71,9 +71,7 @@ def update_policy(
         measured = "train" if algorithm.entropy_coef else "measure"
         logprobs, entropies = engine(padded.input_ids, mask, measured, **padded.replayed)
         old = logprobs.detach() if is_first else given.old_logprobs
-        proximal, weights, corrections, engine_gap = _corrected(
-            algorithm.correction, spec, padded, old, logprobs.detach()
-        )
+        proximal, weights, corrections, engine_gap = _corrected(spec, padded, old, logprobs.detach())
         loss, losses = policy_loss(
             logprobs,
             proximal,
@@ -133,7 +131,7 @@ def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
 
 
 def _corrected(
-    correction: CorrectionSpec, spec: ExperimentSpec, padded: PaddedRows, old: Tensor | None, current: Tensor
+    spec: ExperimentSpec, padded: PaddedRows, old: Tensor | None, current: Tensor
 ) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
     """The proximal log-probs, the importance weights with their statistics, and those of the engine's numerics alone.
 
@@ -142,7 +140,7 @@ def _corrected(
     engine's: the weight is exactly 1, and a run is reproducible to the bit. Where they differ by more than
     ``ROUNDING_NATS`` something is wrong, and the recorded log-prob counts.
     """
-    mask, behaviour = padded.response_mask, padded.behaviour_logprobs
+    mask, behaviour, correction = padded.response_mask, padded.behaviour_logprobs, spec.algorithm.correction
     # Without the log-probs of the step's start, a difference would be the updates' as much as the engine's.
     comparable = padded.on_policy if old is not None else torch.zeros_like(mask)
     trainer = current if old is None else old
@@ -150,9 +148,7 @@ def _corrected(
     if spec.trainer.dtype == spec.rollout.dtype == "float32":
         rounding = comparable & ((trainer - behaviour).abs() <= ROUNDING_NATS)
         behaviour = torch.where(rounding, trainer, behaviour)
-    if correction.proximal == "behaviour":
-        weights, corrections = correct(current, behaviour, mask, correction)
-        return behaviour, weights, corrections, engine_gap
     proximal = log_linear_proximal(current, behaviour, padded.versions_behind) if old is None else old
-    weights, corrections = correct(proximal, behaviour, mask, correction)
-    return proximal, weights, corrections, engine_gap
+    at_behaviour = correction.proximal == "behaviour"
+    weights, corrections = correct(current if at_behaviour else proximal, behaviour, mask, correction)
+    return behaviour if at_behaviour else proximal, weights, corrections, engine_gap

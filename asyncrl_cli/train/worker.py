@@ -102,8 +102,8 @@ class TrainerWorker:
         from asyncrl_cli.train.model.reference import Copy, load_reference
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
+        from asyncrl_cli.train.old_logprobs import Learner
         from asyncrl_cli.train.shards import adapter_layout, engine_layout
-        from asyncrl_cli.train.step import Learner
         from asyncrl_cli.weights.copies import copies_of
         from asyncrl_cli.weights.layout import chunks_of, pages_of
         from asyncrl_cli.weights.mapped import MappedReplica
@@ -132,8 +132,15 @@ class TrainerWorker:
         self._model = self._engine.module.model
         reference = load_reference(self._spec, model_dir, self._engine)
         critic = ds.start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
-        limit = SkipLimit(trainer.max_skipped_updates)
-        self._learner = Learner(self._spec, self._rank, objective, self._engine, limit, reference, critic)
+        self._learner = Learner(
+            spec=self._spec,
+            rank=self._rank,
+            objective=objective,
+            engine=self._engine,
+            limit=SkipLimit(trainer.max_skipped_updates),
+            reference=reference,
+            critic=critic,
+        )
         make_layout = engine_layout if self._spec.model.published_adapter is None else adapter_layout
         self._layout = make_layout(self._model, getattr(torch, self._spec.rollout.dtype))
         own = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)

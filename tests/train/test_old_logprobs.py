@@ -12,7 +12,8 @@ from torch import Tensor
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.train.algorithms.objective import Objective
-from asyncrl_cli.train.old_logprobs import Minibatch, precompute
+from asyncrl_cli.train.nonfinite_guard import SkipLimit
+from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
 
 
 class Policy:
@@ -57,7 +58,9 @@ def test_the_first_minibatch_is_scored_only_if_that_is_used(
     objective = Objective.of(AlgorithmSpec.model_validate(penalty), Path())
     minibatches = [minibatch(number, number in empty) for number in range(4)]
     reference = (lambda ids, mask: torch.zeros(ids.shape)) if in_reward else None
-    precompute(objective, policy, reference, None, minibatches, torch.rand(2, 2).double(), True, epochs)
+    spec: Any = SimpleNamespace(trainer=SimpleNamespace(epochs=epochs, sequence_parallel=1))
+    learner = Learner(spec, 0, objective, policy, SkipLimit(0), reference)
+    precompute(learner, minibatches, torch.rand(2, 2).double(), keep_old_logprobs=True)
     assert policy.scored == scored
     for number, one in enumerate(minibatches):
         assert [before.old_logprobs is not None for before in one.precomputed] == [number in scored][: len(one.rows)]

@@ -23,8 +23,9 @@ from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy, ValueModel
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
+from asyncrl_cli.train.old_logprobs import Learner
 from asyncrl_cli.train.packing import longest_response, shaped_rewards, training_rows
-from asyncrl_cli.train.step import Learner, train_batch
+from asyncrl_cli.train.step import train_batch
 
 
 def model(folder: Path, seed: int) -> Any:

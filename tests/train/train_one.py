@@ -87,7 +87,8 @@ def main() -> None:
     from asyncrl_cli.train.model.initial import build_initial_model
     from asyncrl_cli.train.model.reference import load_reference
     from asyncrl_cli.train.nonfinite_guard import SkipLimit
-    from asyncrl_cli.train.step import Learner, train_batch
+    from asyncrl_cli.train.old_logprobs import Learner
+    from asyncrl_cli.train.step import train_batch
 
     torch.set_num_threads(1)
     numa.get_numa_cores = no_numactl

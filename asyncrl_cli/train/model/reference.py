@@ -19,11 +19,9 @@ from torch import Tensor, nn
 from asyncrl_cli.runs.checkpoints import STATE, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import reading_tensors, save_file
-from asyncrl_cli.train.deepspeed_engine import load_model, without_optimizer
+from asyncrl_cli.train.deepspeed_engine import load_model, policy_around, without_optimizer
 from asyncrl_cli.train.model.gathering import full_weights, replaced
 from asyncrl_cli.train.model.lora import plain_weights, without_adapters
-from asyncrl_cli.train.model.policy import Policy
-from asyncrl_cli.train.model.sequence_parallel import sequence_group
 
 FILE = "reference.pt"
 
@@ -103,13 +101,7 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
     if spec.model.lora is not None and not algorithm.reference_update_every:
         return Unadapted(engine)
     trainer = spec.trainer
-    policy = Policy(
-        load_model(trainer, model_dir),
-        spec.rollout.sampling.temperature,
-        trainer.packing,
-        sequence_group(trainer),
-        algorithm.router_replay,
-    )
+    policy = policy_around(load_model(trainer, model_dir), spec)
     policy.eval().requires_grad_(False)
     score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
     return Copy(score, policy.model, trainer.zero_stage, algorithm.reference_update_every)
