@@ -33,10 +33,6 @@ class Vllm:
         self.asleep = False
         self.calls: list[str] = []
         self.engine_core = self
-        self.model_config = self
-
-    def try_get_generation_config(self) -> dict[str, int]:
-        return {}
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.calls.append(f"sleep {level} {mode}")
@@ -91,6 +87,7 @@ class Vllm:
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     vllm = Vllm()
     monkeypatch.setattr(engine_module, "start_vllm", lambda *_: vllm)
+    monkeypatch.setattr(engine_module, "end_tokens", lambda *_: frozenset({1}))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: TOKENIZER)
     return vllm
 
