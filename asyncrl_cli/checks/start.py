@@ -28,8 +28,7 @@ from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import row_location
-from asyncrl_cli.gateway.reasoning import check_reasoning_parser
-from asyncrl_cli.gateway.tool_calls import check_tool_parser
+from asyncrl_cli.gateway.parsers import check_reasoning_parser, check_tool_parser
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.load import load_monitors
 from asyncrl_cli.orchestrator.experiment import Experiment

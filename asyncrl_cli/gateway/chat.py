@@ -9,17 +9,16 @@ before the reply take no part, so a template may treat older turns differently f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.gateway.fields import FieldStream
+from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.replies import ReplyFormat
-from asyncrl_cli.gateway.text_stream import Part
-from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.gateway.reply_stream import FieldStream
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 from asyncrl_cli.rollout.response_text import decoder
 
@@ -53,14 +52,20 @@ class ChatFormat:
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
-        parsers = tool_parser_name, reasoning_parser_name
-        prompt_end = cache(self._prompt_end)
         self._replies = ReplyFormat(
-            tokenizer, *parsers, self.end_tokens, self.template_kwargs, prompt_end, shows_special
+            tokenizer,
+            tool_parser_name,
+            reasoning_parser_name,
+            end_tokens=self.end_tokens,
+            template_kwargs=self.template_kwargs,
+            prompt_end=cache(self._prompt_end),
+            shows_special=shows_special,
         )
         self._response_text = decoder(tokenizer, self.end_tokens, shows_special)
         self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())
         """Token ids are below this."""
+        self.token_text = lru_cache(maxsize=2**16)(lambda token: self.decode([token]))
+        """The text of a single token."""
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token: a text has at least its length over this of tokens."""
 
@@ -135,31 +140,27 @@ class ChatFormat:
         ]
         return message
 
-    def stream(self, tools: Tools | None, stop: Sequence[str], on_part: Callable[[Part], None]) -> FieldStream:
+    def stream(self, tools: Tools | None, stop: Sequence[str]) -> FieldStream:
         """Turns the tokens of a reply into parts of the message that ``parse`` makes of them."""
-        return self._replies.stream(tools, stop, on_part)
+        return self._replies.stream(tools, stop)
 
-    def encode(self, text: str) -> list[int]:
-        """A text's token ids, without special tokens added. Raises ``ChatError`` for text that is not Unicode."""
-        return self._encode(text, add_special_tokens=False)
+    def encode(self, text: str, begins: bool = False) -> list[int]:
+        """A text's token ids; ``begins``: a sequence begins with it, so with the tokenizer's first token, if any.
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a text at the beginning of a sequence: with the tokenizer's first token, if any."""
-        return self._encode(text, add_special_tokens=True)
+        Raises ``ChatError`` for text that is not Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ChatError(f"the text is not Unicode: {error}") from error
+        ids: list[int] = self._tokenizer(text, add_special_tokens=begins)["input_ids"]
+        return ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """The text of token ids as engines decode it; ``special``: with all special tokens."""
         if special:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
         return self._response_text(ids)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ChatError(f"the text is not Unicode: {error}") from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-        return ids
 
     def _prompt_end(self) -> str:
         """What the template puts between the last message and a reply."""

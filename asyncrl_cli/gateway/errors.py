@@ -1,17 +1,19 @@
-"""Every refusal has OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}`` under the right status code."""
+"""Errors of all APIs: one exception, rendered in the shape of the API that a request belongs to."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+import secrets
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from asyncrl_cli.rollout.client import GenerationFailed
 
@@ -20,11 +22,27 @@ if TYPE_CHECKING:
 
 CLIENT_GONE = 499
 """The status under which metrics count answers whose client has left. Never sent."""
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    410: "not_found_error",
+    413: "request_too_large",
+    529: "overloaded_error",
+}
+"""Anthropic's names. Other statuses below 500 are ``invalid_request_error``, and the rest ``api_error``."""
+ANTHROPIC_STATUSES = {"overloaded": 529}
+"""Statuses that OpenAI's API does not have, by the error's code."""
+ANTHROPIC_TOO_LONG = "prompt is too long"
+"""Programs look for these words to know that they have to shorten their history."""
+ANTHROPIC_VERSION = "anthropic-version"
+"""The header that all of Anthropic's clients send."""
 
 log = logging.getLogger(__name__)
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(TypedDict):
     """What went wrong; ``param`` names the request's key."""
 
     message: str
@@ -33,10 +51,39 @@ class ErrorDetail(BaseModel):
     code: str | None
 
 
-class ErrorAnswer(BaseModel):
+class ErrorAnswer(TypedDict):
     """An error, as OpenAI's API has it."""
 
     error: ErrorDetail
+
+
+class MessagesErrorCode(TypedDict):
+    """The error's code in this gateway, such as ``session_ended``."""
+
+    error_code: str
+
+
+class MessagesErrorDetail(TypedDict):
+    """What went wrong."""
+
+    type: str
+    message: str
+    details: MessagesErrorCode | None
+
+
+class MessagesError(TypedDict):
+    """An error, as Anthropic's API has it."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: str
+
+
+class ResponseFailure(TypedDict):
+    """Why a response failed after its first event."""
+
+    code: Literal["server_error", "invalid_prompt"]
+    message: str
 
 
 class ApiError(Exception):
@@ -47,14 +94,28 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
 
-    def body(self) -> dict[str, Any]:
-        """The answer's body."""
+    def for_openai(self) -> ErrorAnswer:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self, headers: Mapping[str, str] | None = None) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body(), self.status, headers=dict(headers or {}))
+    def for_responses(self) -> ResponseFailure:
+        return {"code": "server_error" if self.status >= 500 else "invalid_prompt", "message": self.message}
+
+    def for_anthropic(self, request_id: str) -> MessagesError:
+        status = self.anthropic_status
+        kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        too_long = self.code == "context_length_exceeded"
+        message = f"{ANTHROPIC_TOO_LONG}: {self.message}" if too_long else self.message
+        details: MessagesErrorCode | None = {"error_code": self.code} if self.code else None
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": message, "details": details},
+            "request_id": request_id,
+        }
+
+    @property
+    def anthropic_status(self) -> int:
+        return ANTHROPIC_STATUSES.get(self.code or "", self.status)
 
 
 def invalid_value(message: str, param: str | None = None) -> ApiError:
@@ -79,6 +140,35 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"{type(error).__name__} in the gateway; see logs/gateway.log", code="internal_error")
 
 
+def new_request_id() -> str:
+    """The id that Anthropic's clients find in the header of every answer."""
+    return f"req_{secrets.token_hex(12)}"
+
+
+def is_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API. `/v1/models` is in both: there the header decides."""
+    path: str = scope["path"]
+    if "/v1/models" in path:
+        return any(name == ANTHROPIC_VERSION.encode() for name, _ in scope["headers"])
+    return path.endswith(("/v1/messages", "/v1/messages/count_tokens"))
+
+
+def error_response(scope: Scope, error: BaseException) -> JSONResponse:
+    """The answer to a request that failed, in the shape of its API."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        headers |= error.headers or {}
+        messages = {404: f"no such path: {scope['path']}", 405: f"{scope['method']} is not allowed here"}
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+        error = ApiError(error.status_code, messages.get(error.status_code, str(error.detail)), code=code)
+    answer = as_api_error(error)
+    if not is_anthropic(scope):
+        return JSONResponse(answer.for_openai(), answer.status, headers)
+    request_id = new_request_id()
+    headers["request-id"] = request_id
+    return JSONResponse(answer.for_anthropic(request_id), answer.anthropic_status, headers)
+
+
 TYPE_NAME = re.compile(r"str|int|bool|float|(?!\d).*[^a-z_].*")
 """Parts of pydantic's error locations that name one of several types of a value: neither a key nor an index."""
 
@@ -99,23 +189,11 @@ def _location(loc: tuple[str | int, ...]) -> str:
     return ".".join(str(part) for part in takewhile(lambda part: not TYPE_NAME.fullmatch(str(part)), loc))
 
 
-HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
-
-
 def install(app: FastAPI) -> None:
-    """Have an application answer expected errors in this shape; ``metrics.Watched`` answers the others."""
+    """Have an application answer expected errors; ``metrics.Watched`` answers the others."""
 
     async def refused(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+        return error_response(request.scope, error)
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = {404: f"no such path: {request.url.path}", 405: f"{request.method} is not allowed here"}
-        answer = ApiError(
-            error.status_code, message.get(error.status_code, str(error.detail)), code=HTTP_CODES.get(error.status_code)
-        )
-        return answer.response(error.headers)
-
-    for kind in (ApiError, GenerationFailed):
+    for kind in (ApiError, GenerationFailed, HTTPException):
         app.add_exception_handler(kind, refused)
-    app.add_exception_handler(HTTPException, http_error)

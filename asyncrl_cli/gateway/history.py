@@ -14,7 +14,7 @@ from itertools import accumulate, groupby
 from typing import Any
 
 from asyncrl_cli.gateway.json_values import key
-from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
 
 REASONING = ("reasoning_content", "reasoning")

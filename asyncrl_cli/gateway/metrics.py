@@ -8,8 +8,7 @@ from functools import partial
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from asyncrl_cli.gateway.answers import Usage
-from asyncrl_cli.gateway.errors import CLIENT_GONE, as_api_error
+from asyncrl_cli.gateway.errors import CLIENT_GONE, error_response
 
 BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -31,10 +30,10 @@ class Metrics:
             f"{prefix}_request_seconds", description, ["path"], buckets=BUCKETS_S, registry=registry
         )
 
-    def used(self, usage: Usage) -> None:
+    def used(self, prompt_tokens: int, generated_tokens: int) -> None:
         """Count a request's tokens."""
-        self.prompt_tokens.inc(usage["prompt_tokens"])
-        self.generated_tokens.inc(usage["completion_tokens"])
+        self.prompt_tokens.inc(prompt_tokens)
+        self.generated_tokens.inc(generated_tokens)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
@@ -63,7 +62,7 @@ class Watched:
             try:
                 await self._app(scope, receive, watched_send)
             except Exception as error:
-                answer = as_api_error(error).response()
+                answer = error_response(scope, error)
                 if status != CLIENT_GONE:  # an answer has begun
                     raise
                 await answer(scope, receive, watched_send)

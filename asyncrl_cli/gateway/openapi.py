@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the request bodies that ``requests.Bodies`` reads, and all errors."""
+"""The OpenAPI document: FastAPI's, with the request bodies that ``bodies.Bodies`` reads, and all errors."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from asyncrl_cli.gateway.answers import ChatChunk, ChatCompletion, Completion
-from asyncrl_cli.gateway.errors import ErrorAnswer
-from asyncrl_cli.gateway.messages_answer import MessageAnswer
-from asyncrl_cli.gateway.messages_errors import MessagesError
-from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest
-from asyncrl_cli.gateway.protocol import ChatRequest, CompletionRequest, Wire
-from asyncrl_cli.gateway.responses_answer import ModelResponse
-from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
+from asyncrl_cli.gateway.errors import ErrorAnswer, MessagesError
+from asyncrl_cli.gateway.messages_reply import MessageAnswer
+from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
+from asyncrl_cli.gateway.openai_reply import ChatChunk, ChatCompletion, Completion
+from asyncrl_cli.gateway.openai_request import ChatRequest, CompletionRequest
+from asyncrl_cli.gateway.responses_reply import ModelResponse
+from asyncrl_cli.gateway.responses_request import ResponsesRequest
+from asyncrl_cli.gateway.wire import Wire
 
 REFERENCE = "#/components/schemas/{model}"
 BODIES: tuple[type[Wire], ...] = (ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest)

@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from asyncrl_cli.gateway.fields import FieldStream, Layout
-from asyncrl_cli.gateway.layouts import HERMES, LAYOUTS
-from asyncrl_cli.gateway.reasoning import FORMS, Form, divided, vllm_reasoning_parser
-from asyncrl_cli.gateway.text_stream import Part
-from asyncrl_cli.gateway.tool_calls import HERMES_MARKS, ToolCalls, Tools, tool_parser
+from asyncrl_cli.gateway.parsers import (
+    FORMS,
+    HERMES,
+    HERMES_MARKS,
+    LAYOUTS,
+    ToolCalls,
+    Tools,
+    tool_parser,
+    vllm_reasoning_parser,
+)
+from asyncrl_cli.gateway.reply_stream import FieldStream, Form, Layout, divided
 from asyncrl_cli.rollout.response_text import cut, special_tokens
 
 
@@ -26,6 +32,7 @@ class ReplyFormat:
         tokenizer: Any,
         tool_parser_name: str | None,
         reasoning_parser_name: str | None,
+        *,
         end_tokens: frozenset[int],
         template_kwargs: Mapping[str, Any],
         prompt_end: Callable[[], str],
@@ -68,7 +75,7 @@ class ReplyFormat:
         found = self._tools(marked, tools) if tools else None
         return (reasoning, text, ()) if found is None else (reasoning, self._content(marked, found), found.calls)
 
-    def stream(self, tools: Tools | None, stop: Sequence[str], on_part: Callable[[Part], None]) -> FieldStream:
+    def stream(self, tools: Tools | None, stop: Sequence[str]) -> FieldStream:
         """Turns the tokens of a reply into parts of what ``parse`` gives."""
         dropped = self._dropped(tools)
 
@@ -79,7 +86,7 @@ class ReplyFormat:
             return ids[:first], first < len(ids)
 
         layout = None if self._reasoning is not None else Layout(self._form, self._calls if tools else ())
-        return FieldStream(self._decode, readable, stop, layout, on_part)
+        return FieldStream(self._decode, readable, stop, layout)
 
     @property
     def _form(self) -> Form | None:

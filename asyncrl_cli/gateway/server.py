@@ -12,9 +12,9 @@ import uvicorn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.gateway.app import create_app
+from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits, Connections
-from asyncrl_cli.gateway.requests import Bodies
 from asyncrl_cli.gateway.service import Service
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.gateway.sessions import Sessions

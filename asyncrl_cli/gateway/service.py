@@ -1,27 +1,113 @@
-"""What the gateway serves, and the way of a request from its prompts to the answer: the same for every API."""
+"""Request handling shared by all APIs, from prompt to answer.
+
+A generation ends when it is done, when its client is gone, or when the server stops.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
-from asyncrl_cli.gateway.answers import encoded, usage
+from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.errors import ApiError, invalid_value
+from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
 from asyncrl_cli.gateway.metrics import Metrics
-from asyncrl_cli.gateway.protocol import Request as Body
-from asyncrl_cli.gateway.requests import Answer, Bodies, Calls, Pieces, Prompts, stream
-from asyncrl_cli.gateway.session import CallOptions, OnPart, Render, Rendered, Session
+from asyncrl_cli.gateway.parsers import Tools
+from asyncrl_cli.gateway.reply_stream import Part
+from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
 from asyncrl_cli.gateway.sessions import Sessions
-from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.gateway.wire import Request as Body
+from asyncrl_cli.gateway.wire import encoded
 from asyncrl_cli.records.prompt import Message
 
-SessionOf = Callable[..., Awaitable[Session | None]]
-"""The dependency that finds a call's session, if it has one."""
+Prompts = Sequence[Sequence[Reply]]
+"""The replies to each prompt of a request."""
+Pieces = asyncio.Queue[tuple[int, Part] | None]
+"""Choices, counted over all prompts, and their next parts; then None when the generation has ended."""
+
+
+class Answer(Protocol):
+    """The answer to one request, in the form of its API: complete, or as server-sent events.
+
+    The events of a choice are any number of ``piece``, which together have all of its reasoning and content, and
+    ``closing``. After all choices comes ``end``; ``failed`` comes instead of all that is missing.
+    """
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Further headers."""
+
+    def complete(self, prompts: Prompts) -> Any:
+        """The JSON of the answer to a request that is not streamed."""
+
+    def piece(self, choice: int, part: Part) -> bytes:
+        """More of a choice."""
+
+    def closing(self, choice: int, reply: Reply) -> bytes:
+        """The last events of a choice; all of them if it has no text."""
+
+    def end(self, prompts: Prompts) -> bytes:
+        """The last events of the answer."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event of a failure after the first event."""
+
+
+class Calls:
+    """The generations under way."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Prompts]] = set()
+
+    def begin(self, request: Request, work: Coroutine[Any, Any, Prompts]) -> Call:
+        """Start to generate. The request's body must have been read."""
+        call = Call(request, work)
+        self._tasks.add(call.task)
+        call.task.add_done_callback(self._tasks.discard)
+        return call
+
+    def cancel_all(self) -> None:
+        """Cancel all; their clients get an error that the server stops."""
+        for task in self._tasks:
+            task.cancel()
+
+
+class Call:
+    """A generation under way, cancelled when its client disconnects."""
+
+    def __init__(self, request: Request, work: Coroutine[Any, Any, Prompts]) -> None:
+        self.task = asyncio.create_task(work)
+        self._gone = asyncio.create_task(_disconnected(request))
+        self._gone.add_done_callback(lambda _: self.task.cancel())
+
+    async def result(self) -> Prompts:
+        """What was generated. Raises what the generation raised, and ``ApiError`` when it was cancelled."""
+        try:
+            await asyncio.wait({self.task})
+        finally:
+            self.end()
+        if not self.task.cancelled():
+            return self.task.result()
+        if self._gone.done() and not self._gone.cancelled():
+            raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone")
+        raise ApiError(503, "the server is stopping", code="server_stopping")
+
+    def end(self) -> None:
+        """Cancel what still runs."""
+        self.task.cancel()
+        self._gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +134,25 @@ class Service:
     calls: Calls = field(default_factory=Calls)
     metrics: Metrics = field(default_factory=Metrics)
 
+    def check_model(self, session: Session | None, model: str | None) -> None:
+        """Raise ``ApiError`` for a model that is not served; a request need not name one.
+
+        In a session every name means its one policy: programs bring their own names, and some use several (decision
+        0069). Without a session another name is probably a mistake.
+        """
+        if session is None and model not in (None, self.model):
+            message = f"the model {model!r} does not exist; there is {self.model!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    def session_for(self, named: Session | None, body: Body) -> Session:
+        """The session of a request: the one that its path names, or a new one.
+
+        Raises ``ApiError`` for a model that is not served, and for a key that cannot be honoured.
+        """
+        self.check_model(named, body.model)
+        body.refuse_unsupported(named is not None and named.fixed_sampling, self.chat.template_kwargs)
+        return named or self.new_session()
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -62,27 +167,6 @@ class Prepared:
     stream: bool
 
 
-def check_model(service: Service, session: Session | None, model: str | None) -> None:
-    """Raise ``ApiError`` for a model that is not served; a request need not name one.
-
-    In a session every name means its one policy: programs bring their own names, and some use several (decision
-    0069). Without a session another name is probably a mistake.
-    """
-    if session is None and model not in (None, service.model):
-        message = f"the model {model!r} does not exist; there is {service.model!r}"
-        raise ApiError(404, message, code="model_not_found", param="model")
-
-
-def session_for(service: Service, named: Session | None, body: Body) -> Session:
-    """The session of a request: the one that its path names, or a new one.
-
-    Raises ``ApiError`` for a model that is not served, and for a key that cannot be honoured.
-    """
-    check_model(service, named, body.model)
-    body.refuse_unsupported(named is not None and named.fixed_sampling, service.chat.template_kwargs)
-    return named or service.new_session()
-
-
 async def render_chat(
     session: Session, messages: Sequence[Message], tools: Tools | None, render: Render, param: str = "messages"
 ) -> Rendered:
@@ -94,37 +178,86 @@ async def render_chat(
 
 
 async def respond(service: Service, request: Request, prepared: Prepared) -> Response:
-    """Generate, and answer.
+    """Generate, and answer. A failure before the first text of a stream is raised, because it has its own status code.
 
     The request's body must have been read, and freed: only a few large ones may be in memory (decision 0022).
     """
-    session, options, answer = prepared.session, prepared.options, prepared.answer
-
-    def used(prompts: Prompts) -> None:
-        service.metrics.used(usage(prompts))
-
-    async def generate(on_part: OnPart | None) -> Prompts:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(session.answer(rendered, options, _counted(on_part, index * options.n)))
-                    for index, rendered in enumerate(prepared.rendered)
-                ]
-            return [task.result() for task in tasks]
-        finally:
-            if prepared.own:
-                session.close()
-
-    if prepared.stream:
-        pieces: Pieces = asyncio.Queue()
-        on_part: OnPart = lambda choice, part: pieces.put_nowait((choice, part))  # noqa: E731
-        call = service.calls.begin(request, generate(on_part))
-        return await stream(call, pieces, answer, used)
-    prompts = await service.calls.begin(request, generate(None)).result()
-    used(prompts)
-    return Response(encoded(answer.complete(prompts)), media_type="application/json")
+    pieces: Pieces | None = asyncio.Queue() if prepared.stream else None
+    call = service.calls.begin(request, _generate(service, prepared, pieces))
+    answer = prepared.answer
+    if pieces is None:
+        complete = answer.complete(await call.result())
+        return Response(encoded(complete), headers=dict(answer.headers), media_type="application/json")
+    ended = pieces
+    call.task.add_done_callback(lambda _: ended.put_nowait(None))
+    try:
+        first = await pieces.get()
+        if first is None:
+            await call.result()
+    except BaseException:
+        call.end()
+        raise
+    return EventStream(_events(call, pieces, first, answer), answer.headers)
 
 
-def _counted(on_part: OnPart | None, first: int) -> OnPart | None:
-    """For a prompt whose choices are counted from ``first``."""
-    return on_part and (lambda choice, part: on_part(first + choice, part))
+async def _generate(service: Service, prepared: Prepared, pieces: Pieces | None) -> Prompts:
+    session, options = prepared.session, prepared.options
+
+    async def replies(index: int, rendered: Rendered) -> list[Reply]:
+        def queue(choice: int, part: Part) -> None:
+            assert pieces is not None
+            pieces.put_nowait((index * options.n + choice, part))
+
+        return await session.answer(rendered, options, None if pieces is None else queue)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(replies(index, one)) for index, one in enumerate(prepared.rendered)]
+    finally:
+        if prepared.own:
+            session.close()
+    prompts = [task.result() for task in tasks]
+    service.metrics.used(*token_counts(prompts))
+    return prompts
+
+
+def token_counts(prompts: Prompts) -> tuple[int, int]:
+    """Tokens of the prompts, each counted once, and of all replies."""
+    prompt = sum(len(replies[0].prompt_ids) for replies in prompts)
+    return prompt, sum(len(reply.token_ids) for replies in prompts for reply in replies)
+
+
+async def _events(
+    call: Call, pieces: Pieces, piece: tuple[int, Part] | None, answer: Answer
+) -> AsyncGenerator[bytes, None]:
+    try:
+        while piece is not None:
+            yield answer.piece(*piece)
+            piece = await pieces.get()
+        prompts = await call.result()
+        for choice, reply in enumerate(reply for replies in prompts for reply in replies):
+            yield answer.closing(choice, reply)
+        yield answer.end(prompts)
+    except Exception as error:
+        yield answer.failed(as_api_error(error))
+    finally:
+        call.end()
+
+
+class EventStream(Response):
+    """Server-sent events. The ``Call`` of a client that is gone ends by itself."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", **headers})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for one in events:
+                if one:
+                    await send({"type": "http.response.body", "body": one, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -23,10 +23,9 @@ from numpy.typing import NDArray
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError, invalid_value
-from asyncrl_cli.gateway.fields import FieldStream, Layout
 from asyncrl_cli.gateway.history import Conversation, History
-from asyncrl_cli.gateway.text_stream import Part
-from asyncrl_cli.gateway.tool_calls import Tools
+from asyncrl_cli.gateway.parsers import Tools
+from asyncrl_cli.gateway.reply_stream import FieldStream, Layout, Part
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
 from asyncrl_cli.records.generation import (
     FinishReason,
@@ -220,9 +219,22 @@ class Session:
     async def _reply(
         self, call: Call, asked: Rendered, sampling: Sampling, index: int, on_part: Callable[[Part], None] | None
     ) -> Reply:
-        stream = None if on_part is None else self._stream(asked, sampling.stop, on_part)
+        stream = None if on_part is None else self._stream(asked, sampling.stop)
+
+        def send(parts: Callable[[FieldStream], list[Part]]) -> None:
+            if stream is not None and on_part is not None:
+                for part in parts(stream):
+                    on_part(part)
+
+        def on_tokens(ids: Sequence[int]) -> None:
+            send(lambda stream: stream.feed(ids))
+
         replayed = self._replayed(call, sampling)
-        tokens, finish = replayed if replayed is not None else await self._sample(call, sampling, index, stream)
+        if replayed is None:
+            streamed = stream is not None
+            tokens, finish = await self._sample(call, sampling, index, streamed=streamed, on_tokens=on_tokens)
+        else:
+            tokens, finish = replayed
         ids = tuple(tokens.ids.tolist())
         text = cut(self._chat.decode(ids), sampling.stop)
         message: Message = {"role": "assistant", "content": text}
@@ -237,8 +249,7 @@ class Session:
         self._transcript.end(call, tokens, finish, turn)
         self.sampled_tokens += len(ids)
         self.last_text = text
-        if stream is not None:
-            stream.finish(message)
+        send(lambda stream: stream.finish(message))
         return Reply(
             message=message,
             text=text,
@@ -248,23 +259,20 @@ class Session:
             finish_reason="tool_calls" if message.get("tool_calls") else finish,
         )
 
-    def _stream(self, asked: Rendered, stop: Sequence[str], on_part: Callable[[Part], None]) -> FieldStream:
+    def _stream(self, asked: Rendered, stop: Sequence[str]) -> FieldStream:
         if asked.messages is not None:
-            return self._chat.stream(asked.tools, stop, on_part)
-        return FieldStream(self._chat.decode, lambda ids: (ids, False), stop, Layout(), on_part)
+            return self._chat.stream(asked.tools, stop)
+        return FieldStream(self._chat.decode, lambda ids: (ids, False), stop, Layout())
 
     async def _sample(
-        self, call: Call, sampling: Sampling, index: int, stream: FieldStream | None
+        self, call: Call, sampling: Sampling, index: int, *, streamed: bool, on_tokens: Callable[[Sequence[int]], None]
     ) -> tuple[TokenSequence, FinishReason]:
         self._refuse_if_ended()  # each of several choices is a task, which may begin late
         request_id = f"{self.rollout_id}/{index}"
-        if stream is not None:
-            stream.feed(call.replayed.ids.tolist())
+        on_tokens(call.replayed.ids.tolist())
 
         def grown(segments: list[Segment]) -> None:
-            fresh = self._transcript.grow(call, segments)
-            if stream is not None:
-                stream.feed(fresh.ids.tolist())
+            on_tokens(self._transcript.grow(call, segments).ids.tolist())
 
         request = RolloutRequest(
             rollout_id=request_id,
@@ -274,7 +282,7 @@ class Session:
             newest=call.newest,
             priority=self._priority,
             affinity=self.rollout_id,
-            streamed=stream is not None,
+            streamed=streamed,
             awaited=True,
         )
         task = asyncio.ensure_future(self._generate(request, grown))
@@ -345,7 +353,7 @@ class Session:
                 branch, turn = found
                 rest = await render(partial(self._chat.encode, prompt[len(turn.text or "") :]))
                 return Rendered((*_until(branch, turn), *rest), found, text=prompt)
-            return Rendered(tuple(await render(partial(self._chat.encode_prompt, prompt))), text=prompt)
+            return Rendered(tuple(await render(partial(self._chat.encode, prompt, begins=True))), text=prompt)
 
     async def render_ids(self, prompt: Sequence[int]) -> Rendered:
         """As ``render_text``, for token ids."""

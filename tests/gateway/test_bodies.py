@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl_cli.gateway import requests
+from asyncrl_cli.gateway import bodies
+from asyncrl_cli.gateway.bodies import LARGE, Bodies
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.requests import LARGE, Bodies
 
 LIMIT_S = 0.05
 """Seconds that a body may take to arrive here."""
@@ -28,7 +28,7 @@ class Upload:
 
 
 def test_waiting_for_room_is_not_counted_against_the_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "LARGE_AT_ONCE", 1)
+    monkeypatch.setattr(bodies, "LARGE_AT_ONCE", 1)
     upload: Any = Upload()
 
     async def test() -> None:
@@ -39,7 +39,7 @@ def test_waiting_for_room_is_not_counted_against_the_body(monkeypatch: pytest.Mo
             done, _ = await asyncio.wait({second}, timeout=4 * LIMIT_S)
             assert not done
         assert len(await second) == LARGE + 1
-        monkeypatch.setattr(requests, "ROOM_S", LIMIT_S)
+        monkeypatch.setattr(bodies, "ROOM_S", LIMIT_S)
         with pytest.raises(ApiError, match="no room") as refused:
             await reader._read(upload, AsyncExitStack())
         assert refused.value.status == 503

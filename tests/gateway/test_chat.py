@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.json_values import key
-from asyncrl_cli.gateway.replies import cut
-from asyncrl_cli.gateway.text_stream import INCOMPLETE, TextStream
-from asyncrl_cli.gateway.tool_calls import hermes, tool_parser
-from asyncrl_cli.gateway.vllm_parsers import ParserError
+from asyncrl_cli.gateway.parsers import ParserError, hermes, tool_parser, vllm_tool_parser
+from asyncrl_cli.gateway.reply_stream import INCOMPLETE, TextStream
 from asyncrl_cli.records.prompt import ChatError, normalized
+from asyncrl_cli.rollout.response_text import cut
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, character_tokenizer
 from tests.gateway.conversation_stand_ins import CALC, byte_chat, byte_tokenizer, character_chat, end_of
 
@@ -205,9 +204,7 @@ def test_hermes_reads_what_vllm_reads(text: str) -> None:
 
 
 def tool_parser_of_vllm() -> Any:
-    from asyncrl_cli.gateway import tool_calls
-
-    return tool_calls._of_vllm("hermes", character_tokenizer(64), False)
+    return vllm_tool_parser("hermes", character_tokenizer(64), False)
 
 
 @pytest.mark.parametrize("call", ODD)
@@ -254,32 +251,28 @@ BYTES = st.lists(st.integers(0, 260) | st.sampled_from(byte_chat().encode("é€
 
 @given(BYTES, st.lists(st.integers(0, 40), max_size=40), st.lists(st.sampled_from(["ab", "é", "bca", "a", "€😀"])))
 @settings(deadline=None, max_examples=300)
-def test_pieces_of_text_make_the_text(ids: list[int], cuts: list[int], stop: list[str]) -> None:
+def test_pieces_of_text_are_a_beginning_of_the_text(ids: list[int], cuts: list[int], stop: list[str]) -> None:
     chat = byte_chat()
     final = cut(chat.decode(ids), stop)
-    pieces: list[str] = []
-    stream = TextStream(chat.decode, stop, pieces.append)
+    text = ""
+    stream = TextStream(chat.decode, stop)
     bounds = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     for start, end in itertools.pairwise(bounds):
-        stream.feed(ids[start:end])
-        assert final.startswith("".join(pieces))
-    stream.finish(final)
-    assert "".join(pieces) == final
-    assert all(pieces)
+        text += stream.feed(ids[start:end])
+        assert final.startswith(text)
 
 
 def test_incomplete_characters_and_possible_stop_strings_are_held_back() -> None:
-    chat, pieces = byte_chat(), []
-    stream = TextStream(chat.decode, ["STOP"], pieces.append)
-    for token in chat.encode("a😀ST, STOP it"):
-        stream.feed([token])
+    chat = byte_chat()
+    stream = TextStream(chat.decode, ["STOP"])
+    pieces = [stream.feed([token]) for token in chat.encode("a😀ST, STOP it")]
     assert "".join(pieces) == "a😀ST, "
     assert not any(INCOMPLETE in piece for piece in pieces)
     assert "S" not in pieces
 
 
 def test_bytes_that_are_not_text_are_not_decoded_again_and_again() -> None:
-    chat, pieces, decoded = byte_chat(), [], []
+    chat, decoded = byte_chat(), []
 
     def decode(ids: Sequence[int]) -> str:
         decoded.append(len(ids))
@@ -287,9 +280,8 @@ def test_bytes_that_are_not_text_are_not_decoded_again_and_again() -> None:
 
     half = chat.encode("é")[0]
     ids = [half] * 500
-    stream = TextStream(decode, [], pieces.append)
-    for token in ids:
-        stream.feed([token])
+    stream = TextStream(decode, [])
+    pieces = [stream.feed([token]) for token in ids]
     assert sum(decoded) < 50 * len(ids)
     final = chat.decode(ids)
     assert len(final) / 2 < len("".join(pieces)) and final.startswith("".join(pieces))

@@ -18,18 +18,16 @@ from pydantic import BaseModel, TypeAdapter
 from test_messages_blocks import replies
 
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.messages_answer import MessagesAnswer
-from asyncrl_cli.gateway.messages_errors import error_body, error_status
+from asyncrl_cli.gateway.messages_reply import MessagesAnswer
+from asyncrl_cli.gateway.reply_stream import FIELDS, Part
 from asyncrl_cli.gateway.session import Reply
-from asyncrl_cli.gateway.text_stream import Kind, Part
 from asyncrl_cli.records.prompt import Message
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-FIELDS: dict[Kind, str] = {"reasoning": "reasoning_content", "content": "content"}
 
 
 def answer_of(*stops: str, text: str = "") -> MessagesAnswer:
-    return MessagesAnswer("tiny", "req_1", 7, stops, lambda _: text)
+    return MessagesAnswer("tiny", 7, stops, lambda _: text)
 
 
 def reply_of(message: Message, finish_reason: Any = "stop") -> Reply:
@@ -58,16 +56,13 @@ def parsed(stream: bytes) -> list[dict[str, Any]]:
 
 
 @st.composite
-def cut(draw: st.DrawFn, message: Message) -> list[Part]:
-    """A beginning of a reply, in pieces, as a session delivers it: reasoning first."""
+def pieces(draw: st.DrawFn, message: Message) -> list[Part]:
+    """A reply's texts in pieces, as a session delivers them: reasoning first."""
     parts = []
     for kind, name in FIELDS.items():
         text = message.get(name) or ""
-        end = draw(st.integers(0, len(text)))
-        cuts = sorted({0, end, *draw(st.lists(st.integers(0, end), max_size=3))})
+        cuts = sorted({0, len(text), *draw(st.lists(st.integers(0, len(text)), max_size=3))})
         parts += [Part(kind, text[one:other]) for one, other in pairwise(cuts)]
-        if end < len(text):
-            break
     return parts
 
 
@@ -77,12 +72,9 @@ def test_a_stream_adds_up_to_the_answer(message: Message, data: st.DataObject) -
     whole = answer_of().complete([[reply]])
     theirs = TheirMessage.model_validate(json.loads(json.dumps(whole)))
     assert unknown(theirs) == []
-    answer, sent = answer_of(), dict.fromkeys(FIELDS, "")
-    stream = answer.opening(0)
-    for part in data.draw(cut(message)):
-        stream += answer.piece(0, part)
-        sent[part.kind] += part.text
-    stream += b"".join([*answer.closing(0, reply, sent), *answer.end([[reply]])])
+    answer = answer_of()
+    stream = b"".join(answer.piece(0, part) for part in data.draw(pieces(message)))
+    stream += answer.closing(0, reply) + answer.end([[reply]])
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     events = parsed(stream)
@@ -139,16 +131,17 @@ def test_why_a_reply_ended(finish: Any, stops: tuple[str, ...], text: str, expec
 )
 def test_errors_fit_the_types(status: int, code: str, sent: int, kind: str) -> None:
     error = ApiError(status, "so it is", code=code)
-    assert error_status(error) == sent
-    body = error_body(error, "req_1")
+    assert error.anthropic_status == sent
+    answer = answer_of()
+    (event,) = parsed(answer.failed(error))
+    body = error.for_anthropic(answer.headers["request-id"])
+    assert event == body
     theirs = ErrorResponse.model_validate(body)
-    assert (theirs.error.type, theirs.request_id) == (kind, "req_1")
+    assert theirs.error.type == kind
     assert body["error"]["message"].endswith("so it is")
     assert body["error"]["details"] == {"error_code": code}
-    (event,) = parsed(answer_of().failed(error))
-    assert event == body
 
 
 def test_programs_recognize_a_prompt_that_is_too_long() -> None:
-    error = error_body(ApiError(400, "9 tokens", code="context_length_exceeded"), "req_1")
+    error = ApiError(400, "9 tokens", code="context_length_exceeded").for_anthropic("req_1")
     assert error["error"]["message"] == "prompt is too long: 9 tokens"

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.json_values import key
-from asyncrl_cli.gateway.messages_blocks import chat_messages, reply_blocks
-from asyncrl_cli.gateway.messages_protocol import CountRequest, MessagesRequest
+from asyncrl_cli.gateway.messages_reply import reply_blocks
+from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
 from asyncrl_cli.records.prompt import Message, normalized
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -59,7 +59,7 @@ def javascript(value: Any) -> Any:
 
 
 def conversation(*messages: Any, **more: Any) -> list[Message]:
-    return chat_messages(CountRequest.model_validate({"messages": list(messages)} | more))
+    return CountRequest.model_validate({"messages": list(messages)} | more).chat_messages()
 
 
 def spoken(message: Message) -> tuple[str, str]:

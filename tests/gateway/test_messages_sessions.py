@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_messages_blocks import TEXTS, javascript
 
-from asyncrl_cli.gateway.messages_blocks import chat_messages, reply_blocks
-from asyncrl_cli.gateway.messages_protocol import MessagesRequest
+from asyncrl_cli.gateway.messages_reply import reply_blocks
+from asyncrl_cli.gateway.messages_request import MessagesRequest
 from asyncrl_cli.gateway.session import CallOptions, Limits, Session
 from asyncrl_cli.records.generation import Sampling
 from tests.gateway.conversation_stand_ins import CALC, HashModel, byte_chat, character_chat
@@ -49,7 +49,7 @@ def test_every_call_continues_the_one_before(chat: Any, turns: list[tuple[str, b
                 "messages": sent,
             }
             request = MessagesRequest.model_validate(body | {"tools": [TOOL]})
-            (reply,) = await session.chat(chat_messages(request), request.offered_tools(), CallOptions(max_tokens=64))
+            (reply,) = await session.chat(request.chat_messages(), request.offered_tools(), CallOptions(max_tokens=64))
             assert reply.prompt_ids[: len(before)] == before
             before = (*reply.prompt_ids, *reply.token_ids)
             blocks: list[Any] = javascript(json.loads(json.dumps(reply_blocks(reply.message))))

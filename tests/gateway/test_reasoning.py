@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 from asyncrl_cli.checks.finding import Warned
 from asyncrl_cli.checks.prompts import check_special_tokens
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.reasoning import (
-    FORMS,
-    check_reasoning_parser,
-    divided,
-    vllm_reasoning_parser,
-)
+from asyncrl_cli.gateway.parsers import FORMS, ParserError, check_reasoning_parser, vllm_reasoning_parser
+from asyncrl_cli.gateway.reply_stream import Part, divided
 from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
-from asyncrl_cli.gateway.text_stream import Part
-from asyncrl_cli.gateway.vllm_parsers import ParserError
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.response_text import decoder
@@ -263,10 +257,8 @@ def test_equal_tokens_have_equal_text_for_rewards_and_for_the_gateway(shown: boo
     segment = Segment("r", 0, 0, np.asarray(ids, np.int32), np.zeros(len(ids), np.float32))
     assert finished(asked, [segment], "stop", decode).text == text
     assert chat.parse([1], ids, stop=("#",))["content"] == text
-    parts: list[Part] = []
-    stream = chat.stream(None, ("#",), parts.append)
-    stream.feed(ids)
-    stream.finish({"role": "assistant", "content": text})
+    stream = chat.stream(None, ("#",))
+    parts = [*stream.feed(ids), *stream.finish({"role": "assistant", "content": text})]
     assert "".join(part.text for part in parts) == text
     assert decode(ids) == chat.decode(ids)
 

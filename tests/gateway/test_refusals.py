@@ -15,8 +15,8 @@ from gateway_stand_ins import MAX_LENGTH, MODEL, Engine, chat_format, in_time, k
 
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.protocol import NO_EFFECT, SAMPLING
 from asyncrl_cli.gateway.server import GatewayError, listen
+from asyncrl_cli.gateway.wire import NO_EFFECT, SAMPLING
 from asyncrl_cli.rollout.client import GenerationFailed
 
 HELLO = [{"role": "user", "content": "hello"}]

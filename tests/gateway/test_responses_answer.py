@@ -10,14 +10,15 @@ from gateway_stand_ins import chat_format
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response
+from test_messages_answer import pieces
 from test_responses import EVENT
 from test_responses_items import TOOLS, replies
 
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.responses_answer import Repeated, ResponsesAnswer
-from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
+from asyncrl_cli.gateway.reply_stream import Part
+from asyncrl_cli.gateway.responses_reply import ResponsesAnswer, begun_response
+from asyncrl_cli.gateway.responses_request import ResponsesRequest
 from asyncrl_cli.gateway.session import Reply
-from asyncrl_cli.gateway.text_stream import Part
 from asyncrl_cli.records.prompt import Message
 
 
@@ -32,7 +33,9 @@ def reply_of(message: Message, cut: bool = False) -> Reply:
 def answer_of(kept: dict[str, Message] | None = None, **body: Any) -> ResponsesAnswer:
     asked = ResponsesRequest.model_validate({"input": "", "tools": TOOLS, **body})
     keep = None if kept is None else kept.__setitem__
-    return ResponsesAnswer(Repeated.of(asked, "tiny", fixed_sampling=False), "stem", chat_format().decode, keep)
+    begun = begun_response(asked, "tiny", fixed_sampling=False)
+    begun["id"] = "resp_stem"
+    return ResponsesAnswer(begun, asked.own_tools(), chat_format().decode, token_ids=False, keep=keep)
 
 
 def parsed(stream: bytes) -> list[Any]:
@@ -46,25 +49,14 @@ def parsed(stream: bytes) -> list[Any]:
 
 @given(replies(), st.booleans(), st.data())
 def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, data: st.DataObject) -> None:
-    reply, sent = reply_of(message, cut), {}
+    reply = reply_of(message, cut)
     complete: Any = answer_of().complete([[reply]])
     Response.model_validate(complete, strict=True)
 
     kept: dict[str, Message] = {}
     answer = answer_of(kept)
-    stream = answer.opening(0)
-    # Any beginning of the texts may have been sent before the end; the content only after all of the reasoning.
-    texts: Any = [("reasoning", message.get("reasoning_content") or ""), ("content", message["content"] or "")]
-    for kind, text in texts:
-        upto = data.draw(st.integers(0, len(text)))
-        while len(sent.get(kind, "")) < upto:
-            at = len(sent.get(kind, ""))
-            piece = text[at : data.draw(st.integers(at + 1, upto))]
-            sent[kind] = text[: at + len(piece)]
-            stream += answer.piece(0, Part(kind, piece))
-        if sent.get(kind, "") != text:
-            break
-    events = parsed(stream + b"".join(answer.closing(0, reply, sent)) + b"".join(answer.end([[reply]])))
+    stream = b"".join(answer.piece(0, part) for part in data.draw(pieces(message)))
+    events = parsed(stream + answer.closing(0, reply) + answer.end([[reply]]))
 
     first, second, *between, last = events
     assert (first["type"], second["type"]) == ("response.created", "response.in_progress")
@@ -96,9 +88,8 @@ def test_reasoning_is_an_item_before_the_message() -> None:
     assert response.usage.output_tokens_details.reasoning_tokens == 3
 
     answer = answer_of()
-    stream = answer.opening(0) + answer.piece(0, Part("reasoning", "3+")) + answer.piece(0, Part("reasoning", "4"))
-    stream += answer.piece(0, Part("content", "7"))
-    stream += b"".join(answer.closing(0, reply_of(message), {"reasoning": "3+4", "content": "7"}))
+    stream = answer.piece(0, Part("reasoning", "3+")) + answer.piece(0, Part("reasoning", "4"))
+    stream += answer.piece(0, Part("content", "7")) + answer.closing(0, reply_of(message))
     assert [event["type"].removeprefix("response.") for event in parsed(stream)] == [
         *("created", "in_progress", "output_item.added", "content_part.added"),
         *("reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done"),
@@ -110,7 +101,7 @@ def test_reasoning_is_an_item_before_the_message() -> None:
 def test_a_failure_ends_the_stream() -> None:
     for error, code in ((ApiError(503, "gone"), "server_error"), (ApiError(410, "gone"), "invalid_prompt")):
         answer = answer_of()
-        events = parsed(answer.opening(0) + answer.piece(0, Part("content", "a")) + answer.failed(error))
+        events = parsed(answer.piece(0, Part("content", "a")) + answer.failed(error))
         assert events[-1]["type"] == "response.failed"
         assert events[-1]["response"]["status"] == "failed"
         assert events[-1]["response"]["error"] == {"code": code, "message": "gone"}

@@ -8,7 +8,7 @@ import pytest
 from gateway_stand_ins import MODEL, Engine, in_time, served
 from test_responses import FIND, PATCH, answered, calling, says
 
-from asyncrl_cli.gateway.responses_kept import Kept
+from asyncrl_cli.gateway.responses_reply import Kept
 
 IDS: Any = {"return_token_ids": True}
 

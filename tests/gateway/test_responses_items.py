@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.protocol import MAX_CALLS
-from asyncrl_cli.gateway.responses_items import chat_tools, items_of, messages_of
-from asyncrl_cli.gateway.responses_protocol import ResponsesRequest
+from asyncrl_cli.gateway.responses_reply import items_of
+from asyncrl_cli.gateway.responses_request import ResponsesRequest
+from asyncrl_cli.gateway.wire import MAX_CALLS
 from asyncrl_cli.records.prompt import Message, normalized
 
 TOOLS: Any = [
@@ -88,7 +88,7 @@ def test_items_sent_back_are_the_same_messages(turns: list[tuple[list[Message], 
         items += map(as_others_send_it, answered) if plain else answered
     body = ResponsesRequest.model_validate_json(json.dumps({"input": items}))
     messages = [message for others, reply in turns for message in (*others, reply)]
-    assert [compared(message) for message in messages_of(body.input)] == [compared(message) for message in messages]
+    assert [compared(message) for message in body.chat_messages()] == [compared(message) for message in messages]
 
 
 @given(replies(), replies())
@@ -98,7 +98,7 @@ def test_ids_of_items_are_different(first: Message, second: Message) -> None:
 
 
 def messages(*items: Any) -> list[Message]:
-    return messages_of(ResponsesRequest.model_validate({"input": list(items)}).input)
+    return ResponsesRequest.model_validate({"input": list(items)}).chat_messages()
 
 
 def test_items_of_one_reply_are_one_message() -> None:
@@ -132,7 +132,7 @@ def test_the_model_sees_a_custom_tool_as_a_function_with_its_grammar() -> None:
     patch = {"type": "custom", "name": "patch", "description": "Edits.", "format": grammar}
     find = {"type": "function", "name": "find", "parameters": {"type": "object"}, "strict": True}
     body = ResponsesRequest.model_validate({"input": "", "tools": [patch, find, {"type": "web_search"}, TOOLS[-1]]})
-    first, second, third, fourth = chat_tools(body.own_tools())
+    first, second, third, fourth = body.offered_tools() or ()
     assert first["function"]["description"] == "Edits.\n\nThe input follows this grammar:\nstart: x"
     assert first["function"]["parameters"]["required"] == ["input"]
     assert second == {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}

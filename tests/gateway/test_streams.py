@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncrl_cli.gateway.chat import ChatFormat
-from asyncrl_cli.gateway.fields import FIELDS
-from asyncrl_cli.gateway.layouts import HERMES, LAYOUTS
-from asyncrl_cli.gateway.text_stream import Kind, Part
+from asyncrl_cli.gateway.parsers import HERMES, LAYOUTS
+from asyncrl_cli.gateway.reply_stream import FIELDS, Kind, Part
 from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer
 
 ARGUMENTS = '{"e": "1+1"}'
@@ -102,13 +101,13 @@ def streamed(
     """The message, the parts, and how many of them came before the end."""
     message = dict(chat.parse([1], ids, tools, stop))
     parts: list[Part] = []
-    stream = chat.stream(tools, stop, parts.append)
+    stream = chat.stream(tools, stop)
     for start, end in itertools.pairwise([0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]):
-        stream.feed(ids[start:end])
+        parts += stream.feed(ids[start:end])
         for kind, name in FIELDS.items():
             assert (message.get(name) or "").startswith(joined(parts, kind))
     early = len(parts)
-    stream.finish(message)
+    parts += stream.finish(message)
     for kind, name in FIELDS.items():
         assert joined(parts, kind) == (message.get(name) or "")
     kinds = [part.kind for part in parts]

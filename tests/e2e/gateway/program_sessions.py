@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl_cli.gateway.tool_calls import hermes
+from asyncrl_cli.gateway.parsers import hermes
 from asyncrl_cli.records.generation import CONTEXT, TokenSequence
 from tests.e2e.gateway.http_record import Exchange, Reply, conversation_of, is_call, limit_of, reply_of
 

@@ -1,15 +1,21 @@
-"""Requests of Anthropic's Messages API, as far as a policy can serve them."""
+"""Requests of Anthropic's Messages API, as far as a policy can serve them, and their blocks as messages of a chat.
+
+``messages_reply`` has the invariant that the conversion keeps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from asyncrl_cli.gateway.errors import unsupported
-from asyncrl_cli.gateway.protocol import (
+from asyncrl_cli.gateway.wire import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -25,6 +31,10 @@ from asyncrl_cli.gateway.protocol import (
     Wire,
     only,
 )
+from asyncrl_cli.records.prompt import Message
+
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n?")
+"""A line before the system prompt by which Claude Code tells who pays. It differs in every request."""
 
 MANY: Any = Field(fail_fast=True)
 """Of lists without a limit of their own: a long one ends with its first error."""
@@ -190,6 +200,23 @@ class CountRequest(Request):
             raise PydanticCustomError("tool_choice", "tool_choice names a tool that is not among the tools")
         return self
 
+    def chat_messages(self) -> list[Message]:
+        """The conversation as the messages of a chat.
+
+        Turns of the same role that follow each other are one. A user's turn is the results of tools, and then its text.
+        """
+        messages = list(self.messages)
+        first = next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
+        contents = [self.system, *(message.content for message in messages[:first])]
+        system = _joined("".join(_ATTRIBUTION.sub("", part, count=1) for part in _parts(one)) for one in contents)
+        found: list[Message] = [{"role": "system", "content": system}] if system else []
+        for speaks, group in groupby(messages[first:], lambda message: message.role == "assistant"):
+            turn = list(group)
+            blocks = [block for message in turn if not isinstance(message.content, str) for block in message.content]
+            text = _joined("".join(_parts(message.content)) for message in turn)
+            found += [_assistant(text, blocks)] if speaks else _user(text, blocks)
+        return found
+
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the model sees, in the shape that chat templates know."""
         if self.tool_choice and self.tool_choice.type == "none":
@@ -229,3 +256,38 @@ def _function(tool: MessageTool) -> dict[str, Any]:
     if tool.description is not None:
         function["description"] = tool.description
     return {"type": "function", "function": function}
+
+
+def _user(text: str, blocks: Iterable[Any]) -> list[Message]:
+    found: list[Message] = []
+    for block in blocks:
+        if isinstance(block, ToolResultBlock):
+            content = ("Error: " if block.is_error else "") + "".join(_parts(block.content))
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    if text or not found:
+        found.append({"role": "user", "content": text})
+    return found
+
+
+def _assistant(text: str, blocks: Sequence[Any]) -> Message:
+    reply: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
+        reply["reasoning_content"] = reasoning
+    calls = []
+    for block in blocks:
+        if isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+    return reply | {"tool_calls": calls} if calls else reply
+
+
+def _parts(content: str | Sequence[Any] | None) -> list[str]:
+    """The texts in a content."""
+    if isinstance(content, str):
+        return [content]
+    return [block.text for block in content or () if isinstance(block, TextBlock)]
+
+
+def _joined(texts: Iterable[str]) -> str:
+    """The text of several messages."""
+    return "\n\n".join(filter(None, texts))

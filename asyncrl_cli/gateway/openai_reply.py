@@ -1,4 +1,4 @@
-"""Replies in the form of OpenAI's API: complete answers, and the chunks of a stream.
+"""Replies in the form of OpenAI's chat completions and completions: complete answers, and the chunks of a stream.
 
 The answers are typed dictionaries of exactly what is sent: FastAPI makes the OpenAPI document of them, and nothing is
 validated a second time on its way out. (openai.types has neither the token ids nor what is omitted here, and takes a
@@ -7,22 +7,21 @@ second to import: decision 0035.)
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
-from typing import Any, ClassVar, Literal, NotRequired
+from typing import ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.fields import FIELDS
-from asyncrl_cli.gateway.requests import Prompts, Sent
+from asyncrl_cli.gateway.reply_stream import Part
+from asyncrl_cli.gateway.service import Prompts, token_counts
 from asyncrl_cli.gateway.session import Reply
-from asyncrl_cli.gateway.text_stream import Part
+from asyncrl_cli.gateway.wire import event
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -184,29 +183,7 @@ class ModelList(TypedDict):
     data: list[Model]
 
 
-def encoded(body: Any) -> bytes:
-    """JSON bytes."""
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-
-
-def event(body: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + encoded(body) + b"\n\n"
-
-
-def named_event(name: str, body: Any) -> bytes:
-    """One server-sent event with its name."""
-    return b"event: " + name.encode() + b"\n" + event(body)
-
-
 END_OF_STREAM = b"data: [DONE]\n\n"
-
-
-def usage(prompts: Prompts) -> Usage:
-    """Tokens of all replies, and of each prompt once."""
-    prompt = sum(len(replies[0].prompt_ids) for replies in prompts)
-    completion = sum(len(reply.token_ids) for replies in prompts for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,33 +197,24 @@ class Wanted:
     """In streams, as their last event."""
 
 
-TokenTexts = Callable[[int], str]
-
-
-def token_texts(decode: Callable[[Sequence[int]], str]) -> TokenTexts:
-    """The text of single tokens, cached."""
-    return lru_cache(maxsize=2**16)(lambda token: decode([token]))
-
-
 class _Answer:
     """What both answers share."""
 
     prefix: ClassVar[str]
     """What the ids of such answers begin with."""
+    headers: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, wanted: Wanted, model: str, texts: TokenTexts) -> None:
-        self._wanted, self._model, self._texts = wanted, model, texts
-        self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+    def __init__(self, wanted: Wanted, model: str, chat: ChatFormat) -> None:
+        self._wanted, self._texts = wanted, chat.token_text
+        self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
 
-    def end(self, prompts: Prompts) -> Iterator[bytes]:
+    def end(self, prompts: Prompts) -> bytes:
         """The last events."""
-        if self._wanted.usage:
-            yield self._used(prompts)
-        yield END_OF_STREAM
+        return (self._used(prompts) if self._wanted.usage else b"") + END_OF_STREAM
 
     def failed(self, error: ApiError) -> bytes:
         """A failure in the middle of the stream."""
-        return event(error.body())
+        return event(error.for_openai())
 
     def _used(self, prompts: Prompts) -> bytes:
         """The event that counts the tokens."""
@@ -258,70 +226,77 @@ class ChatAnswer(_Answer):
 
     prefix = "chatcmpl"
 
+    def __init__(self, wanted: Wanted, model: str, chat: ChatFormat) -> None:
+        super().__init__(wanted, model, chat)
+        self._begun: set[int] = set()
+
     def complete(self, prompts: Prompts) -> ChatCompletion:
         """The answer to a request that is not streamed."""
         (replies,) = prompts
-        choices: list[ChatChoice] = []
-        for index, reply in enumerate(replies):
-            calls = _calls(reply)
-            message: AssistantMessage = {
-                "role": "assistant",
-                "content": reply.message.get("content") or (None if calls else ""),
-                "refusal": None,
-            }
-            if reasoning := reply.message.get("reasoning_content"):
-                message["reasoning_content"] = message["reasoning"] = reasoning
-            if calls:
-                message["tool_calls"] = calls
-            choice: ChatChoice = {
-                "index": index,
-                "message": message,
-                "logprobs": self._logprobs(reply),
-                "finish_reason": reply.finish_reason,
-            }
-            if self._wanted.token_ids:
-                choice["token_ids"] = list(reply.token_ids)
-            choices.append(choice)
+        choices = [self._choice(index, reply) for index, reply in enumerate(replies)]
         answer: ChatCompletion = {
             "id": self._id,
             "created": self._created,
             "model": self._model,
             "object": "chat.completion",
             "choices": choices,
-            "usage": usage(prompts),
+            "usage": _usage(prompts),
         }
         if self._wanted.token_ids:
             answer["prompt_token_ids"] = list(replies[0].prompt_ids)
         return answer
 
-    def opening(self, choice: int) -> bytes:
-        """The first event of a choice; empty when it needs none."""
-        return event(self._chunk(choice, {"role": "assistant", "content": ""}))
-
     def piece(self, choice: int, part: Part) -> bytes:
         """More of a choice."""
         both: Delta = {"reasoning_content": part.text, "reasoning": part.text}
-        return event(self._chunk(choice, both if part.kind == "reasoning" else {"content": part.text}))
+        return self._begin(choice) + event(
+            self._chunk(choice, both if part.kind == "reasoning" else {"content": part.text})
+        )
 
-    def closing(self, choice: int, reply: Reply, sent: Sent) -> Iterator[bytes]:
+    def closing(self, choice: int, reply: Reply) -> bytes:
         """The last events of a choice."""
-        for kind, name in FIELDS.items():
-            if rest := (reply.message.get(name) or "")[len(sent.get(kind, "")) :]:
-                yield self.piece(choice, Part(kind, rest))
+        events = self._begin(choice)
         if calls := _calls(reply):
-            yield event(self._chunk(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}))
+            events += event(self._chunk(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}))
         last = self._chunk(choice, {})
         last["choices"][0]["finish_reason"] = reply.finish_reason
         last["choices"][0]["logprobs"] = self._logprobs(reply)
         if self._wanted.token_ids:
             last["choices"][0]["token_ids"] = list(reply.token_ids)
             last["prompt_token_ids"] = list(reply.prompt_ids)
-        yield event(last)
+        return events + event(last)
+
+    def _begin(self, choice: int) -> bytes:
+        if choice in self._begun:
+            return b""
+        self._begun.add(choice)
+        return event(self._chunk(choice, {"role": "assistant", "content": ""}))
+
+    def _choice(self, index: int, reply: Reply) -> ChatChoice:
+        calls = _calls(reply)
+        message: AssistantMessage = {
+            "role": "assistant",
+            "content": reply.message.get("content") or (None if calls else ""),
+            "refusal": None,
+        }
+        if reasoning := reply.message.get("reasoning_content"):
+            message["reasoning_content"] = message["reasoning"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        choice: ChatChoice = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(reply),
+            "finish_reason": reply.finish_reason,
+        }
+        if self._wanted.token_ids:
+            choice["token_ids"] = list(reply.token_ids)
+        return choice
 
     def _used(self, prompts: Prompts) -> bytes:
         chunk = self._chunk(0, {})
         chunk["choices"] = []
-        chunk["usage"] = usage(prompts)
+        chunk["usage"] = _usage(prompts)
         return event(chunk)
 
     def _chunk(self, choice: int, delta: Delta) -> ChatChunk:
@@ -356,21 +331,18 @@ class TextAnswer(_Answer):
     def complete(self, prompts: Prompts) -> Completion:
         replies = [reply for of_prompt in prompts for reply in of_prompt]
         answer = self._body([self._last(index, reply, reply.text) for index, reply in enumerate(replies)])
-        answer["usage"] = usage(prompts)
+        answer["usage"] = _usage(prompts)
         return answer
-
-    def opening(self, choice: int) -> bytes:
-        return b""  # a completion begins with its text
 
     def piece(self, choice: int, part: Part) -> bytes:
         return event(self._body([{"index": choice, "text": part.text, "logprobs": None, "finish_reason": None}]))
 
-    def closing(self, choice: int, reply: Reply, sent: Sent) -> Iterator[bytes]:
-        yield event(self._body([self._last(choice, reply, reply.text[len(sent.get("content", "")) :])]))
+    def closing(self, choice: int, reply: Reply) -> bytes:
+        return event(self._body([self._last(choice, reply, "")]))
 
     def _used(self, prompts: Prompts) -> bytes:
         body = self._body([])
-        body["usage"] = usage(prompts)
+        body["usage"] = _usage(prompts)
         return event(body)
 
     def _body(self, choices: list[TextChoice]) -> Completion:
@@ -413,3 +385,8 @@ def _calls(reply: Reply) -> list[Call]:
         }
         for call in reply.message.get("tool_calls") or ()
     ]
+
+
+def _usage(prompts: Prompts) -> Usage:
+    prompt, completion = token_counts(prompts)
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -1,10 +1,17 @@
-"""What clients may send to OpenAI's Responses API, as far as a policy can serve it.
+"""Requests of OpenAI's Responses API, as far as a policy can serve them, and their items as messages of a chat.
 
 A session with fixed sampling belongs to an unmodified program, so there the tools that no policy can use are omitted.
+
+One reply is at most one reasoning item, then at most one message, then its calls. So consecutive items of the model in
+this order are one message, and an item out of this order begins the next one. ``responses_reply`` has the invariant
+that the conversion keeps.
 """
 
 from __future__ import annotations
 
+import json
+from base64 import b64decode
+from binascii import Error as Base64Error
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -12,8 +19,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from asyncrl_cli.gateway.errors import unsupported
-from asyncrl_cli.gateway.protocol import (
+from asyncrl_cli.gateway.errors import invalid_value, unsupported
+from asyncrl_cli.gateway.wire import (
+    MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
     Count,
@@ -27,6 +35,7 @@ from asyncrl_cli.gateway.protocol import (
     Wire,
     only,
 )
+from asyncrl_cli.records.prompt import Message
 
 LOGPROBS = "message.output_text.logprobs"
 """The one value of ``include`` that asks for something that could exist, and is not there."""
@@ -36,6 +45,13 @@ OWN = ("function", "custom")
 
 ALLOWED = "allowed_tools"
 """The type of a choice that names several tools."""
+
+CUSTOM_PARAMETERS: Mapping[str, Any] = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
+"""What the model sees of every custom tool's parameters."""
 
 
 class InputPart(Wire):
@@ -158,6 +174,18 @@ class OwnTool:
         """The name that the model sees."""
         return chat_name(self.tool.name, self.namespace)
 
+    def function(self) -> dict[str, Any]:
+        """The tool as chat templates know it. The model sees a custom tool's grammar in the description."""
+        tool, shown = self.tool, dict[str, Any]()
+        if isinstance(tool, FunctionTool):
+            shown = {"description": tool.description, "parameters": tool.parameters}
+        else:
+            grammar = (tool.format or {}).get("definition")
+            described = [tool.description, f"The input follows this grammar:\n{grammar}" if grammar else None]
+            shown = {"description": "\n\n".join(filter(None, described)) or None, "parameters": CUSTOM_PARAMETERS}
+        function = {key: value for key, value in shown.items() if value is not None}
+        return {"type": "function", "function": {"name": self.chat_name, **function}}
+
 
 def chat_name(name: str, namespace: str | None) -> str:
     """The name that the model sees of a tool."""
@@ -261,15 +289,46 @@ class ResponsesRequest(Request):
                 own.append(OwnTool(tool))
         return own
 
-    def offered_tools(self) -> list[OwnTool]:
-        """The tools that the model sees."""
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model sees, as chat templates know them."""
         choice, own = self.tool_choice, self.own_tools()
         if choice == "none":
-            return []
+            return None
         if isinstance(choice, ToolChoice) and choice.type == ALLOWED:
             names = {(tool.type, tool.name) for tool in choice.chosen()}
             own = [one for one in own if (one.tool.type, one.tool.name) in names]
-        return own
+        return [one.function() for one in own] or None
+
+    def chat_messages(self) -> list[Message]:
+        """The input as messages of a chat. Raises ``ApiError`` for reasoning that is not of this server."""
+        if isinstance(self.input, str):
+            return [{"role": "user", "content": self.input}]
+        messages: list[Message] = []
+        reply: dict[str, Any] | None = None  # the last message, as long as items may still belong to it
+        for item in self.input:
+            if isinstance(item, ToolOutputItem):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                reply = None
+                continue
+            if isinstance(item, MessageItem) and item.role != "assistant":
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _text(item.content)})
+                reply = None
+                continue
+            part = _part_of_reply(item)
+            if part is None:
+                continue
+            key, value = part
+            if reply is None or any(later in reply for later in _FOLLOWED_BY[key]):
+                reply = {"role": "assistant"}
+                messages.append(reply)
+            if key != "tool_calls":
+                reply[key] = value
+            elif len(calls := reply.setdefault(key, [])) < MAX_CALLS:
+                calls.append(value)
+            else:
+                raise invalid_value(f"a reply with more than {MAX_CALLS} calls", "input")
+        return [{"content": None, **message} for message in messages]
 
     def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
         super().refuse_unsupported(fixed_sampling, template_kwargs)
@@ -283,3 +342,43 @@ class ResponsesRequest(Request):
         for chosen in self.tool_choice.chosen() if isinstance(self.tool_choice, ToolChoice) else ():
             if chosen.type not in OWN:
                 raise unsupported("tool_choice", f"tool_choice of type {chosen.type!r} is not supported")
+
+
+_FOLLOWED_BY = {
+    "reasoning_content": ("reasoning_content", "content", "tool_calls"),
+    "content": ("content", "tool_calls"),
+    "tool_calls": (),
+}
+"""The keys of a message after which another part of this key begins the next message."""
+
+
+def _part_of_reply(
+    item: MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem,
+) -> tuple[str, Any] | None:
+    """The key of a reply's message that an item of the model belongs to, and its value."""
+    if isinstance(item, MessageItem):
+        return "content", _text(item.content)
+    if isinstance(item, ReasoningItem):
+        text = _reasoning(item)
+        return None if text is None else ("reasoning_content", text)
+    if isinstance(item, CustomToolCallItem):
+        arguments = json.dumps({"input": item.input}, ensure_ascii=False)
+    else:
+        arguments = item.arguments
+    function = {"name": chat_name(item.name, item.namespace), "arguments": arguments}
+    return "tool_calls", {"id": item.call_id, "type": "function", "function": function}
+
+
+def _text(content: Content) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _reasoning(item: ReasoningItem) -> str | None:
+    if item.content:
+        return "".join(part.text for part in item.content)
+    if item.encrypted_content is None:
+        return None
+    try:
+        return b64decode(item.encrypted_content, validate=True).decode()
+    except (Base64Error, ValueError):
+        raise invalid_value("the encrypted_content of a reasoning item is not of this server", "input") from None

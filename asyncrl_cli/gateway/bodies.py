@@ -1,0 +1,101 @@
+"""Reads request bodies. Each has a size limit and a deadline, and only a few large ones are in memory at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, malformed
+from asyncrl_cli.gateway.session import Render
+from asyncrl_cli.gateway.wire import Wire
+
+LARGE = 64 * 2**10
+"""Bytes above which a body counts as large."""
+LARGE_AT_ONCE = 16
+"""Large bodies that are read, parsed or rendered at a time."""
+ROOM_S = 120.0
+"""Seconds that a large body waits for others, in addition to the time that it may take to arrive."""
+
+T = TypeVar("T")
+W = TypeVar("W", bound=Wire)
+
+
+class Bodies:
+    """Reads bodies of up to ``limit`` bytes, each within ``seconds``."""
+
+    def __init__(self, limit: int, seconds: float) -> None:
+        self._limit = limit
+        self._seconds = seconds
+        self._room = asyncio.Semaphore(LARGE_AT_ONCE)
+        # A large body delays only other large ones; one thread for each kind bounds the memory (decision 0022).
+        self._threads = {large: ThreadPoolExecutor(1, thread_name_prefix="render") for large in (False, True)}
+
+    @asynccontextmanager
+    async def read(self, request: Request, kind: type[W]) -> AsyncIterator[tuple[W, Render]]:
+        """A request's body, and where to render it; end the block as soon as it is rendered.
+
+        Raises ``ApiError`` when it is too large, late, or malformed.
+        """
+        async with AsyncExitStack() as room:
+            data = await self._read(request, room)
+            large = len(data) > LARGE
+            render, validate = self._render(large), partial(kind.model_validate_json, data)
+            try:
+                body = await render(validate) if large else validate()
+            except ValidationError as error:
+                raise malformed(error) from None
+            yield body, render
+
+    def close(self) -> None:
+        """Start no further rendering."""
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _read(self, request: Request, room: AsyncExitStack) -> bytes:
+        length = request.headers.get("content-length", "")
+        parts, size = [], 0
+        try:
+            self._check(int(length) if length.isdecimal() and len(length) < 20 else 0)
+            async with asyncio.timeout(self._seconds) as limit:
+                async for part in request.stream():
+                    self._check(size + len(part))
+                    if size <= LARGE < size + len(part):
+                        await self._wait_for_room(room, limit)
+                    size += len(part)
+                    parts.append(part)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {self._seconds:g} s", code="request_timeout") from None
+        except ClientDisconnect:
+            raise ApiError(CLIENT_GONE, "the client is gone", code="client_gone") from None
+        return b"".join(parts)
+
+    async def _wait_for_room(self, room: AsyncExitStack, limit: asyncio.Timeout) -> None:
+        loop, when = asyncio.get_running_loop(), limit.when()
+        assert when is not None
+        left = when - loop.time()
+        limit.reschedule(None)
+        try:
+            async with asyncio.timeout(ROOM_S):
+                await room.enter_async_context(self._room)
+        except TimeoutError:
+            raise ApiError(503, f"no room for a large body within {ROOM_S:g} s", code="overloaded") from None
+        limit.reschedule(loop.time() + left)
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            raise ApiError(413, f"the body has more than {self._limit} bytes", code="request_too_large")
+
+    def _render(self, large: bool) -> Render:
+        threads = self._threads[large]
+
+        async def render(work: Callable[[], T]) -> T:
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+        return render

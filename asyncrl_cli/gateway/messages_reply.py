@@ -1,0 +1,246 @@
+"""Replies in the form of Anthropic's Messages API: complete answers, and the events of a stream.
+
+Invariant: the blocks of a reply, sent back, become that reply's own message as sessions compare messages. So the next
+call continues its tokens (tests/gateway/test_messages_blocks.py). Differences that mean nothing do not matter: into how
+many blocks and messages a client divides a turn, marks for caches, and how JavaScript writes numbers
+(``json_values.key``).
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Literal
+
+from typing_extensions import TypedDict
+
+from asyncrl_cli.gateway.errors import ApiError, new_request_id
+from asyncrl_cli.gateway.json_values import finite
+from asyncrl_cli.gateway.reply_stream import Kind, Part
+from asyncrl_cli.gateway.service import Prompts
+from asyncrl_cli.gateway.session import Reply
+from asyncrl_cli.gateway.wire import event
+from asyncrl_cli.records.prompt import Message
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class TextOut(TypedDict):
+    """Text of the model."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingOut(TypedDict):
+    """What the model thought; ``signature`` is a digest of it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseOut(TypedDict):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+BlockOut = TextOut | ThinkingOut | ToolUseOut
+
+
+class MessageUsage(TypedDict):
+    """Tokens of one request. What engines find in their caches is not reported."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+
+
+class MessageAnswer(TypedDict):
+    """The answer of `/v1/messages`. The reasons are null only where a stream begins."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[BlockOut]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(TypedDict):
+    """The answer of `/v1/messages/count_tokens`."""
+
+    input_tokens: int
+
+
+class ModelEntry(TypedDict):
+    """A served model, as Anthropic's API has it."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+
+
+class ModelEntries(TypedDict):
+    """The answer of `/v1/models` to Anthropic's clients."""
+
+    data: list[ModelEntry]
+    has_more: bool
+    first_id: str
+    last_id: str
+
+
+class MessagesAnswer:
+    """Answers one request of `/v1/messages`."""
+
+    def __init__(
+        self, model: str, input_tokens: int, stop_sequences: Sequence[str], decode: Callable[[Sequence[int]], str]
+    ) -> None:
+        self._input_tokens, self._stop_sequences, self._decode = input_tokens, stop_sequences, decode
+        self._request_id = new_request_id()
+        self.headers: Mapping[str, str] = {"request-id": self._request_id}
+        self._begun: MessageAnswer = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": self._usage(0),
+        }
+        # Of a stream: whether it has begun, blocks that have ended, the kind of text that is open, all thinking.
+        self._started = False
+        self._blocks = 0
+        self._open: Kind | None = None
+        self._thinking = ""
+
+    def complete(self, prompts: Prompts) -> MessageAnswer:
+        """The answer to a request that is not streamed."""
+        ((reply,),) = prompts
+        reason, sequence = self._stop(reply)
+        return {
+            **self._begun,
+            "content": reply_blocks(reply.message),
+            "stop_reason": reason,
+            "stop_sequence": sequence,
+            "usage": self._usage(len(reply.token_ids)),
+        }
+
+    def piece(self, choice: int, part: Part) -> bytes:
+        """More of the reply; the first part of a kind begins a block."""
+        before = b""
+        if self._open != part.kind:
+            before = self._begin() + self._close() + self._start(_EMPTY[part.kind])
+            self._open = part.kind
+        if part.kind == "reasoning":
+            self._thinking += part.text
+            return before + self._delta({"type": "thinking_delta", "thinking": part.text})
+        return before + self._delta({"type": "text_delta", "text": part.text})
+
+    def closing(self, choice: int, reply: Reply) -> bytes:
+        """The calls of tools, and why the reply ended. A reply without anything is an empty text."""
+        events = self._begin() + self._close()
+        for block in reply_blocks(reply.message):
+            if block["type"] == "tool_use":
+                events += self._start({**block, "input": {}})
+                arguments = json.dumps(block["input"], ensure_ascii=False)
+                events += self._delta({"type": "input_json_delta", "partial_json": arguments}) + self._stopped()
+        if not self._blocks:
+            events += self._start(_EMPTY["content"]) + self._stopped()
+        reason, sequence = self._stop(reply)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return events + _event("message_delta", delta=delta, usage=self._usage(len(reply.token_ids)))
+
+    def end(self, prompts: Prompts) -> bytes:
+        """The last event."""
+        return _event("message_stop")
+
+    def failed(self, error: ApiError) -> bytes:
+        """A failure in the middle of the stream."""
+        return event(error.for_anthropic(self._request_id), "error")
+
+    def _begin(self) -> bytes:
+        """The event before the first block."""
+        if self._started:
+            return b""
+        self._started = True
+        return _event("message_start", message=self._begun)
+
+    def _start(self, block: BlockOut) -> bytes:
+        return _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _delta(self, delta: dict[str, str]) -> bytes:
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _stopped(self) -> bytes:
+        self._blocks += 1
+        return _event("content_block_stop", index=self._blocks - 1)
+
+    def _close(self) -> bytes:
+        """End the block that is open, if one is."""
+        kind, self._open = self._open, None
+        if kind is None:
+            return b""
+        signed = self._delta({"type": "signature_delta", "signature": signature(self._thinking)})
+        return (signed if kind == "reasoning" else b"") + self._stopped()
+
+    def _usage(self, output_tokens: int) -> MessageUsage:
+        return {
+            "input_tokens": self._input_tokens,
+            "output_tokens": output_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 0,
+        }
+
+    def _stop(self, reply: Reply) -> tuple[StopReason, str | None]:
+        """Why a reply ended, and the request's stop sequence that ended it."""
+        match reply.finish_reason:
+            case "tool_calls":
+                return "tool_use", None
+            case "length":
+                return "max_tokens", None
+        text = self._decode(reply.token_ids)
+        found = [(at, stop) for stop in self._stop_sequences if (at := text.find(stop)) >= 0]
+        return ("stop_sequence", min(found)[1]) if found else ("end_turn", None)
+
+
+_EMPTY: dict[Kind, BlockOut] = {
+    "content": {"type": "text", "text": ""},
+    "reasoning": {"type": "thinking", "thinking": "", "signature": ""},
+}
+"""Blocks as their first events have them."""
+
+
+def reply_blocks(message: Message) -> list[BlockOut]:
+    """A reply as blocks: its reasoning, its text and its calls of tools. There is always at least one."""
+    blocks: list[BlockOut] = []
+    if reasoning := message.get("reasoning_content"):
+        blocks.append({"type": "thinking", "thinking": reasoning, "signature": signature(reasoning)})
+    if text := message.get("content"):
+        blocks.append({"type": "text", "text": text})
+    for call in message.get("tool_calls") or ():
+        function = call["function"]
+        arguments = finite(function["arguments"])
+        blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
+    return blocks or [{"type": "text", "text": ""}]
+
+
+def signature(thinking: str) -> str:
+    """What marks a thinking block: a digest of its text."""
+    return blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _event(kind: str, **body: Any) -> bytes:
+    return event({"type": kind, **body}, kind)

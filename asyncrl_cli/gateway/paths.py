@@ -1,0 +1,193 @@
+"""The paths of all APIs. Each API is a form of one conversation: its request becomes the messages of a chat, and its
+answer renders the reply."""
+
+# Annotations are not postponed here: FastAPI reads those of functions inside of functions.
+
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import JSONResponse, Response
+
+from asyncrl_cli.gateway import openapi
+from asyncrl_cli.gateway.errors import invalid_value, is_anthropic, new_request_id
+from asyncrl_cli.gateway.messages_reply import MessagesAnswer, ModelEntries, ModelEntry, TokenCount
+from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
+from asyncrl_cli.gateway.openai_reply import ChatAnswer, Model, ModelList, TextAnswer, Wanted
+from asyncrl_cli.gateway.openai_request import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
+from asyncrl_cli.gateway.responses_reply import KeptBySession, ResponsesAnswer, begun_response
+from asyncrl_cli.gateway.responses_request import ResponsesRequest
+from asyncrl_cli.gateway.service import Prepared, Service, render_chat, respond
+from asyncrl_cli.gateway.session import CallOptions, Render, Session
+from asyncrl_cli.gateway.wire import MAX_MESSAGES
+from asyncrl_cli.gateway.wire import Request as Body
+from asyncrl_cli.records.prompt import Message
+
+SessionOf = Callable[..., Awaitable[Session | None]]
+"""The dependency that finds a call's session, if it has one."""
+
+B = TypeVar("B", bound=Body)
+Prepare = Callable[[Session | None, B, Render], Awaitable[Prepared]]
+"""Renders a request's prompts; the session is the one that its path names."""
+
+
+def router_of(service: Service, session_of: SessionOf) -> APIRouter:
+    """The paths of every API, under one prefix."""
+    router = APIRouter()
+    _add_models(router, service, session_of)
+
+    def add(path: str, kind: type[B], prepare: Prepare[B], description: str, described: dict[str, Any]) -> None:
+        async def reply(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
+            async with service.bodies.read(request, kind) as (body, render):
+                prepared = await prepare(session, body, render)
+                del body
+            return await respond(service, request, prepared)
+
+        router.add_api_route(
+            path, reply, methods=["POST"], name=path.strip("/").replace("/", "_"), description=description, **described
+        )
+
+    async def chat(named: Session | None, body: ChatRequest, render: Render) -> Prepared:
+        session = service.session_for(named, body)
+        messages = [message.plain() for message in body.messages]
+        rendered = await render_chat(session, messages, body.offered_tools(), render)
+        wanted = Wanted(
+            token_ids=bool(body.return_token_ids),
+            logprobs=bool(body.logprobs),
+            top_logprobs=bool(body.top_logprobs),
+            usage=body.with_usage,
+        )
+        return Prepared(
+            session,
+            own=named is None,
+            rendered=[rendered],
+            options=body.options(body.max_completion_tokens or body.max_tokens),
+            answer=ChatAnswer(wanted, service.model, service.chat),
+            stream=bool(body.stream),
+        )
+
+    async def completion(named: Session | None, body: CompletionRequest, render: Render) -> Prepared:
+        session = service.session_for(named, body)
+        rendered = [
+            await (session.render_text(prompt, render) if isinstance(prompt, str) else session.render_ids(prompt))
+            for prompt in body.prompts()
+        ]
+        wanted = Wanted(
+            token_ids=bool(body.return_token_ids),
+            logprobs=body.logprobs is not None,
+            top_logprobs=bool(body.logprobs),
+            usage=body.with_usage,
+        )
+        return Prepared(
+            session,
+            own=named is None,
+            rendered=rendered,
+            options=body.options(body.max_tokens or DEFAULT_COMPLETION_TOKENS),
+            answer=TextAnswer(wanted, service.model, service.chat),
+            stream=bool(body.stream),
+        )
+
+    kept_responses = KeptBySession()
+
+    async def response(named: Session | None, body: ResponsesRequest, render: Render) -> Prepared:
+        session, kept = service.session_for(named, body), kept_responses.of(named)
+        before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
+        # Without the instructions: a response's instructions are not taken over by the next one.
+        conversation = [*before, *await render(body.chat_messages)]
+        if len(conversation) > MAX_MESSAGES:
+            raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
+        instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        messages = [*instructions, *conversation]
+        rendered = await render_chat(session, messages, body.offered_tools(), render, param="input")
+
+        def keep(response_id: str, reply: Message) -> None:
+            kept.add(response_id, (*conversation, reply))
+
+        begun = begun_response(body, service.model, session.fixed_sampling)
+        return Prepared(
+            session,
+            own=named is None,
+            rendered=[rendered],
+            options=CallOptions(max_tokens=body.max_output_tokens, temperature=body.temperature, seed=body.seed),
+            answer=ResponsesAnswer(
+                begun,
+                body.own_tools(),
+                service.chat.decode,
+                token_ids=bool(body.return_token_ids),
+                keep=keep if begun["store"] else None,
+            ),
+            stream=bool(body.stream),
+        )
+
+    async def message(named: Session | None, body: MessagesRequest, render: Render) -> Prepared:
+        session = service.session_for(named, body)
+        rendered = await render_chat(session, body.chat_messages(), body.offered_tools(), render)
+        stops = tuple(body.stop_sequences or ())
+        return Prepared(
+            session,
+            own=named is None,
+            rendered=[rendered],
+            options=CallOptions(max_tokens=body.max_tokens, temperature=body.temperature, stop=stops),
+            answer=MessagesAnswer(service.model, len(rendered.prompt_ids), stops, service.chat.decode),
+            stream=bool(body.stream),
+        )
+
+    add("/chat/completions", ChatRequest, chat, "The model's reply to a conversation.", openapi.CHAT)
+    add("/completions", CompletionRequest, completion, "Text that continues a prompt.", openapi.COMPLETION)
+    add("/responses", ResponsesRequest, response, "The model's response to a text or to items.", openapi.RESPONSES)
+    add("/messages", MessagesRequest, message, "The reply in the form of Anthropic's API.", openapi.MESSAGES)
+
+    @router.post("/messages/count_tokens", **openapi.COUNT_TOKENS)
+    async def count_tokens(
+        request: Request, response: Response, session: Annotated[Session | None, Depends(session_of)]
+    ) -> TokenCount:
+        """The tokens of a request's prompt: `input_tokens` of the answer to it."""
+        async with service.bodies.read(request, CountRequest) as (body, render):
+            used = service.session_for(session, body)
+            try:
+                rendered = await used.render_chat(body.chat_messages(), body.offered_tools(), render)
+            finally:
+                if session is None:
+                    used.close()
+        response.headers["request-id"] = new_request_id()
+        return {"input_tokens": len(rendered.prompt_ids)}
+
+    return router
+
+
+def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
+    """The paths about models. Anthropic's clients get Anthropic's form; the OpenAPI document has OpenAI's."""
+    errors = openapi.ERRORS | openapi.SESSION_ERRORS
+    openais: Model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
+    anthropics: ModelEntry = {
+        "type": "model",
+        "id": service.model,
+        "display_name": service.model,
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "lifecycle": "active",
+    }
+
+    def answer(request: Request, openai: Any, anthropic: Any) -> Response:
+        if is_anthropic(request.scope):
+            return JSONResponse(anthropic, headers={"request-id": new_request_id()})
+        return JSONResponse(openai)
+
+    @router.get("/models", response_model=ModelList, responses=errors)
+    async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
+        """The served model."""
+        listed: ModelList = {"object": "list", "data": [openais]}
+        entries: ModelEntries = {
+            "data": [anthropics],
+            "has_more": False,
+            "first_id": service.model,
+            "last_id": service.model,
+        }
+        return answer(request, listed, entries)
+
+    @router.get("/models/{model:path}", response_model=Model, responses=errors)
+    async def model(request: Request, model: str, session: Annotated[Session | None, Depends(session_of)]) -> Response:
+        """The model, by its name."""
+        service.check_model(session, model)
+        return answer(request, openais, anthropics)

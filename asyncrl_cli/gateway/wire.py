@@ -1,0 +1,183 @@
+"""What the requests of all APIs share, and server-sent events.
+
+Every key of a request is a field of its model, has no effect on tokens (``NO_EFFECT``), or is refused by
+``Request.refuse_unsupported`` (decision 0085). The models are small ones instead of vLLM's (decision 0016).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.gateway.errors import unsupported
+
+MAX_MESSAGES = 4096
+MAX_TOOLS = 512
+MAX_CALLS = 512
+"""Messages and tools of one request, and calls of tools of one message."""
+
+Stop = Annotated[str, Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+Text = Annotated[str, Field(strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
+Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
+ToolName = Annotated[str, Field(min_length=1, max_length=256, strict=True)]
+Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
+
+
+NO_EFFECT = frozenset(
+    [
+        # who asks, where it is computed, and how it is billed and logged
+        *("user", "metadata", "client_metadata", "safety_identifier", "user_profile_id", "workspace_id", "store"),
+        *("request_id", "session_id", "diagnostics", "service_tier", "priority", "speed", "inference_geo", "betas"),
+        *("billing_policy", "fallbacks", "fallback_credit_token"),
+        # caches and transport
+        *("cache_control", "cache_salt", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+        *("prediction", "stream_interval", "stream_options", "include_obfuscation", "spaces_between_special_tokens"),
+        # wishes about the model's style: a chat template's settings are model.chat_template_kwargs
+        *("reasoning", "reasoning_effort", "thinking", "effort", "verbosity", "task_budget"),
+        *("parallel_tool_calls", "max_tool_calls"),
+    ]
+)
+"""Keys without a field that any request may have: they do not change which tokens are generated."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "background": (False,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "echo": (False,),
+    "enable_response_messages": (False,),
+    "format": ({"type": "text"},),
+    "function_call": ("none",),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logprobs": (False,),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "skip_special_tokens": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Values that change nothing, of keys that are refused otherwise; null and empty values never change anything."""
+
+SAMPLING: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "top_k": (0, -1),
+    "top_p": (1,),
+}
+"""Keys that reshape the sampled distribution, with the values that change nothing. Recorded log-probs must belong to
+the policy, so these keys are refused. A session with fixed sampling ignores them, like the temperature, because most
+programs send them by habit."""
+
+_NO_FORMATS = "describe the format in the messages; for structured outputs, use `vllm serve RUN/model`"
+HINTS: Mapping[str, str] = {
+    "chat_template": "set model.chat_template in the spec",
+    "chat_template_kwargs": "set model.chat_template_kwargs in the spec; a request may repeat them",
+    **dict.fromkeys(("format", "output_format", "response_format", "structured_outputs"), _NO_FORMATS),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _NO_FORMATS),
+}
+"""Advice for refused keys. Structured outputs mask tokens, so the recorded log-probs would not be the policy's."""
+
+
+class Wire(BaseModel):
+    """Base of all requests and their parts."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+
+class Settings(Wire):
+    """A part of a request where unknown keys are refused as in the request."""
+
+
+class Request(Wire):
+    """Base of the requests of every API."""
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    no_effect: ClassVar[frozenset[str]] = NO_EFFECT
+
+    model: Text | None = Field(
+        None, description="The served model, as `/v1/models` names it; optional. In sessions any name is served."
+    )
+
+    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
+        """Raise ``ApiError`` for the first key that cannot be honoured.
+
+        Args:
+            fixed_sampling: the session ignores the keys of ``SAMPLING``.
+            template_kwargs: ``model.chat_template_kwargs``, which a request may repeat.
+        """
+        extra = dict(self.model_extra or {})
+        if _repeats(extra.get("chat_template_kwargs"), template_kwargs):
+            del extra["chat_template_kwargs"]
+        self._refuse(self, extra, "", SAMPLING.keys() if fixed_sampling else ())
+        for name in type(self).model_fields:
+            if isinstance(part := getattr(self, name), Settings):
+                self._refuse(part, part.model_extra or {}, f"{name}.", ())
+
+    def _refuse(self, part: Wire, extra: Mapping[str, Any], prefix: str, ignored: Collection[str]) -> None:
+        for key, value in extra.items():
+            if key in self.no_effect or key in ignored or value in (None, "", [], {}):
+                continue
+            neutral = self.neutral.get(key) or SAMPLING.get(key, ())
+            if not any(_same(value, one) for one in neutral):
+                hint = HINTS.get(key) or did_you_mean(key, type(part).model_fields)
+                raise unsupported(prefix + key, f"{prefix}{key} is not supported" + (f"; {hint}" if hint else ""))
+
+
+def _repeats(asked: Any, known: Mapping[str, Any]) -> bool:
+    return isinstance(asked, dict) and all(key in known and _same(value, known[key]) for key, value in asked.items())
+
+
+def _same(value: Any, other: Any) -> bool:
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def only(*kinds: str) -> BeforeValidator:
+    """Refuse content with parts of other types, with a reason. Pydantic's own message would list every type that the
+    content is not."""
+
+    def check(content: Any) -> Any:
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and kind not in kinds:
+                raise PydanticCustomError(
+                    "part",
+                    "content of type {kind} is not supported here, only {kinds}: the policy reads and writes text",
+                    {"kind": kind[:64], "kinds": ", ".join(kinds)},
+                )
+        return content
+
+    return BeforeValidator(check)
+
+
+def encoded(body: Any) -> bytes:
+    """JSON bytes."""
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(body: Any, name: str = "") -> bytes:
+    """One server-sent event."""
+    named = f"event: {name}\n".encode() if name else b""
+    return named + b"data: " + encoded(body) + b"\n\n"
