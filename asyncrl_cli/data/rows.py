@@ -193,7 +193,7 @@ class RowForm:
 
 
 def json_value(value: Any) -> Any:
-    """The value in JSON: dates and decimals become text. Raises ``TypeError`` for what JSON cannot represent."""
+    """The value in JSON: dates and decimals become text. Raises ``TypeError`` for other values that JSON lacks."""
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):
@@ -208,7 +208,7 @@ def json_value(value: Any) -> Any:
 
 
 def kind(value: Any) -> str:
-    """What a value is, for messages."""
+    """The name of a value's type, for messages."""
     if value is None:
         return "null"
     if isinstance(value, (str, list, tuple, dict)) and not value:

@@ -4,7 +4,7 @@ have to derive from them.
 - ``Task``: scores single responses;
 - ``AgentTask``: plays an episode by calling the model itself;
 - ``EnvironmentTask``: makes an environment, which the model plays turn by turn;
-- ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: what any of them may offer in addition.
+- ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: further methods that any of them may have.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class AgentTask(Protocol):
     async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
         """Play one episode and return its reward.
 
-        None: the reward is what the task's method ``reward`` returns for the text of the model's last reply. An
+        None: the task's method ``reward`` scores the text of the model's last reply. An
         exception ends the episode; it is played again up to ``rollout.retries`` times.
         """
         ...
@@ -115,7 +115,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """What the model acts on during one episode. Its methods are called in a thread, one at a time.
+    """The model acts on it during one episode. Its methods are called in a thread, one at a time.
 
     It may have an attribute ``tools``, a list of OpenAI tool definitions, and a method ``close()``, which is called at
     the episode's end.
@@ -162,8 +162,8 @@ class DemonstrationTask(Protocol):
     """A task that has demonstrations, for a supervised warm start."""
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
-        """Return a prompt's text and a response without the end token; or a conversation whose last message, the
-        assistant's, is the response. The prompt must not be one of the ``eval`` split.
+        """Return a prompt's text and a response without the end token; or a conversation that ends with the response,
+        an assistant's message. The prompt must not be one of the ``eval`` split.
 
         ``clean`` asks for a faultless response; otherwise it is drawn from the task's mixture of good and bad ones.
         """
@@ -195,7 +195,7 @@ def task_of(task: object, prompt: Prompt) -> tuple[object, Prompt]:
 
 
 def is_episodic(task: object) -> bool:
-    """Whether rollouts of the task are episodes: those of an agent, an environment, or a mix with one of these."""
+    """Whether rollouts of the task are episodes: it is an agent, an environment, or a mix with one of these."""
     if isinstance(task, TaskMix):
         return any(is_episodic(member) for member in task.members.values())
     return isinstance(task, (AgentTask, EnvironmentTask))

@@ -139,7 +139,7 @@ class MixTask:
 
 
 class OneCall:
-    """A task of single responses in a mix of episodes: an episode of one call, whose reply the task scores."""
+    """A task of single responses in a mix of episodes: an episode of one call. The task scores the reply."""
 
     def __init__(self, task: Task) -> None:
         self.task = task

@@ -3,7 +3,7 @@
     reset -> ask the policy -> step(reply) -> ask -> step -> ... -> done, or a limit of the episode
 
 The policy is asked over HTTP, as agents do, so the same rules and limits apply. An environment is plain synchronous
-code; it runs in threads, so that a slow step stops no other episode.
+code; it runs in threads, because a slow step must not stop other episodes.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ INSTRUCTION = (
 README_HINT = f"{README} says what its functions do, and `python {EXAMPLES}` checks one call of each. "
 TOOL, DONE = "shell", "Done."
 REPLIES = ("look", "edit", "edit", "edit", "answer")
-"""What a demonstration teaches, with its share: the edit is the part that differs."""
+"""The reply that a demonstration teaches, by its share: only edits differ between good and bad ones."""
 IDLE = 0.5
 """Of the demonstrations that are not right, the share that changes nothing."""
 MOST_CHARACTERS = 2**18
@@ -86,8 +86,8 @@ class Bugfix(ToolTask):
             terse: no docstrings, one-letter arguments, and neither README nor examples: for tiny models.
             instruction: the first message; None is one that tells a general model what to do.
             partial: the reward is the share of bugs that are gone, if all other tests pass; else 1.0 or 0.0.
-            careful: of the demonstrations that are not clean, the share that says what is needed and makes that
-                change; half of the rest make another, and half make none.
+            careful: of the demonstrations that are not clean, the share that announces the right change and makes
+                it; half of the rest make another change, and half make none.
             time_s: seconds for the hidden tests.
             sandbox: of the hidden tests, as for ``unit_tests``.
 
@@ -219,7 +219,7 @@ class BugfixByCommand:
     """
 
     def __init__(self, command: str | Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> None:
-        """``command`` and ``env`` are ``Command``'s; the other options are those of ``Bugfix``."""
+        """``command`` and ``env`` are ``Command``'s; the other options are ``Bugfix``'s."""
         self._command = Command(command, env=env)
         self._bugfix = Bugfix(**options)
         self.name = self._command.name
@@ -246,7 +246,7 @@ class BugfixByCommand:
 
 
 def shown(result: CommandResult) -> str:
-    """What the policy sees of a command."""
+    """A command's result as the policy sees it."""
     output = result.output.rstrip("\n")
     if result.stopped:
         return f"{output}\n(stopped: {result.stopped})".lstrip("\n")

@@ -1,7 +1,7 @@
 """The functions that repositories are made of.
 
-They have neither recursion nor `while`, because every change of one must still end. The names of their arguments say
-what an argument can be (``repository.KINDS``); the docstring has one line.
+They have neither recursion nor `while`, because every change of one must still end. The name of an argument
+decides its values (``repository.KINDS``); the docstring has one line.
 """
 
 
@@ -11,7 +11,7 @@ def add(number, other):
 
 
 def sub(number, other):
-    """What is left of number without other."""
+    """The difference of number and other."""
     return number - other
 
 
@@ -284,7 +284,7 @@ def position(numbers, number):
 
 
 def every_other(numbers):
-    """Those of numbers with an even index."""
+    """The elements of numbers with an even index."""
     kept = []
     for index in range(len(numbers)):
         if index % 2 == 0:

@@ -41,7 +41,7 @@ GROUPS: tuple[tuple[BugKind, tuple[str, ...]], ...] = (
 )
 """Texts that can stand for each other."""
 SWAPPED = ("-", "//", "%", "<", "<=", ">", ">=", ",")
-"""Between two names: operators for which their order matters."""
+"""Operators between two names that depend on their order."""
 
 
 # Random arguments, and the names that they may have in a repository.
@@ -82,7 +82,7 @@ KINDS: dict[str, tuple[Callable[[random.Random], Any], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function of functions.py. ``lines`` counts those of its body without the docstring."""
+    """A function of functions.py. ``lines``: of its body, without the docstring."""
 
     name: str
     source: str
@@ -107,7 +107,7 @@ class Function:
 
 @functools.cache
 def library(max_lines: int | None = None) -> tuple[Function, ...]:
-    """The functions whose body has at most ``max_lines`` lines."""
+    """The functions with at most ``max_lines`` lines in their body."""
     found = []
     for function in filter(inspect.isfunction, vars(functions).values()):
         source = inspect.getsource(function)
@@ -216,7 +216,7 @@ def _ends_operand(token: tokenize.TokenInfo) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What repositories are like: see ``Bugfix``."""
+    """Settings of repositories: see ``Bugfix``."""
 
     functions: int = 4
     bugs: int = 1
@@ -227,14 +227,14 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """What one episode is about."""
+    """The material of one episode."""
 
     files: dict[str, str]
     """Texts by name, as the policy finds them."""
     tests: dict[str, str]
     """For each function, named as in ``calc.add``, hidden assertions."""
     fixes: dict[str, Edit]
-    """What repairs each broken function in the module, by its name."""
+    """The change of the module that repairs each broken function, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ def make_repository(rng: random.Random, shape: Shape) -> Repository:
 
 
 def _member(rng: random.Random, function: Function, shape: Shape, broken: bool) -> _Member | None:
-    """One function, with a bug if it is to be ``broken``; None if it can have none of these kinds."""
+    """One function, with a bug if ``broken``; None if it can have none of these kinds."""
     right = function.written(rng, shape.terse)
     calls = function.calls(rng, CALLS)
     if not broken:

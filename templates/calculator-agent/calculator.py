@@ -1,6 +1,6 @@
-"""Arithmetic with a calculator at hand: a task in which a 0.3M-parameter model learns to use a tool.
+"""Arithmetic with a calculator at hand: a 0.3M-parameter model learns to use a tool.
 
-The prompt is a sum of two to four terms, of which the first two may be multiplied. The policy may call the tool
+The prompt is a sum of two to four terms; the first two may be multiplied. The policy may call the tool
 ``calc``, which does one operation at a time, as often as it likes; its answer follows a ``#``:
 
     user       37*48-5=

@@ -1,6 +1,6 @@
-"""The environment in which an agent that others wrote finds the policy, and nothing else.
+"""Environment variables and files through which an agent that others wrote finds the policy, and nothing else.
 
-Every agent reads its base URL, key and model under names of its own. They all get the same ones here: the session's.
+Every agent reads its base URL, key and model under its own names. Here all of them get the session's.
 The home folder belongs to the episode, and the settings of the user who started the run do not reach the program:
 neither files in a home folder nor variables such as ``OPENAI_API_KEY``. With those the program, which does what the
 policy asks for, could call another server with the user's key.
@@ -19,7 +19,7 @@ FOREIGN = (
     *("OPENAI_", "ANTHROPIC_", "CLAUDE_CODE_", "CLAUDE_CONFIG_DIR", "CLAUDECODE", "CODEX_", "LITELLM_", "LLM_"),
     *("AIDER_", "MSWEA_", "OPENHANDS_"),
 )
-"""Prefixes of the variables that agents read their settings from. Those of the run's own environment are omitted."""
+"""Prefixes of the variables that agents read their settings from. The run's own ones are omitted."""
 QUIET: Mapping[str, str] = {
     "AIDER_ANALYTICS": "false",
     "AIDER_CHECK_UPDATE": "false",

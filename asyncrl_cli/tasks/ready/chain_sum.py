@@ -5,7 +5,7 @@ The prompt is the expression, the response works through it in running totals of
     7+6-0-9=    +6=+13-0=+13-9=+04#4
 
 The demonstrations make it learnable by reward alone: they teach a model that *can* write the running totals and mostly
-does not. Most of them answer at once with a random number, which gets no reward, so reinforcement finds the running
+does not. Most of them answer directly with a random number, which gets no reward, so reinforcement finds the running
 totals. The numbers are random, not right: with right ones a direct answer would get the reward, too, and the model
 would learn nothing but that.
 

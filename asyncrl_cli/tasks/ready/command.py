@@ -1,7 +1,7 @@
 """The ready task ``command``: any program that calls a model over OpenAI's or Anthropic's API is an agent.
 
-It finds in its environment where the policy is, under the names that agents read (agent_environment.py), a home folder
-of its own (``HOME``), its prompt (``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same,
+Its environment says where the policy is, under the names that agents read (agent_environment.py). It also has its own
+home folder (``HOME``), its prompt (``ASYNCRL_PROMPT``: the row as JSON; ``ASYNCRL_PROMPT_FILE``: a file with the same,
 however long), its rollout's id (``ASYNCRL_ROLLOUT``), the folder of the spec file (``ASYNCRL_FOLDER``) and one that is
 removed after the episode (``ASYNCRL_SCRATCH``). Its reward is the last line that it prints, a number or
 ``{"reward": ..., "metrics": {...}}``, or what the option ``reward`` says of the policy's last reply.
@@ -38,15 +38,15 @@ from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 
 KEPT = 2**16
-"""Bytes of what a command prints, on either stream, that are kept: the last ones."""
+"""Bytes that are kept of each stream of a command: the last ones."""
 LONGEST_VARIABLE = 100_000
 """Bytes that an environment variable may have; the kernel takes 128 KiB."""
 ROW_FILE, ERRORS = "prompt.json", "errors.txt"
-"""Files in a command's folder: its prompt's row; what it prints on its error stream in a sandbox."""
+"""Files in a command's folder: its prompt's row, and in a sandbox its error stream."""
 CWD = "cwd"
-"""The folder in it in which the command is started, without the option ``cwd``."""
+"""The subfolder where the command starts, without the option ``cwd``."""
 PIPES_S = 1.0
-"""Seconds in which what a command has printed must have come through, after its end."""
+"""Seconds after a command's end until its output must have come through."""
 
 
 class CommandFailed(Exception):
@@ -99,7 +99,7 @@ class Command:
         return None if self._reward is not None else _reward_in(_last_line(printed))
 
     async def play(self, prompt: Prompt, model: ModelAccess, sandbox: ShellSandbox | None) -> str:
-        """Run the command, which gets the prompt's row; what it printed. Raises ``CommandFailed``."""
+        """Run the command, which gets the prompt's row. Returns its output. Raises ``CommandFailed``."""
         status, printed, errors = await (
             self._run_here(prompt, model) if sandbox is None else self._run_inside(prompt, model, sandbox)
         )
@@ -135,7 +135,7 @@ class Command:
         cwd = os.path.join(where, CWD) if self._cwd is None else os.path.join(spec_folder, self._cwd)
         variables = _variables(row, where, model) | {SPEC_FOLDER: spec_folder} | self._env
         line = f"cd {shlex.quote(cwd)} && exec {shlex.join(self._words)} 2>{shlex.quote(os.path.join(where, ERRORS))}"
-        result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has a limit of its own
+        result = await sandbox.run(line, time_s=YEAR_S, env=variables)  # the episode has its own limit
         if result.stopped:
             raise CommandFailed(f"it reached the sandbox's limit on {result.stopped}")
         errors = (await sandbox.read_file(ERRORS))[-KEPT:] if result.status != 0 else b""
@@ -161,7 +161,7 @@ def _variables(row: str, scratch: str, model: ModelAccess) -> dict[str, str]:
 
 
 async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) -> tuple[int, str, str]:
-    """Run a command to its end; its status, and the end of what it printed on both streams."""
+    """Run a command to its end. Returns its status and the end of both streams."""
     # Our own pipes: asyncio would also wait for every process that has inherited them.
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()
     reading = [asyncio.create_task(_end_of(descriptor)) for descriptor in (out, err)]

@@ -1,6 +1,6 @@
 """Every data set of reasoning-gym as a ready task: ``gym/chain_sum``, ``gym/countdown``, ...
 
-Questions and verifiers are reasoning-gym's. What makes them prompts of two splits is here.
+Questions and verifiers are reasoning-gym's. Here they become prompts of two splits.
 
 Invariant: which split a question belongs to is a hash of its text (``prompts.is_held_out``), so what is held out is
 never trained on, however few different questions a data set has. ``_index`` alone draws rows.
@@ -94,7 +94,7 @@ class Gym:
             return 0.0
         try:
             score = float(self._data.score_answer(answer, self._entry(prompt.fields["row"])))
-        except Exception:  # some verifiers raise for what is far from an answer
+        except Exception:  # some verifiers raise for texts that are far from an answer
             return 0.0
         return score if self._partial else float(score >= 1.0)
 

@@ -1,6 +1,6 @@
 """The ready task ``judge``: a language model behind an OpenAI-compatible URL scores the responses.
 
-Its answer must end with a number. A judge whose answer does not is shown it and asked again, a few times; then the
+Its answer must end with a number. If it does not, the judge is shown its answer and asked again, a few times; then the
 rollout fails with that reason rather than being counted as bad.
 """
 
@@ -37,13 +37,13 @@ PATTERN = (
 """The number is alone on the line or follows the label; in "7,5", ".5" or "10 - 3" it is ambiguous."""
 AGAIN = "Your answer does not end with a score as asked. Answer with that last line alone."
 LONGEST_LINE = 1_000
-"""Characters at the end of an answer in which the score is sought: a pattern may take the square of them in steps."""
+"""The score is sought in this many characters at the end: a pattern may take their square in steps."""
 SHOWN = 100
 """Characters of an answer that an error shows: the last ones."""
 
 
 class NoScore(Exception):
-    """The judge gave no score; says what it gave instead."""
+    """The judge gave no score; the message has its answer."""
 
 
 class Judge:

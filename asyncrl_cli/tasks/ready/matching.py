@@ -103,7 +103,7 @@ class ExactMatch:
 
 
 class RegexMatch:
-    """The task ``regex``: 1.0 if the response has what a regular expression asks for, else 0.0.
+    """The task ``regex``: 1.0 if the response matches a regular expression, else 0.0.
 
     With groups in the pattern, the last match's first group is compared with the row's field, as ``exact`` does. A
     pattern without groups only has to match. A row's own pattern comes from ``pattern_field``.

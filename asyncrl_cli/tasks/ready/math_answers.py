@@ -78,7 +78,7 @@ _REMARK = re.compile(r"(?<=\d)\.?\s+\([^()a-zA-Z\\]*\)[\s.]*$")
 """A calculation behind a number: "9 (3*3)"."""
 _TAKEN_BACK = re.compile(r"\s(?:wait|hmm+|actually|sorry|correction|instead|no(?=\s*[,:;.]))(?!\w)", re.IGNORECASE)
 LONGEST_SEARCHED = 10_000
-"""Characters at the end of a response in which a plain expression is looked for: the answer is at the end."""
+"""A plain expression is sought in this many characters at the end: the answer is there."""
 _NO_TRUTH = {"nan", "inf", "nat", "<na>", "[]"}
 """How pandas, NumPy and JSON write missing and too large values."""
 _DECIMAL = re.compile(r"(?<![\d.^_])(?:\d*\.\d+|\d+(?=[eE][-+]?\d))(?:[eE][-+]?\d{1,3})?(?!\d|\\overline)")
@@ -109,7 +109,7 @@ class MathAnswers:
         _math_verify()
 
     def check_prompt(self, prompt: Prompt) -> None:
-        """Raise ``MissingField`` or ``Unreadable`` for a row whose answer no response could have."""
+        """Raise ``MissingField`` or ``Unreadable`` for a row with an answer that no response could have."""
         self._truths(prompt)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
@@ -205,7 +205,7 @@ def _marked(text: str, marks: Sequence[re.Match[str]], index: int, alone: bool) 
 
 
 def _enclosed(text: str, marks: Sequence[re.Match[str]], last: int) -> str:
-    r"""What is in a box or tag, and in those directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
+    r"""The text in a box or tag, and in the ones directly before it: ``\boxed{3} and \boxed{4}`` is a list."""
     found: list[str] = []
     start = len(text)
     for mark in reversed(marks[: last + 1]):

@@ -1,7 +1,7 @@
-r"""The forms in which answers are written, read without a computer algebra system.
+r"""Reads and compares written answers, without a computer algebra system.
 
 ``read`` splits a text into the items of a list, set or union, ``same`` compares two of them item by item: numbers as
-exact fractions, tuples and intervals bracket by bracket, words letter by letter. What is left, an expression, goes to
+exact fractions, tuples and intervals bracket by bracket, words letter by letter. The rest, expressions, goes to
 the function that ``same`` is given (math-verify). Everything here passes over a text a fixed number of times.
 """
 
@@ -36,7 +36,7 @@ NO_UNIT = re.compile(
     r"|one|two|three|four|five|six|seven|eight|nine|ten|base|modulo|radix|negative|positive|ago|later|early|late",
     re.I,
 )
-"""Words that say what a number means, so that it is not the same without them."""
+"""Words that change the meaning of a number."""
 TOLERANCE = Fraction(1, 1_000_000)
 """Relative error of a decimal number that stands for a value without an exact one, such as a third."""
 MOST_ALTERNATIVES = 8
@@ -59,7 +59,7 @@ _REPLACED = {
     **{f"\\{command}{{{letter}}}": f" {letter}" for command in ("text", "mathrm") for letter in "ei"},  # no units
     **dict.fromkeys(("≤", "\\leq"), "\\le "),
     **dict.fromkeys(("≥", "\\geq"), "\\ge "),
-    "\\\\": "\\\\",  # ends a matrix's row: what follows is not part of it
+    "\\\\": "\\\\",  # ends a matrix's row, and takes no letters with it
     **dict.fromkeys(("\\ ", "\\quad", "\\qquad"), " "),
     "≈": "\\approx ",
     **dict.fromkeys(("≡", "\\equiv"), "="),
@@ -411,7 +411,7 @@ def _without_unit(text: str) -> tuple[str, int]:
 
 
 def _unit(text: str, words: bool = True, letters: bool = False) -> int | None:
-    """The factor of a unit, mostly 1; None for what is not a unit. ``words`` and ``letters`` say what may be one."""
+    """The factor of a unit, mostly 1; None for other texts. ``words``, ``letters``: whether these may be units."""
     parts = [part for part in re.split(r"[\s./-]+", _UNIT_END.sub("", text.strip())) if part]
     factor = 1
     if words and parts and (name := parts[0].casefold().removesuffix("s")) in FACTORS:

@@ -20,7 +20,7 @@ from asyncrl_cli.tasks.ready.matching import texts_field
 
 FENCE = "```"
 LANGUAGES = ("", "python", "python3", "py")
-"""What a fence may say of a block with Python."""
+"""Labels of a fenced block of Python."""
 ENTRY_POINT = "entry_point"
 """The row's field with the function that ``check(candidate)`` is called with, as in HumanEval."""
 ROWS_TRIED, TRY_S = 50, 10.0

@@ -1,7 +1,7 @@
 """The ready task ``verifiers``: environments of the ``verifiers`` package (0.4 or newer).
 
-An environment is a taskset and the agents that play it. It brings its own programs and judges its own episodes; what it
-gets from here is a policy, as an endpoint. So asyncrl runs it as an agent.
+An environment is a taskset and the agents that play it. It brings its own programs and judges its own
+episodes; from here it only gets a policy, as an endpoint. So asyncrl runs it as an agent.
 
 ``verifiers`` pins older versions of packages than vLLM needs, so it is in no extra: it has to be installed apart.
 """
@@ -23,7 +23,7 @@ from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Split
 from asyncrl_cli.tasks.prompts import is_held_out
 
 KEY = "ASYNCRL_POLICY_KEY"
-"""Environment variables in which verifiers looks for the policy's keys begin like this; every episode has its own."""
+"""Prefix of the environment variables with the policy's keys for verifiers; every episode has its own."""
 _NUMBERS = count()
 LOCAL = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
 """The default agent of a plain taskset: a chat loop, on this machine."""
@@ -82,7 +82,7 @@ class VerifiersEnvironment:
         return list(islice(rows(), size))
 
     async def run(self, prompt: Prompt, model: ModelAccess) -> RewardResult:
-        """One episode: the reward is the sum of what the environment gave its agents' runs.
+        """One episode: the reward is the sum of the rewards that the environment gave its agents' runs.
 
         Raises ``EpisodeFailed``.
         """
@@ -135,6 +135,6 @@ def key_variable(api_key: str) -> Iterator[str]:
 
 
 def _content(data: Any) -> str:
-    """What a task asks, for people who read the journal: the environment itself asks the policy."""
+    """A task's question, for people who read the journal: the environment itself asks the policy."""
     text: str = data.prompt_text or data.name or data.id or "?"
     return text
