@@ -15,7 +15,7 @@ from itertools import product
 from math import exp, log
 
 from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, TrainerCost
-from asyncrl_cli.plan.data_sheets import GPUS, Shape, engine_cost, publish_cost, training_flops, training_share
+from asyncrl_cli.plan.guess import GPUS, Shape, engine_cost, publish_cost, training_flops, training_share
 from asyncrl_cli.plan.lengths import LengthModel
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.groups import BufferSettings

@@ -133,11 +133,13 @@ def _predicted(
     from asyncrl_cli.spec.load import load_recorded
     from asyncrl_cli.system.processor_speed import processor_speed
 
-    planned = source.planned(spec, source.cache(spec))
+    memory = source.memory(spec)
+    planned = source.planned(spec, memory.cache.tokens if memory and memory.cache else None)
+    gpus = [device for device in memory.devices if device.role != "host"] if memory else []
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
-    pages = {"plan": plan_page(spec.name, predicted, by_length, planned, source.memory(spec))}
+    pages = {"plan": plan_page(spec.name, predicted, by_length, planned, gpus)}
     if calibration is not None and shares_host(spec):
         # A run to compare with was made at its own speed.
         now = processor_speed() if run is None else run.manifest.get(SPEED)

@@ -15,12 +15,12 @@ from asyncrl_cli.core.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from asyncrl_cli.inspect.pages import Page
     from asyncrl_cli.plan.comparison import Line
-    from asyncrl_cli.plan.data_sheets import Gpu
     from asyncrl_cli.plan.from_journal import Calibration
+    from asyncrl_cli.plan.guess import Gpu
     from asyncrl_cli.plan.scenario import Planned
     from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.sizing.estimate import Estimate
     from asyncrl_cli.sizing.model import SizedModel
-    from asyncrl_cli.sizing.parts import Device
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 CALIBRATION_STEPS = 10
@@ -40,37 +40,21 @@ class Assumed:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What to predict from.
+    """The basis of a prediction."""
 
-    Attributes:
-        planned: the scenario of a spec and of the number of tokens that fit into an engine's cache (None: not known).
-        engine_gpus: the engine sizes, in GPUs, whose speed is known.
-        model: sizes of the model, for the memory estimate; None if its config is not available.
-    """
-
-    planned: Callable[[ExperimentSpec, int | None], Planned]
-    engine_gpus: tuple[int, ...]
-    model: SizedModel | None
-    gpu_bytes: int | None
+    planned: Callable[[ExperimentSpec, int | None], Planned]  # from a spec and the tokens that its cache has room for
+    engine_gpus: tuple[int, ...]  # the sizes of engines with a known speed
+    model: SizedModel | None = None  # for the memory estimate
+    gpu_bytes: int | None = None
     page: Page | None = None
 
-    def cache(self, spec: ExperimentSpec) -> int | None:
-        """Number of tokens that fit into an engine's cache; None if it is not known."""
-        from asyncrl_cli.sizing.engine import gpu_cache
-
-        if self.model is None or self.gpu_bytes is None or not spec.rollout.gpus_per_engine:
-            return None
-        found = gpu_cache(spec, self.model, self.gpu_bytes)
-        return None if found is None else found.tokens
-
-    def memory(self, spec: ExperimentSpec) -> tuple[Device, ...]:
-        """The memory that each GPU needs; empty if it is not known."""
+    def memory(self, spec: ExperimentSpec) -> Estimate | None:
+        """The memory that the GPUs need; None if the model or its GPUs are not known."""
         from asyncrl_cli.sizing.estimate import estimate
 
         if self.model is None or self.gpu_bytes is None:
-            return ()
-        found = estimate(spec, self.model, self.gpu_bytes, None)
-        return tuple(device for device in found.devices if device.role != "host")
+            return None
+        return estimate(spec, self.model, self.gpu_bytes, None)
 
 
 def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:
@@ -83,28 +67,25 @@ def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -
 
     before = load_recorded(run.path).spec
     measured = measure(run, before)
-    lines = _reproduced(run, measured)
-    model, gpu_bytes = None, None
-    if spec.rollout.gpus_per_engine:
-        kind = _gpu(assumed.gpu)
-        model, gpu_bytes = _sized(spec, assumed)[0], _memory(spec, kind)
-    return Source(
-        lambda own, _: planned_scenario(own, buffer_settings(own), measured, before),
-        (tensor_parallel(before),),
-        model,
-        gpu_bytes,
-        calibration_page(run.run_id, measured, lines),
-    )
+    page = calibration_page(run.run_id, measured, _reproduced(run, measured))
+
+    def planned(own: ExperimentSpec, _: int | None) -> Planned:
+        return planned_scenario(own, buffer_settings(own), measured, before)
+
+    sizes = (tensor_parallel(before),)
+    if not spec.rollout.gpus_per_engine:
+        return Source(planned, sizes, page=page)
+    model, _ = _sized(spec, assumed)
+    return Source(planned, sizes, model, _memory(spec, _gpu(assumed.gpu)), page)
 
 
 def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
-    """Data sheets and assumed lengths. Raises ``ConfigError`` for a spec without GPUs."""
+    """Guesses from data sheets and assumed lengths. Raises ``ConfigError`` for a spec without GPUs."""
     from asyncrl_cli.orchestrator.actors import buffer_settings
-    from asyncrl_cli.plan.data_sheets import guesses
+    from asyncrl_cli.plan.guess import guessed_costs, guesses, shape_of
     from asyncrl_cli.plan.lengths import LengthModel
-    from asyncrl_cli.plan.scenario import Planned, guessed_scenario
+    from asyncrl_cli.plan.scenario import Planned, scenario_of
     from asyncrl_cli.plan.search import ENGINE_GPUS
-    from asyncrl_cli.plan.shapes import shape_of
 
     if not spec.rollout.gpus_per_engine or not spec.trainer.gpus_per_rank:
         raise ConfigError(
@@ -112,25 +93,29 @@ def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
             location="rollout.gpus_per_engine",
             hint="measure: --calibrate here, or --calibrate-from RUN",
         )
-    kind = _gpu(assumed.gpu)
+    gpu = _gpu(assumed.gpu)
     model, config = _sized(spec, assumed)
     shape = shape_of(model, config)
     rollout = spec.rollout
     mean = assumed.mean_tokens if assumed.mean_tokens is not None else rollout.max_response_tokens / 2
     lengths = LengthModel(
-        min(mean, rollout.max_response_tokens), assumed.spread, rollout.max_response_tokens, rollout.max_prompt_tokens
+        mean=min(mean, rollout.max_response_tokens),
+        sigma=assumed.spread,
+        cut=rollout.max_response_tokens,
+        prompt=rollout.max_prompt_tokens,
     )
     groups = lengths.groups(ASSUMED_GROUPS, rollout.group_size)
     notes = (
-        *guesses(assumed.gpu, shape),
+        guesses(assumed.gpu, shape),
         f"assumed: responses have {mean:,.0f} tokens on average, with a spread of {assumed.spread}; all prompts have "
         f"the length of rollout.max_prompt_tokens",
     )
 
     def planned(own: ExperimentSpec, kv_tokens: int | None) -> Planned:
-        return Planned(guessed_scenario(own, buffer_settings(own), (shape, kind), groups, kv_tokens), notes)
+        costs = guessed_costs(own, shape, gpu, groups=groups, kv_tokens=kv_tokens)
+        return Planned(scenario_of(own, buffer_settings(own), groups, costs), notes)
 
-    return Source(planned, ENGINE_GPUS, model, _memory(spec, kind))
+    return Source(planned, ENGINE_GPUS, model, _memory(spec, gpu))
 
 
 def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
@@ -202,7 +187,7 @@ def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
 
 
 def _gpu(name: str) -> Gpu:
-    from asyncrl_cli.plan.data_sheets import GPUS
+    from asyncrl_cli.plan.guess import GPUS
 
     if name.lower() not in GPUS:
         raise typer.BadParameter(f"no data sheet of {name!r}; known: {', '.join(GPUS)}", param_hint="--gpu")

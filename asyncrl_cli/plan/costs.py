@@ -1,6 +1,6 @@
 """What engines, trainer and publishes cost, in seconds. docs/planning.md has the formulas and their sources.
 
-Constants are measured (plan/from_journal.py) or follow from data sheets (plan/data_sheets.py). Pure.
+Constants are measured (plan/from_journal.py) or follow from data sheets (plan/guess.py). Pure.
 """
 
 from __future__ import annotations

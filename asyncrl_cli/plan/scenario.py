@@ -1,4 +1,4 @@
-"""What is simulated for a spec: with the measurements of another run, or with guesses from data sheets."""
+"""The scenario that is simulated for a spec."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.plan.costs import Costs
-from asyncrl_cli.plan.data_sheets import OVERHEADS, Gpu, Shape, engine_cost, publish_cost, trainer_cost
 from asyncrl_cli.plan.from_journal import Calibration
 from asyncrl_cli.plan.lengths import Groups, resized, scaled
 from asyncrl_cli.plan.simulator import Scenario
@@ -67,7 +66,7 @@ def planned_scenario(
         groups = scaled(groups, 1.0, longest)
     elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
         guesses.append(f"rollouts that were cut at {of_before} tokens are taken to end there")
-    return Planned(_scenario(spec, settings, groups, costs), tuple(guesses))
+    return Planned(scenario_of(spec, settings, groups, costs), tuple(guesses))
 
 
 def _architecture(spec: ExperimentSpec) -> object:
@@ -76,31 +75,8 @@ def _architecture(spec: ExperimentSpec) -> object:
     return (model.path, model.init, model.lora, tensor_parallel(spec))
 
 
-def guessed_scenario(
-    spec: ExperimentSpec,
-    settings: BufferSettings,
-    machine: tuple[Shape, Gpu],
-    groups: Groups,
-    kv_tokens: int | None,
-) -> Scenario:
-    """A spec with speeds that are guessed from data sheets.
-
-    Args:
-        machine: the model and the GPU.
-        kv_tokens: how many tokens an engine's cache has room for; None where that is not known.
-    """
-    shape, gpu = machine
-    trainer, engine_gpus = spec.trainer, tensor_parallel(spec)
-    costs = Costs(
-        engine_cost(shape, gpu, engine_gpus, kv_tokens),
-        trainer_cost(shape, gpu, trainer.ranks, groups, trainer.gradient_checkpointing, trainer.sequence_parallel),
-        publish_cost(shape, trainer.ranks, engine_gpus),
-        OVERHEADS,
-    )
-    return _scenario(spec, settings, groups, costs)
-
-
-def _scenario(spec: ExperimentSpec, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
+def scenario_of(spec: ExperimentSpec, settings: BufferSettings, groups: Groups, costs: Costs) -> Scenario:
+    """The scenario of a spec with these lengths and costs."""
     return Scenario(
         settings=settings,
         groups=groups,

@@ -11,11 +11,10 @@ import pytest
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.plan.data_sheets import GPUS, DataSheetIteration, Shape, engine_cost, trainer_cost
+from asyncrl_cli.plan.guess import GPUS, DataSheetIteration, Shape, engine_cost, guessed_costs, shape_of, trainer_cost
 from asyncrl_cli.plan.lengths import LengthModel
-from asyncrl_cli.plan.scenario import guessed_scenario
+from asyncrl_cli.plan.scenario import scenario_of
 from asyncrl_cli.plan.search import Allocation, allocations, applied, search
-from asyncrl_cli.plan.shapes import shape_of
 from asyncrl_cli.sizing.config import COPIES, read_config
 from asyncrl_cli.sizing.model import size_model
 from asyncrl_cli.spec.load import load_spec
@@ -64,7 +63,7 @@ def test_a_larger_batch_reads_more_experts() -> None:
 
 def test_no_number_of_ranks_trains_the_longest_sequence_faster() -> None:
     groups = LengthModel(1000, 0.8, 8000).groups(64, 8)
-    few, many = (trainer_cost(DENSE, GPUS["h100"], ranks, groups, recompute=True) for ranks in (4, 400))
+    few, many = (trainer_cost(DENSE, GPUS["h100"], ranks, groups=groups, recompute=True) for ranks in (4, 400))
     assert many.per_token_s == pytest.approx(few.per_token_s / 100)
     assert few.seconds(10_000_000, 8000) > 90 * many.seconds(1000, 10)
     assert few.seconds(100, 8000) == many.seconds(100, 8000)
@@ -90,7 +89,9 @@ def test_the_search_finds_the_side_that_is_slow() -> None:
             [one for one in allocations(16, 512, (1,)) if one.max_staleness == 4],
             None,
             None,
-            lambda own, room: guessed_scenario(own, buffer_settings(own), (DENSE, GPUS[gpu]), groups, room),
+            lambda own, room: scenario_of(
+                own, buffer_settings(own), groups, guessed_costs(own, DENSE, GPUS[gpu], groups=groups, kv_tokens=room)
+            ),
         )
         steps = [one.outcome.step_s for one in found.best]
         assert steps == sorted(steps)

@@ -1,4 +1,4 @@
-"""Costs from data sheets, where nothing is measured: guesses, and labelled so. docs/planning.md has sources and errors.
+"""Guesses: costs from data sheets, where nothing is measured. docs/planning.md has sources and errors.
 
 Symbols: p GPUs of an engine, n sequences that it runs, N parameters that a token uses, W(n) those that a batch of n
 tokens reads. Rates are of one GPU, in bf16 without sparsity. Pure.
@@ -6,11 +6,14 @@ tokens reads. Rates are of one GPU, in bf16 without sparsity. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from asyncrl_cli.plan.costs import EngineCost, Overheads, PublishCost, TrainerCost
+from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.lengths import Groups
+from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import tensor_parallel
 
 NUMBER_BYTES = 2
 """Bytes of a weight in bf16."""
@@ -133,7 +136,7 @@ def training_share(shape: Shape) -> float:
 
 
 def trainer_cost(
-    shape: Shape, gpu: Gpu, ranks: int, groups: Groups, recompute: bool, sequence_parallel: int = 1
+    shape: Shape, gpu: Gpu, ranks: int, *, groups: Groups, recompute: bool, sequence_parallel: int = 1
 ) -> TrainerCost:
     """The cost of ranks that share the batch. A step takes at least as long as its longest sequence, which only
     ``sequence_parallel`` ranks train."""
@@ -153,9 +156,57 @@ def publish_cost(shape: Shape, ranks: int, gpus: int) -> PublishCost:
     return PublishCost(nbytes / (ranks * WRITE_RATE), stall_s, stall_s)
 
 
-def guesses(name: str, shape: Shape) -> Sequence[str]:
-    """Sentences that say what is not measured. ``name``: the GPU's."""
+def guessed_costs(spec: ExperimentSpec, shape: Shape, gpu: Gpu, *, groups: Groups, kv_tokens: int | None) -> Costs:
+    """The costs of a spec. ``kv_tokens``: tokens that an engine's cache has room for; None where that is not known."""
+    trainer, engine_gpus = spec.trainer, tensor_parallel(spec)
+    return Costs(
+        engine=engine_cost(shape, gpu, engine_gpus, kv_tokens),
+        trainer=trainer_cost(
+            shape,
+            gpu,
+            trainer.ranks,
+            groups=groups,
+            recompute=trainer.gradient_checkpointing,
+            sequence_parallel=trainer.sequence_parallel,
+        ),
+        publish=publish_cost(shape, trainer.ranks, engine_gpus),
+        overheads=OVERHEADS,
+    )
+
+
+def guesses(name: str, shape: Shape) -> str:
+    """A sentence that says that nothing is measured. ``name``: the GPU's."""
     return (
         f"nothing is measured: speeds follow from the data sheet of {name} ({BANDWIDTH_SHARE:.0%} of its bandwidth, "
-        f"{training_share(shape):.0%} of its arithmetic rate in training), and may be off by half",
+        f"{training_share(shape):.0%} of its arithmetic rate in training), and may be off by half"
     )
+
+
+def shape_of(model: SizedModel, config: Any) -> Shape:
+    """The shape of a causal language model from its sizes and its transformers config.
+
+    Shared experts count as dense.
+    """
+    text = config.get_text_config()
+    layers = len(model.layers)
+    heads = int(getattr(text, "num_attention_heads", 1))
+    width = int(getattr(text, "head_dim", None) or model.hidden // heads)
+    experts = int(_first(text, "num_experts", "n_routed_experts", "num_local_experts") or 0)
+    used = int(_first(text, "num_experts_per_tok", "num_experts_per_token") or 0)
+    chosen = used / experts if experts and used else 1.0
+    routed = float(sum(model.experts)) if chosen < 1 else 0.0
+    # A tied head is a matrix that every token uses; untied input embeddings are looked up.
+    looked_up = model.embeddings if model.head else 0
+    return Shape(
+        parameters=float(model.parameters),
+        active=model.parameters - looked_up - routed * (1 - chosen),
+        layers=layers,
+        attention=heads * width,
+        cache_bytes=float(NUMBER_BYTES * (model.cache_numbers or 0)),
+        experts=routed,
+        chosen=chosen,
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
