@@ -1,15 +1,15 @@
-"""How many engines one driver can serve: the load of the driver and the journal, with simulated engines.
+"""How many engines one driver can serve: the load of the driver, with simulated engines.
 
     python benchmarks/driver_load.py [--engines N ...] [--rate TOKENS_PER_S] [--slots N] [--tokens N] [--seconds S]
 
-Real: client, scheduler, prompts and their encoding, the actors of journal and rewards, the part of the engines' actors
+Real: client, scheduler, prompts and their encoding, the journal, the actor of rewards, the part of the engines' actors
 that reports tokens (``RolloutWorker``), batches to a trainer, versions. Simulated: an engine's tokens, which appear at
 ``--rate`` tokens/s for ``--slots`` simultaneous requests, in rollouts with exponentially distributed lengths
 (``--tokens`` is the mean; the maximum is four times the mean); the trainer, which takes batches but does not train; and
 updates of weights, which take no time. Several engines share a process, to save memory.
 
 Figures are measured for ``--seconds`` s after ``--warm-up`` s. CPU seconds are per 1,000 finished rollouts, of all
-threads. Late is the delay of a sleep of 20 ms in the driver's event loop.
+threads; the driver's include the journal's. Late is the delay of a sleep of 20 ms in the driver's event loop.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from common import header, row
 
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.rows import LazyPrompts
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import FILE, open_for_reading
-from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
@@ -251,7 +251,7 @@ class Measured(Exception):
 class Driver:
     """The parts of a run's driver that process rollouts, with their actors."""
 
-    def __init__(self, spec: ExperimentSpec, folder: Path, load: Load) -> None:
+    def __init__(self, spec: ExperimentSpec, folder: Path, load: Load, buffer: Buffer) -> None:
         import ray
 
         (folder / "logs").mkdir()
@@ -270,7 +270,7 @@ class Driver:
         ]
         encoder = PromptEncoder(character_tokenizer(spec.model.max_length), spec.rollout.max_prompt_tokens)
         prompts = LazyPrompts(100_000, lambda row: Prompt(str(row), f"{row} ".ljust(load.prompt_tokens, "?")))
-        self._buffer = BufferClient(factory.buffer, NEVER_S, budget)
+        self._buffer = buffer
         self._scoring = Scoring(spec.task, lambda: factory.scorer(spec.task), budget)
         self._client = GenerationClient(
             engines,
@@ -290,10 +290,9 @@ class Driver:
         self._load = load
         self._late: list[float] = []
 
-    async def measure(self) -> dict[str, float]:
+    async def measure(self, opening: Opening) -> dict[str, float]:
         """Run for the time of warm-up and measurement; returns the results by name."""
         await self._scoring.start()
-        opening = await self._buffer.open("train", "", None)
         try:
             async with self._tasks as tasks:
                 for work in (self._scheduler.keep_full(), self._train(opening), self._watch()):
@@ -362,7 +361,6 @@ class Driver:
 
 
 PARTS: dict[str, Callable[[str], bool]] = {
-    "journal": lambda title: title.startswith("ray::Buffer"),
     "rewards": lambda title: title.startswith("ray::RewardActor") or "workers.child" in title,
     "engines": lambda title: title.startswith("ray::EngineHost"),
     "Ray": lambda title: "raylet" in title or "gcs_server" in title,
@@ -390,8 +388,8 @@ def figures_row(engines: int, load: Load, figures: Mapping[str, float]) -> str:
         f"{engines * load.rate:,.0f}",
         f"{figures['tokens/s']:,.0f}",
         f"{figures['groups/s']:.1f}",
-        *(f"{figures[f'{part} CPU s']:.2f}" for part in ("driver", "journal", "rewards")),
-        *(f"{figures[f'{part} CPU']:.0%}" for part in ("driver", "journal", "engines")),
+        *(f"{figures[f'{part} CPU s']:.2f}" for part in ("driver", "rewards")),
+        *(f"{figures[f'{part} CPU']:.0%}" for part in ("driver", "engines")),
         *(f"{figures[f'late, {which} ms']:.1f}" for which in ("median", "99th percentile", "largest")),
         f"{figures['journal bytes a token']:.1f}",
     )
@@ -399,8 +397,8 @@ def figures_row(engines: int, load: Load, figures: Mapping[str, float]) -> str:
 
 COLUMNS = (
     *("engines", "offered tokens/s", "tokens/s", "groups/s"),
-    *("CPU s: driver", "journal", "rewards"),
-    *("share of a core: driver", "journal", "stand-ins"),
+    *("CPU s: driver", "rewards"),
+    *("share of a core: driver", "stand-ins"),
     *("late ms: median", "99th percentile", "largest"),
     "journal bytes a token",
 )
@@ -435,7 +433,9 @@ def main() -> None:
 
 async def measured(engines: int, load: Load, folder: Path) -> dict[str, float]:
     """The figures for one number of engines."""
-    return await Driver(load.spec(engines), folder, load).measure()
+    spec = load.spec(engines)
+    buffer, opening = await Buffer.open(folder / FILE, buffer_settings(spec), "train", limit_s=NEVER_S)
+    return await Driver(spec, folder, load, buffer).measure(opening)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,8 @@
     python benchmarks/journal.py [--rollouts N] [--tokens N] [--per-call N] [--folder DIR]
     python benchmarks/journal.py --inspect [--rollouts N] [--folder DIR]
 
-The first form calls ``Buffer.record`` through Ray: a call counts when it is answered, that is, when its rollouts are on
-disk. It is compared with ``ray.util.queue.Queue``: the driver puts the same rollouts, an actor gets them, nothing is
-durable.
+The first form calls ``Buffer.record``: a call counts when it is answered, that is, when its rollouts are on disk. It is
+compared with ``ray.util.queue.Queue``: the driver puts the same rollouts, an actor gets them, nothing is durable.
 
 The second form builds a journal of a million rollouts, keeps a writer's connection to it open, and measures the time of
 ``asyncrl inspect``, including the start of the process.
@@ -30,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import ASYNCRL, header, row
 
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.rollout_rows import LOGPROBS, TOKENS
 from asyncrl_cli.journal.schema import FILE, open_for_reading, open_for_writing
@@ -107,31 +107,24 @@ def calls_row(name: str, in_flight: int, calls: list[list[Rollout]], seconds: fl
     return row(name, str(in_flight), *figures)
 
 
-def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> Iterator[str]:
+async def journal_rows(folder: Path, rollouts: int, tokens: int, per_call: int) -> list[str]:
     """Rows for the buffer, with several numbers of calls in flight."""
-    import ray
-
-    from asyncrl_cli.journal.actor import Buffer
-
     per_round = rollouts // GROUP_SIZE
     groups = per_round * len(IN_FLIGHT)
     path = folder / FILE
-    buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(path), settings(groups, 1), str(folder))
-    ray.get(buffer.open.remote("train"), timeout=LIMIT_S)
-    ray.get(buffer.admit.remote(candidates(groups)), timeout=LIMIT_S)
-
-    async def send(call: list[Rollout]) -> None:
-        await buffer.record.remote(call, [], [])
-
+    buffer, _ = await Buffer.open(path, settings(groups, 1), "train", limit_s=LIMIT_S)
+    await buffer.admit(candidates(groups))
+    rows = []
     for turn, in_flight in enumerate(IN_FLIGHT):
         calls = calls_of(range(turn * per_round, (turn + 1) * per_round), tokens, per_call)
         started = time.perf_counter()
-        latencies = asyncio.run(flood(send, calls, in_flight))
-        yield calls_row("journal", in_flight, calls, time.perf_counter() - started, latencies)
-    ray.kill(buffer)
+        latencies = await flood(buffer.record, calls, in_flight)
+        rows.append(calls_row("journal", in_flight, calls, time.perf_counter() - started, latencies))
+    await buffer.close()
     with closing(open_for_reading(path)) as connection:
         (found,) = connection.execute("SELECT count(*) FROM rollouts WHERE finish_reason IS NOT NULL").fetchone()
     assert found == groups * GROUP_SIZE, f"{found} rollouts in the journal"
+    return rows
 
 
 class Consumer:
@@ -181,7 +174,7 @@ def write(folder: Path, rollouts: int, tokens: int, per_call: int) -> None:
     try:
         print(f"{rollouts:,} rollouts of {tokens:,} tokens, {per_call} to a call; {disk_row(folder)}\n")
         print(header("what", "calls in flight", "rollouts/s", "MB/s", "p50 ms", "p99 ms"))
-        for line in journal_rows(folder, rollouts, tokens, per_call):
+        for line in asyncio.run(journal_rows(folder, rollouts, tokens, per_call)):
             print(line, flush=True)
         for line in queue_rows(rollouts, tokens, per_call):
             print(line, flush=True)

@@ -1,8 +1,9 @@
 """The ledger with its journal: every event goes to both, and the ledger can be restored from the journal.
 
 Invariant: the ledger in memory is always the one that the journal's rows and the uncommitted notes describe. An answer
-is given only after the notes that it depends on are committed (``actor.py``), so a killed process never loses what it
-has answered. A call that is repeated, because its answer was lost, changes nothing the second time.
+is given only after the notes that it depends on are committed (``buffer.py``), so a killed process never loses what it
+has answered. Rollouts, segments and outcomes that arrive a second time change nothing: after a resume, and after the
+restart of a gateway or a worker, they may be generated and reported again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from asyncrl_cli.journal.writer import Journal
 from asyncrl_cli.records.generation import Rollout, Segment, group_and_index
 from asyncrl_cli.records.groups import (
     Admission,
-    Admitted,
     BufferSettings,
     Candidate,
     Opening,
@@ -46,10 +46,6 @@ class DurableLedger:
 
         The state is read in the transaction that records the start, so that no earlier writer can commit in between.
         """
-        if kind == "restart" and not path.exists():  # otherwise it would begin an empty one
-            raise JournalError(
-                "the run's journal is gone", location=str(path), hint="restore it, then `asyncrl resume`"
-            )
         journal = Journal(path)
         with journal.transaction():
             book = cls(path, settings, base, journal)
@@ -96,10 +92,9 @@ class DurableLedger:
                     hint="resume without this change; it is possible once these groups are trained",
                 ) from None
             self._rewards = {group_id: self._recorded_rewards(group_id) for group_id in self.ledger.running}
-            self._serial = self.journal.read(progress.newest_serial)
 
     def start(self, kind: str, note: str) -> None:
-        """Note that this process begins to write: the kind (``train``, ``resume`` or ``restart``) and the settings."""
+        """Note that this process begins to write: the kind (``train`` or ``resume``) and the settings."""
         self.journal.started(kind, self.ledger.step, self.ledger.version, note, self._settings)
         folder = self._path.parent / "checkpoints"
         self.journal.checkpoints_found(
@@ -116,7 +111,7 @@ class DurableLedger:
             version=self.ledger.version,
             trained=max(self.journal.read(progress.steps_trained), self._base.get("step", 0)),
             checksum=self.journal.read(progress.checksum, self.ledger.version),
-            serial=self._serial,
+            serial=self.journal.read(progress.newest_serial),
             loader=self.journal.read(progress.loader_position) or self._base.get("loader"),
             groups=groups,
             waiting=tuple(prompt_from(row) for row in self._waiting()),
@@ -126,19 +121,17 @@ class DurableLedger:
             solved=self.journal.read(progress.solved_streaks) if self._settings.note_solved else {},
         )
 
-    def admit(self, candidates: Sequence[Candidate]) -> Admitted:
-        """Admit the first of these prompts, as many as there is room for."""
+    def admit(self, candidates: Sequence[Candidate]) -> tuple[Admission, ...]:
+        """Admit these prompts. Raises ``LedgerError`` if there is no room."""
         admissions = []
-        new = [candidate for candidate in candidates if candidate.serial > self._serial]
-        for candidate in new[: self.ledger.room()]:
+        for candidate in candidates:
             # First, because memory must never have an event that cannot be written.
             self.journal.check_prompt(candidate)
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
             self._rewards[entry.group_id] = {}
-            self._serial = candidate.serial
             admissions.append(Admission(entry.group_id, entry.version, candidate.prompt, candidate.prompt_ids))
-        return Admitted(tuple(admissions), self._serial)
+        return tuple(admissions)
 
     def grown(self, segments: Iterable[Segment]) -> None:
         """New tokens of unfinished rollouts."""
@@ -204,10 +197,8 @@ class DurableLedger:
         return started
 
     def take(self, step: int) -> Waiting | None:
-        """Take the batch of a step; None once it is taken, now or before. Raises ``LedgerError`` for a later step."""
-        if step < self.ledger.step:
-            return None
-        if step > self.ledger.step:
+        """Take the batch of a step, which must be the next one; None once it is taken. Raises ``LedgerError``."""
+        if step != self.ledger.step:
             raise LedgerError(f"the next batch is that of step {self.ledger.step}, not {step}")
         upcoming = self.ledger.next_batch()
         if not isinstance(upcoming, Batch):

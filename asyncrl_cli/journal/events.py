@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Start(Event):
-    """A process began to write the journal: ``train``, ``resume``, or ``restart`` of the buffer alone."""
+    """A process began to write the journal: ``train`` or ``resume``."""
 
     name = "start"
     query = "SELECT at, kind, host, pid, step, version, note FROM starts WHERE at > :since"

@@ -96,7 +96,7 @@ class Journal(JournalFile):
             self._note("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
 
     def started(self, kind: str, step: int, version: int, note: str, settings: BufferSettings) -> None:
-        """This process begins to write: ``train``, ``resume``, or ``restart`` of the buffer alone."""
+        """This process begins to write: ``train`` or ``resume``."""
         self._note(
             "INSERT INTO starts (at, kind, host, pid, step, version, note, settings) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, _storable(note)),

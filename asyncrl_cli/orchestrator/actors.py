@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_wants
 from asyncrl_cli.orchestrator.placement import Examiner, PlacementGroup
@@ -140,15 +139,6 @@ class ActorFactory:
 
         # On the driver's node, which has the episode workers.
         return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=on_node()).remote(self._logs)
-
-    def buffer(self) -> Any:
-        import ray
-
-        from asyncrl_cli.journal.actor import Buffer
-
-        # On the driver's node, which has the run's folder.
-        options = ray.remote(Buffer).options(num_cpus=0, scheduling_strategy=on_node())
-        return options.remote(str(self.run_path / FILE), buffer_settings(self.spec), self._logs)
 
 
 def buffer_settings(spec: ExperimentSpec) -> BufferSettings:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.engines import EngineKeeper, EngineProcess, Weights
 from asyncrl_cli.orchestrator.nodes import draining_nodes, why_gone, why_lost
 from asyncrl_cli.rollout.client import GenerationClient
@@ -90,7 +90,7 @@ class EnginePool:
         make: Callable[[str], EngineProcess],
         client: GenerationClient,
         weights: Weights,
-        buffer: BufferClient,
+        buffer: Buffer,
         budget: RestartBudget,
         reporter: Reporter,
         gpu_turn: asyncio.Event | None = None,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import comb
 from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.episodes import Episodes
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
@@ -111,7 +111,7 @@ class Evaluator:
         *,
         write: Callable[[str, str], object],
         client: GenerationClient,
-        buffer: BufferClient,
+        buffer: Buffer,
         reporter: Reporter,
         opening: Opening,
         held_out: HeldOut | None,
@@ -186,7 +186,7 @@ class Evaluator:
         if result.kind == "greedy":
             self.accuracies[step] = result.accuracy
         self._reporter.evaluated(result)
-        await self._buffer.evaluated(result)
+        await self._buffer.evaluated(asdict(result))
 
     async def _samples(self, series: Series, step: int) -> list[_Sample]:
         chosen = series.held_out.prompts if self._is_end(step) else series.held_out.prompts[: series.at_most]

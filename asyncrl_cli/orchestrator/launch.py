@@ -18,14 +18,15 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.events import STALL
+from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.monitors.mlflow.tracker import Mlflow
 from asyncrl_cli.monitors.notify import Notifier
 from asyncrl_cli.monitors.ray_metrics import RayMetrics
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.actors import ActorFactory, start_all
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings, start_all
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
 from asyncrl_cli.orchestrator.episodes import EpisodeServices
@@ -195,6 +196,10 @@ async def _start(
     """Start all parts, and connect them. Functions that stop them, each in bounded time, are added to ``closing``."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     forget_requests(run)
+    # First, because every fault is recorded.
+    settings = buffer_settings(spec)
+    buffer, opening = await Buffer.open(run.path / FILE, settings, start.kind, start.note, start.base, limit_s=limit_s)
+    closing.append(buffer.close)
 
     async def record_fault(kind: str, part: str, message: str) -> None:
         reporter.faulted(kind)
@@ -224,7 +229,6 @@ async def _start(
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     services = EpisodeServices(spec, factory, budget)
     closing += [services.stop, stop_engines]
-    buffer = BufferClient(factory.buffer, limit_s, budget)
     # The watchdog's message names the wait and its start, so its limit must be reached first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
     replicas = Replicas(factory.host_agent, factory.address_of, budget, why_gone)
@@ -244,8 +248,6 @@ async def _start(
         )
     )
     try:
-        opening = await buffer.open(start.kind, start.note, start.base)
-        closing.append(buffer.close)
         model_dir, _ = await asyncio.gather(starting, loading_task)  # the first error of either ends the start
     except BaseException:
         for task in (starting, loading_task, stub):

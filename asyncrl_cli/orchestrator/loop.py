@@ -16,8 +16,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
 from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.orchestrator.engines import EngineProcess, GpuTurns
@@ -51,7 +51,7 @@ class Orchestrator:
         *,
         checkpoint_step: int,
         run: RunDirectory,
-        buffer: BufferClient,
+        buffer: Buffer,
         ranks: TrainerRanks,
         replicas: Replicas,
         client: GenerationClient,

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
 from asyncrl_cli.orchestrator.probe_check import TOLERANCE
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.records.generation import Rollout
@@ -56,8 +56,7 @@ class StepClock:
             new - old for new, old in zip(totals, self._totals, strict=True)
         )
         self._at, self._totals = now, totals
-        # A buffer that was started again counts from zero.
-        written, self._journal_s = max(0.0, journal_s - self._journal_s), journal_s
+        written, self._journal_s = journal_s - self._journal_s, journal_s
         return {
             "tokens/generated": float(tokens),
             "tokens/generated_per_s": tokens / seconds,
@@ -94,7 +93,7 @@ class StepRecorder:
         *,
         client: GenerationClient,
         prompts: PromptSource,
-        buffer: BufferClient,
+        buffer: Buffer,
         reporter: Reporter,
         budget: RestartBudget,
         reported: int,

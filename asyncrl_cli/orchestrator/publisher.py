@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.core.errors import RunError
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.probe_check import ProbeCheck
 from asyncrl_cli.orchestrator.replicas import AgentLost, Replicas, Written
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer, StepPassed
@@ -84,7 +84,7 @@ class Publisher:
         ranks: TrainerRanks,
         client: GenerationClient,
         replicas: Replicas,
-        buffer: BufferClient,
+        buffer: Buffer,
         watchdog: Watchdog,
         budget: RestartBudget,
         opened: tuple[int, str | None],

@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.seeds import derive_seed
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.episodes import Episodes, Recorded
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.scoring import Scoring
@@ -28,7 +28,7 @@ from asyncrl_cli.records.generation import (
     group_and_index,
     training_rollout_id,
 )
-from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup, Opening, Outcome, Settled
+from asyncrl_cli.records.groups import Admission, OpenGroup, Opening, Outcome, Settled
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import Ended
@@ -99,7 +99,7 @@ class RolloutScheduler:
     def __init__(
         self,
         spec: ExperimentSpec,
-        buffer: BufferClient,
+        buffer: Buffer,
         client: GenerationClient,
         scoring: Scoring,
         prompts: PromptSource,
@@ -130,10 +130,8 @@ class RolloutScheduler:
             stop=tuple(spec.rollout.sampling.stop),
         )
         self._open: dict[int, Admission] = {}
-        self._candidates: deque[Candidate] = deque()
         self._wanted = asyncio.Event()
-        # Callbacks: the buffer was opened again and may have ended groups; engines report tokens and free slots.
-        buffer.on_reopen = self.reopened
+        # Engines report tokens and free slots.
         client.on_segments = self.note_segments
         client.on_engine_request = self.note_engine_request
         client.on_room = self.fill
@@ -149,48 +147,28 @@ class RolloutScheduler:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
-            if free := self._free_groups():
-                while len(self._candidates) < free:
-                    self._candidates.append(self._prompts.candidate())
-                offered = [self._candidates[index] for index in range(free)]
-                admitted = await self._buffer.admit(offered)
-                # By serial, not by the answer's groups: a buffer that died may have admitted some (decision 0013).
-                while self._candidates and self._candidates[0].serial <= admitted.serial:
-                    self._candidates.popleft()
-                for admission in admitted.admissions:
+            if count := min(self._free_groups(), self._buffer.room()):
+                candidates = [self._prompts.candidate() for _ in range(count)]
+                for admission in await self._buffer.admit(candidates):
                     self._start(OpenGroup(admission, frozenset()))
                 await asyncio.sleep(ADMIT_S)
 
     def resume(self, opening: Opening) -> None:
         """At the start: continue the groups of the journal."""
         self._prompts.resume(opening.serial, opening.loader)
-        self.reopened(opening)
-
-    def reopened(self, opening: Opening) -> None:
-        """The buffer was opened again: it may have admitted or ended groups in a call whose answer was lost.
-
-        Prompts that were offered and not admitted are offered again.
-        """
-        while self._candidates and self._candidates[0].serial <= opening.serial:
-            self._candidates.popleft()
         if self._prompts.filter is not None:
             self._prompts.filter.restore(opening.solved)
-        known = {group.admission.group_id for group in opening.groups}
-        for group_id in self._open.keys() - known:
-            self._spawn(self._cancel(group_id))
-        self._open = {group_id: admission for group_id, admission in self._open.items() if group_id in known}
         for group in opening.groups:
-            if group.admission.group_id not in self._open:
-                self._start(group)
+            self._start(group)
         self.fill()
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
         """With the policy ``requeue``: abandon the groups that delay a batch, and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
-            if (old := self._open.pop(old_id, None)) is not None:  # None if the buffer was opened again meanwhile
-                # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
-                self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
-                await self._cancel(old_id)
+            old = self._open.pop(old_id)
+            # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
+            self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
+            await self._cancel(old_id)
 
     def note_segments(self, segments: list[Segment]) -> None:
         """New tokens of unfinished rollouts, to be recorded."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypeVar
 
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.training import StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import newest_undamaged
@@ -36,7 +36,7 @@ class ResilientTrainer:
         self,
         ranks: TrainerRanks,
         *,
-        buffer: BufferClient,
+        buffer: Buffer,
         run: RunDirectory,
         budget: RestartBudget,
         step: int,

@@ -87,14 +87,6 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
-    """Newly admitted groups, and the serial of the newest prompt ever admitted."""
-
-    admissions: tuple[Admission, ...]
-    serial: int
-
-
-@dataclass(frozen=True, slots=True)
 class OpenGroup:
     """A running group as the journal knows it, by the index of its rollouts (0, 1, ...).
 

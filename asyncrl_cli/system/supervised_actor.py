@@ -15,15 +15,11 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.system.remote import ActorLost
 
-Part = Literal["engine", "trainer", "buffer", "scorer", "episode-worker", "gateway", "host-agent"]
+Part = Literal["engine", "trainer", "scorer", "episode-worker", "gateway", "host-agent"]
 
 WINDOW_S = 6 * 3600.0
 """Seconds over which restarts are counted. A restart takes at most 10 minutes, so a part that never starts ends the
 run."""
-LAST_RECORD_S = 5.0
-"""Seconds for recording the failure that exceeds the limit: the buffer, which records it, may be the part that
-fails."""
-
 Answer = TypeVar("Answer")
 
 
@@ -55,13 +51,9 @@ class RestartBudget:
         self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
         count, (_, first) = len(recent), recent[0]
         self.warn(f"{name}: {cause}; restart {count} of at most {self._max_restarts} in {hours}")
+        await self._record(kind, name, cause)
         if count <= self._max_restarts:
-            await self._record(kind, name, cause)
             return
-        # Bounded: a buffer that never comes up would wait here for itself (decision 0033).
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_RECORD_S):
-                await self._record(kind, name, cause)
         raise RunError(
             f"restarted {count - 1} times in {hours}, and it failed again; the first cause: {first}",
             location=name,
@@ -93,11 +85,9 @@ class SupervisedActor:
         make: Callable[[], Any],
         start: Callable[[Any], Awaitable[object]],
         budget: RestartBudget,
-        losses: type[ActorLost] = ActorLost,
     ) -> None:
-        """``make()`` creates an actor, ``start(actor)`` returns when it can be called. ``losses``: the exceptions of
-        both after which another actor is started; all others are raised to the caller. ``name`` is that of the log
-        file."""
+        """``make()`` creates an actor, ``start(actor)`` returns when it can be called. After an ``ActorLost`` of
+        either, another actor is started; other exceptions are raised to the caller. ``name``: also of the log file."""
         self.name = name
         self.actor: Any = None
         self.pid: int | None = None
@@ -106,7 +96,6 @@ class SupervisedActor:
         self._make = make
         self._start = start
         self._budget = budget
-        self._losses = losses
         self._starting = asyncio.Lock()
 
     def ask(self) -> None:
@@ -132,7 +121,7 @@ class SupervisedActor:
                     self.ask()
                     actor = self.actor
                     await self._start(actor)
-                except self._losses as error:
+                except ActorLost as error:
                     lost = error
                 except BaseException:
                     self._drop()
@@ -140,7 +129,6 @@ class SupervisedActor:
                 else:
                     self.started = True
                     return actor
-            # Not under the lock: the loss of the buffer is recorded by the next buffer (decision 0033).
             await self.lose(actor, lost.message)
 
     async def call(self, work: Callable[[Any], Awaitable[Answer]]) -> Answer:
@@ -149,7 +137,7 @@ class SupervisedActor:
         actor = await self.running()
         try:
             return await work(actor)
-        except self._losses as lost:
+        except ActorLost as lost:
             await self.lose(actor, lost.message)
             raise
 

@@ -301,7 +301,7 @@ def record(run: RunDirectory, steps: int) -> None:
     book = DurableLedger(run.path / FILE, BufferSettings(1, 1, 0, "wait", 10, 1, reject_uniform=False))
     for step in range(steps):
         prompt = Prompt(f"p{step}", "question?")
-        (admission,) = book.admit([Candidate(step + 1, prompt, (9,), {"epoch": 0, "position": step + 1})]).admissions
+        (admission,) = book.admit([Candidate(step + 1, prompt, (9,), {"epoch": 0, "position": step + 1})])
         name = training_rollout_id(admission.group_id, 0)
         arrays = np.ones(2, np.int32), np.zeros(2, np.float32), np.full(2, step, np.int32)
         book.record(

@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import Ledger
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
-from asyncrl_cli.records.groups import BufferSettings, Candidate, OnStale, Outcome, PublishRecord
+from asyncrl_cli.records.groups import Admission, BufferSettings, Candidate, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
@@ -138,6 +138,11 @@ def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Roll
 def group_outcomes(group_id: int) -> list[Outcome]:
     """Rewards that differ, so that the group is not rejected."""
     return [Outcome(training_rollout_id(group_id, index), Scored(float(index))) for index in range(SETTINGS.group_size)]
+
+
+def fill(book: DurableLedger, first: int) -> tuple[Admission, ...]:
+    """Admit the prompts of the serials from ``first`` on, as many as there is room for."""
+    return book.admit(candidates(first, book.ledger.room()))
 
 
 def commit(book: DurableLedger) -> None:

@@ -125,7 +125,7 @@ class RecordedRun:
             self._serial += 1
             prompt = Prompt(f"p{self._serial}", f"question {self._serial}?", {"answer": "7"})
             where = {"epoch": 0, "position": self._serial}
-            (admission,) = self.book.admit([Candidate(self._serial, prompt, self.prompt_ids, where)]).admissions
+            (admission,) = self.book.admit([Candidate(self._serial, prompt, self.prompt_ids, where)])
             self._started(admission.group_id)
         self.commit()
 

@@ -35,7 +35,7 @@ def opened(path: Path, settings: BufferSettings) -> DurableLedger:
 
 
 def fill(book: DurableLedger) -> None:
-    book.admit(candidates(book.journal.read(newest_serial) + 1, 99))
+    book.admit(candidates(book.journal.read(newest_serial) + 1, book.ledger.room()))
     commit(book)
 
 

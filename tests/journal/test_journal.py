@@ -15,6 +15,7 @@ from buffer_stand_ins import (
     commit,
     content,
     contents,
+    fill,
     finish,
     pieces,
     publish_record,
@@ -58,7 +59,7 @@ def book_with_steps(path: Path, steps: int) -> DurableLedger:
 
 
 def _fill(book: DurableLedger) -> tuple[int, ...]:
-    book.admit(candidates(book.journal.read(newest_serial) + 1, 9))
+    fill(book, book.journal.read(newest_serial) + 1)
     return book.ledger.running
 
 

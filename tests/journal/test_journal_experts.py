@@ -12,8 +12,8 @@ import pytest
 from buffer_stand_ins import (
     PROMPT_IDS,
     SETTINGS,
-    candidates,
     commit,
+    fill,
     group_outcomes,
     pieces,
     rollout,
@@ -49,7 +49,7 @@ def routed(rollout_id: str, dtype: type = np.uint8, seed: int = 0) -> Rollout:
 def running(path: Path) -> tuple[DurableLedger, tuple[int, ...]]:
     book = DurableLedger(path, SETTINGS)
     book.opening()
-    book.admit(candidates(1, 9))
+    fill(book, 1)
     return book, book.ledger.running
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from buffer_stand_ins import SETTINGS, candidates, commit, content, finish, publish_record, rollout
+from buffer_stand_ins import SETTINGS, candidates, commit, content, fill, finish, publish_record, rollout
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from asyncrl_cli.journal.history import history
 from asyncrl_cli.journal.progress import ledger_state, newest_serial
 from asyncrl_cli.journal.rollout_rows import read_group, read_rollouts
 from asyncrl_cli.journal.schema import DAMAGED, FILE, JournalError, check, open_for_writing
-from asyncrl_cli.records.groups import Candidate, Outcome
+from asyncrl_cli.records.groups import Candidate, LedgerState, Outcome
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 
@@ -42,7 +42,7 @@ def opened(path: Path, kind: str = "train") -> DurableLedger:
 def one_step(book: DurableLedger) -> None:
     """The next two groups are trained; more are running."""
     at = book.ledger.step
-    book.admit(candidates(book.journal.read(newest_serial) + 1, 9))
+    fill(book, book.journal.read(newest_serial) + 1)
     finish(book, *book.ledger.running[:2])
     assert book.take(at) is None
     book.publish(publish_record(at + 1, at + 1))
@@ -87,13 +87,13 @@ def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
     assert old.take(1) is None
     refused = []
 
-    def while_reading(connection: sqlite3.Connection) -> int:
+    def while_reading(connection: sqlite3.Connection) -> LedgerState:
         with pytest.raises(JournalError, match="locked") as caught:
             commit(old)
         refused.append(caught)
-        return newest_serial(connection)  # this is read last
+        return ledger_state(connection)
 
-    monkeypatch.setattr(progress, "newest_serial", while_reading)
+    monkeypatch.setattr(progress, "ledger_state", while_reading)
     new = DurableLedger.begin(path, SETTINGS, "resume", "")
     assert refused
     assert new.ledger.step == new.journal.read(ledger_state).step == 1
@@ -195,18 +195,12 @@ def test_a_moved_folder_ends_the_run_and_has_everything_acknowledged(path: Path,
     assert DurableLedger(tmp_path / "moved" / FILE, SETTINGS).ledger.snapshot() == acknowledged
 
 
-def test_a_buffer_that_starts_again_makes_no_new_journal(path: Path) -> None:
-    with pytest.raises(JournalError, match="the run's journal is gone"):
-        opened(path, "restart")
-    assert not path.exists()
-
-
 # -- what cannot be stored
 
 
 def test_a_prompt_that_cannot_be_stored_is_named_and_harms_no_other(path: Path) -> None:
     book = opened(path)
-    (good,) = book.admit(candidates(1, 1)).admissions
+    (good,) = book.admit(candidates(1, 1))
     (second,) = candidates(2, 1)
     for faulty, fault in (
         (Prompt(HALF_A_PAIR, "text"), "not valid Unicode"),
@@ -241,7 +235,7 @@ def test_a_row_that_cannot_be_stored_is_refused_before_the_commit(
     path: Path, note: Callable[[DurableLedger], object]
 ) -> None:
     book = opened(path)
-    book.admit(candidates(1, 9))
+    fill(book, 1)
     finish(book, *book.ledger.running[:2])
     assert book.take(0) is None
     before = book.ledger.snapshot()
@@ -476,7 +470,7 @@ def test_whatever_is_stored_reads_back_with_its_checksum(
 
 def test_a_prompt_that_runs_again_keeps_any_text(path: Path) -> None:
     book = DurableLedger.begin(path, SETTINGS, "train", "")
-    (admission,) = book.admit([Candidate(1, Prompt("a\0b", "text"), (1,), {"epoch": 0, "position": 1})]).admissions
+    (admission,) = book.admit([Candidate(1, Prompt("a\0b", "text"), (1,), {"epoch": 0, "position": 1})])
     entry = book.ledger.admit()
     book.journal.requeued(admission.group_id, entry)
     commit(book)

@@ -21,12 +21,14 @@ from unittest.mock import patch
 
 import numpy as np
 from stand_in_hosts import StandInAgent, StandInHosts, layout
-from stand_ins import Actor, ReadyGroup, StandInBuffer, StandInProcess, prompts, remote, watchdog
+from stand_ins import Actor, Here, ReadyGroup, StandInProcess, kill, prompts, remote, watchdog
 
 from asyncrl_cli.data.loader import PromptLoader, stages_of
+from asyncrl_cli.journal.buffer import Buffer
+from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.monitors.reporter import Reporter
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.engine_pool import EnginePool
 from asyncrl_cli.orchestrator.engines import client_of
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
@@ -408,23 +410,15 @@ class Rank(Actor):
             await asyncio.sleep(0)
 
 
-class Buffer(StandInBuffer):
-    """The real buffer; it may die before or after any of its calls."""
+class SimulatedBuffer(Buffer):
+    """The real buffer; its driver may die before and after any of its commits."""
 
-    def __init__(self, path: Path, spec: ExperimentSpec, fate: Fate) -> None:
-        super().__init__(path, spec)
-        self._fate = fate
-        self._is_open = False
+    fate: Fate
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        self._fate.pass_by()
-        if self._is_open and self._fate.strikes("buffer", 0.02):
-            return self.die()
-        answer = await super()._call(method, *arguments)
-        if self._is_open and self._fate.strikes("buffer", 0.02):
-            return self.die()
-        self._is_open = True
-        return answer
+    async def _commit(self, patience_s: float = 0.0) -> None:
+        self.fate.pass_by()
+        await super()._commit(patience_s)
+        self.fate.pass_by()
 
 
 class Encoder:
@@ -511,7 +505,8 @@ class Simulation:
         dying.cancel()
         for actor in self._actors:
             actor.die()
-        left = asyncio.all_tasks() - before  # a dead driver starts no new buffer
+        kill(self.buffer)
+        left = asyncio.all_tasks() - before
         for task in left:
             task.cancel()
         if left:
@@ -529,8 +524,10 @@ class Simulation:
             await buffer.failed(kind, part, message)
 
         budget = RestartBudget(1000, record, lambda text: None)
-        buffer = BufferClient(lambda: self._noted(Buffer(run.path / "journal.db", spec, self.fate)), 600.0, budget)
-        opening = await buffer.open(start.kind, start.note, start.base)
+        buffer, opening = await SimulatedBuffer.open(
+            run.path / FILE, buffer_settings(spec), start.kind, start.note, start.base, limit_s=600.0
+        )
+        buffer.fate, self.buffer = self.fate, buffer
         hosts = StandInHosts(budget)
         hosts.works = self._agent_works
         ranks = TrainerRanks(
@@ -616,7 +613,8 @@ def _in_one_thread() -> Iterator[None]:
     with (
         patch("asyncio.to_thread", here),
         patch("ray.kill", Actor.die),
-        patch("asyncrl_cli.journal.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.buffer.Disk", Here),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),

@@ -1,18 +1,14 @@
-"""Actors without Ray: engines and the buffer, whose methods have ``.remote()`` and which can die.
-
-The buffer behind its stand-in is the real one, with its journal on disk.
-"""
+"""Actors without Ray: their methods have ``.remote()``, and they can die."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
-from concurrent.futures import Executor, Future
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 from unittest.mock import patch
 
 import numpy as np
@@ -21,9 +17,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup, News, Orders
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import Sessions
-from asyncrl_cli.journal.actor import Buffer
-from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.orchestrator.buffer_client import BufferClient
+from asyncrl_cli.journal.buffer import Buffer, Disk
 from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import (
@@ -41,6 +35,7 @@ from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 
+P = ParamSpec("P")
 T = TypeVar("T")
 LIMIT_S = 60.0
 """Seconds after which a test counts as hung."""
@@ -327,43 +322,22 @@ async def collecting(client: GenerationClient) -> AsyncIterator[None]:
 # -- the buffer
 
 
-class _Here(Executor):
-    """Runs functions at once in this thread, so that their order is deterministic."""
+class Here(Disk):
+    """Reads and writes the journal at once in this thread, so that the order is deterministic."""
 
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        try:
-            done.set_result(function(*arguments, **named))
-        except Exception as error:
-            done.set_exception(error)
-        return done
+    def __init__(self, path: Path, limit_s: float) -> None:
+        pass
+
+    async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        return function(*arguments, **named)
+
+    def stop(self) -> None:
+        pass
 
 
-class StandInBuffer(Actor):
-    """The real buffer. ``dies_at`` names a call in which it dies, before or after its work."""
-
-    def __init__(self, path: Path, spec: ExperimentSpec) -> None:
-        super().__init__()
-        with patch("asyncrl_cli.journal.actor.redirect_output"):
-            self._buffer = Buffer(str(path), buffer_settings(spec), "")
-        self._buffer._disk = _Here()  # type: ignore[assignment]
-        self.dies_at = ""
-        self.does_it_first = False
-
-    def __getattr__(self, method: str) -> RemoteMethod:
-        return RemoteMethod(self, partial(self._call, method))
-
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        if method == self.dies_at and not self.does_it_first:
-            return self.die()
-        answer = await getattr(self._buffer, method)(*arguments)
-        return self.die() if method == self.dies_at else answer
-
-    def die(self) -> None:
-        """End at once; uncommitted data is lost."""
-        super().die()
-        if hasattr(self._buffer, "_book"):
-            self._buffer._book.journal.close()
+def kill(buffer: Buffer) -> None:
+    """End a buffer as the death of its driver does: uncommitted data is lost."""
+    buffer._book.journal.close()
 
 
 class Notes(list[tuple[str, str, str]]):
@@ -378,27 +352,6 @@ class Notes(list[tuple[str, str, str]]):
 
     async def _record(self, kind: str, part: str, message: str) -> None:
         self.append((kind, part, message))
-
-
-class BufferActors:
-    """Creates a buffer's actors, one after another, on the same journal."""
-
-    def __init__(self, path: Path, spec: ExperimentSpec) -> None:
-        self._path = path
-        self._spec = spec
-        self.made: list[StandInBuffer] = []
-
-    def __call__(self) -> StandInBuffer:
-        self.made.append(StandInBuffer(self._path, self._spec))
-        return self.made[-1]
-
-    @property
-    def last(self) -> StandInBuffer:
-        return self.made[-1]
-
-    def client(self, notes: Notes | None = None, max_restarts: int = 10) -> BufferClient:
-        """A client; deaths of the buffer are recorded in ``notes``."""
-        return BufferClient(self, 600.0, (notes if notes is not None else Notes()).budget(max_restarts))
 
 
 # -- records

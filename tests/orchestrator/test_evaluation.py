@@ -81,8 +81,8 @@ class Journal:
         self.results: list[EvaluationResult] = []
         self.warnings: list[str] = []
 
-    async def evaluated(self, result: EvaluationResult) -> None:
-        self.results.append(result)
+    async def evaluated(self, result: dict[str, Any]) -> None:
+        self.results.append(EvaluationResult(**result))
 
     async def failed(self, kind: str, part: str, message: str) -> None:
         self.warnings.append(message)

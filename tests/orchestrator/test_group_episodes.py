@@ -9,7 +9,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-from stand_ins import run, segment
+from stand_ins import Here, kill, run, segment
 from test_rollout_scheduler import Harness
 
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
@@ -71,7 +71,8 @@ def play(folder: Path, test: Callable[[Harness, Episodes], Coroutine[Any, Any, N
         harness, episodes = Harness(folder, 1, **sections), Episodes()
         harness.episodes, harness.stream.encoder = episodes, NoTokens()  # type: ignore[assignment]
         with (
-            patch("asyncrl_cli.journal.actor.LAZY_S", 0.0),
+            patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
+            patch("asyncrl_cli.journal.buffer.Disk", Here),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.RECORD_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         ):
@@ -80,7 +81,7 @@ def play(folder: Path, test: Callable[[Harness, Episodes], Coroutine[Any, Any, N
                 await test(harness, episodes)
                 for task in harness.spawned:
                     task.cancel()
-        harness.buffers.last.die()
+        kill(harness.buffer)
 
     run(harnesses())
 

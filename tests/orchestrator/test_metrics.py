@@ -102,15 +102,6 @@ def test_a_window_has_the_work_of_the_processors_and_the_size_of_batches(clock: 
     assert [found[name] for name in names] == [6.0, 9.0, 1.0, 16.0, 4.0]
 
 
-def test_a_buffer_that_was_started_again_counts_from_zero(clock: Clock) -> None:
-    steps = StepClock(client_over(1))
-    busy = []
-    for journal_s in (5.0, 1.0, 2.0):
-        clock.now += 10.0
-        busy.append(steps.lap(StepReport(), journal_s)["share/journal_busy"])
-    assert busy == pytest.approx([0.5, 0.0, 0.1])
-
-
 def test_before_engines_have_reported_they_did_nothing(clock: Clock) -> None:
     steps = steps_of(client_over(1))
     clock.now += 1.0

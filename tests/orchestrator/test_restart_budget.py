@@ -48,7 +48,7 @@ def test_one_too_many_ends_the_run_with_the_first_cause() -> None:
 
 def test_kinds_are_counted_apart() -> None:
     budget = Notes().budget(1)
-    kinds: list[Part] = ["engine", "trainer", "buffer", "scorer"]
+    kinds: list[Part] = ["engine", "trainer", "gateway", "scorer"]
     for kind in kinds:
         restart(budget, kind, kind, f"the {kind}'s first")
     for kind in kinds:
@@ -59,10 +59,10 @@ def test_kinds_are_counted_apart() -> None:
 def test_no_restart_at_all_may_be_allowed() -> None:
     notes = Notes()
     with pytest.raises(
-        RunError, match="restarted 0 times in 6 hours, and it failed again; the first cause: buffer: gone"
+        RunError, match="restarted 0 times in 6 hours, and it failed again; the first cause: scorer: gone"
     ):
-        restart(notes.budget(0), "buffer", "buffer", "gone")
-    assert notes == [("buffer", "buffer", "gone")]
+        restart(notes.budget(0), "scorer", "scorer", "gone")
+    assert notes == [("scorer", "scorer", "gone")]
 
 
 def test_what_needs_no_restart_is_noted_and_not_counted() -> None:

@@ -48,7 +48,7 @@ def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict
     for step in range(first, taken):
         serial = step - first + 1
         candidate = Candidate(serial, prompts(1)[0], (1, 2), {"epoch": 0, "position": serial})
-        (admission,) = book.admit([candidate]).admissions
+        (admission,) = book.admit([candidate])
         book.record([rollout(f"{admission.group_id}-0")], [Outcome(f"{admission.group_id}-0", Scored(1.0))])
         assert book.take(step) is None
         book.publish(PublishRecord(step + 1, step + 1, "sum", 0.0, 0.0, 0.0, 0.0))

@@ -45,7 +45,7 @@ ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for 
 
 def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
     """Admit prompts as a run does."""
-    book = DurableLedger(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100))
+    book = DurableLedger(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100, total_steps=100))
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     for serial in range(1, count + 1):
         book.admit([Candidate(serial, loader.next(), (1,), loader.state())])
@@ -95,7 +95,9 @@ def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
     """Resume with changed data that is accepted, and admit its next prompts."""
     check_data(run, experiment, PLAN, accept_changed_data=True)
     PLAN.carry_out(run, accept_changed_data=True)
-    book = DurableLedger.begin(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100), "resume", "")
+    book = DurableLedger.begin(
+        run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100, total_steps=100), "resume", ""
+    )
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     loader.restore(book.opening().loader or {})
     for serial in range(book.journal.read(newest_serial) + 1, book.journal.read(newest_serial) + 1 + count):

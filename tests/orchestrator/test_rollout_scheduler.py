@@ -16,11 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stand_ins import (
-    BufferActors,
+    Here,
     StandInEngine,
     actors,
     client_over,
     collecting,
+    kill,
     prompts,
     rollout,
     run,
@@ -30,7 +31,9 @@ from stand_ins import (
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import open_for_reading
+from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
@@ -73,15 +76,10 @@ class Scorer:
 class Harness:
     """A scheduler with all other parts."""
 
-    def __init__(
-        self, folder: Path, engines: int, dies_at: str = "", does_it_first: bool = False, **sections: Any
-    ) -> None:
-        """``dies_at`` is the call in which the first buffer dies, before or after its work."""
+    def __init__(self, folder: Path, engines: int, **sections: Any) -> None:
         sections = {"rollout": {"group_size": 2}, "pipeline": {"groups_per_step": 2, "max_staleness": 1}} | sections
         self.spec = spec(**sections)
         self.journal = folder / "journal.db"
-        self.buffers = BufferActors(self.journal, self.spec)
-        self.buffer = self.buffers.client()
         self.client = client_over(engines, slots=self.spec.rollout.max_running_rollouts)
         self.scorer = Scorer()
         self.stream = PromptSource(PromptLoader(prompts(1000), 0, shuffle=False), Encoder())  # type: ignore[arg-type]
@@ -89,10 +87,12 @@ class Harness:
         self.spawned: list[asyncio.Task[None]] = []
         self.episodes: Any = None
         self.warned: list[str] = []
-        self.buffers.last.dies_at, self.buffers.last.does_it_first = dies_at, does_it_first
+        if self.spec.data.filter is not None:
+            self.stream.filter = PromptFilter(1, 0.0, 0)
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Open the journal, and continue the run."""
+        self.buffer, opening = await Buffer.open(self.journal, buffer_settings(self.spec), "train", limit_s=600.0)
         self.groups = RolloutScheduler(
             self.spec,
             self.buffer,
@@ -103,7 +103,7 @@ class Harness:
             self.episodes,
             self.warned.append,
         )
-        self.groups.resume(await self.buffer.open("train", "", None))
+        self.groups.resume(opening)
         self.spawned.append(tasks.create_task(self.groups.keep_full()))
         await self.settled()
 
@@ -172,7 +172,8 @@ async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterat
     """A running scheduler, which is killed at the end."""
     harness = Harness(folder, engines, **sections)
     with (
-        patch("asyncrl_cli.journal.actor.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
+        patch("asyncrl_cli.journal.buffer.Disk", Here),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
     ):
         async with asyncio.TaskGroup() as tasks, collecting(harness.client):
@@ -180,7 +181,7 @@ async def source(folder: Path, engines: int = 1, **sections: Any) -> AsyncIterat
             yield harness
             for task in harness.spawned:
                 task.cancel()
-    harness.buffers.last.die()
+    kill(harness.buffer)
 
 
 Test = Callable[[Harness], Coroutine[Any, Any, None]]
@@ -503,93 +504,17 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
     play(tmp_path, after, rollout=rollout)
 
 
-# -- a buffer that dies
-
-
-@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
-def test_an_admission_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path, does_it_first: bool) -> None:
-    async def test(harness: Harness) -> None:
-        await harness.finish(0, 1)
-        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "admit", does_it_first
-        assert await harness.train() == [0, 1]
-        assert len(harness.buffers.made) == 2
-        assert harness.ids == [f"{group_id}-{place}" for group_id in range(6) for place in range(2)]
-        await harness.finish(2, 3)
-        await harness.train()
-        assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(8)]
-
-    play(tmp_path, test)
-
-
-@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
-def test_a_reward_whose_answer_is_lost_counts_once(tmp_path: Path, does_it_first: bool) -> None:
-    async def test(harness: Harness) -> None:
-        await harness.end("0-0")
-        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "record", does_it_first
-        await harness.end("0-1")
-        assert harness.states()[0] == "finished"
-        await harness.finish(1)
-        assert await harness.train() == [0, 1]
-        assert len(harness.ids) == len(set(harness.ids)) == 12
-
-    play(tmp_path, test)
-
-
-def test_a_failure_whose_answer_is_lost_stops_the_rest_of_the_group(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
-        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "record", True
-        await harness.end(RolloutFailure("0-0", "no"))
-        assert harness.states()[0] == "rejected"
-        assert harness.engines[0].cancelled == ["0-1"]
-
-    play(tmp_path, test)
-
-
-def test_a_requeue_whose_answer_is_lost_starts_its_groups_once(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
-        await harness.finish(2, 3)
-        await harness.train()
-        await harness.finish(4, 5)
-        waiting = await harness.take()
-        assert isinstance(waiting, Waiting)
-        harness.buffers.last.dies_at, harness.buffers.last.does_it_first = "requeue", True
-        await harness.groups.requeue(waiting.overdue)
-        await harness.settled()
-        assert [state for _, state in sorted(harness.states().items())][-2:] == ["running", "running"]
-        assert harness.ids[-4:] == ["6-0", "6-1", "7-0", "7-1"]
-        assert sorted(harness.engines[0].cancelled) == ["0-0", "0-1", "1-0", "1-1"]
-
-    play(tmp_path, test, pipeline={"groups_per_step": 2, "max_staleness": 1, "on_stale": "requeue"})
-
-
-@pytest.mark.parametrize("does_it_first", [False, True], ids=["before the work", "after the work"])
-def test_the_very_first_admission_may_be_lost(tmp_path: Path, does_it_first: bool) -> None:
-    async def test(harness: Harness) -> None:
-        await harness.finish(0, 1)
-        await harness.train()
-        assert len(harness.buffers.made) == 2
-        assert [uid for _, uid in harness.table("groups", "id, uid")] == [f"p{i}" for i in range(4)]
-
-    small = {"group_size": 2, "max_running_rollouts": 4}
-    play(tmp_path, test, rollout=small, dies_at="admit", does_it_first=does_it_first)
-
-
 @pytest.mark.slow
-@given(data=st.data(), slots=st.integers(2, 8), dies_at=st.sampled_from(["", "admit"]))
+@given(data=st.data(), slots=st.integers(2, 8))
 @settings(deadline=None, max_examples=40)
-def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, slots: int, dies_at: str
+def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, slots: int
 ) -> None:
     async def disturb(harness: Harness) -> None:
-        buffer = harness.buffers.last
-        buffer.dies_at = data.draw(st.sampled_from(["", "", "admit", "record", "take", "publish"]))
-        buffer.does_it_first = data.draw(st.booleans())
-        event = data.draw(st.sampled_from(["grow", "fail", "die", "nothing"]))
+        event = data.draw(st.sampled_from(["grow", "fail", "nothing"]))
         pending = harness.client.engines[0].pending
         chosen = data.draw(st.sampled_from(sorted(pending))) if pending else ""
-        if event == "die":
-            buffer.die()
-        elif event == "grow" and chosen:
+        if event == "grow" and chosen:
             start = sum(len(part.ids) for part in pending[chosen].segments)
             await harness.engines[0].deliver(segments=[segment(chosen, start, 2)])
         elif event == "fail" and chosen:
@@ -613,24 +538,24 @@ def test_however_the_buffer_dies_every_prompt_is_trained_on_once_in_order_and_no
         assert len(harness.ids) == len(set(harness.ids)), "nothing is generated twice"
 
     rollouts = {"group_size": 2, "max_running_rollouts": slots, "max_failed_share": 1.0}
-    play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS}, dies_at=dies_at)
+    play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS})
 
 
-def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_the_buffer_died(tmp_path: Path) -> None:
-    async def test(harness: Harness) -> None:
-        prompt_filter = harness.stream.filter = PromptFilter(1, 0.0, 0)
+def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_a_resume(tmp_path: Path) -> None:
+    async def before(harness: Harness) -> None:
+        prompt_filter = harness.stream.filter
+        assert prompt_filter is not None
         harness.scorer.rule = lambda text: 0.5 if "3-" in text else 1.0
         await harness.finish(0, 3)
         await harness.end(RolloutFailure("1-0", "no"))
         assert prompt_filter.excludes("p0", 0)
         assert not prompt_filter.excludes("p3", 0), "p3 is not solved"
         assert not prompt_filter.excludes("p1", 0), "p1 has failed"
-        prompt_filter.restore({"p3": 1})
-        harness.buffers.last.die()
-        await harness.end("2-0")
-        await harness.settled()
-        assert len(harness.buffers.made) == 2
-        assert prompt_filter.excludes("p0", 0)
-        assert prompt_filter.filtered == 1, "exactly what is in the journal"
 
-    play(tmp_path, test, data={"filter": {}})
+    async def after(harness: Harness) -> None:
+        assert harness.stream.filter is not None
+        assert harness.stream.filter.excludes("p0", 0)
+        assert harness.stream.filter.filtered == 1, "exactly what is in the journal"
+
+    play(tmp_path, before, data={"filter": {}})
+    play(tmp_path, after, data={"filter": {}})

@@ -65,10 +65,9 @@ KINDS: dict[str, dict[str, Any]] = {
 FAULTS = (
     *("driver settled", "driver save", "driver publish", "driver commit", "driver last"),
     *("driver settled, driver resume", "driver save, driver resume", "driver publish, driver resume, driver resume"),
-    *("driver commit, trainer resume", "driver settled, buffer resume", "driver publish, engine resume"),
+    *("driver commit, trainer resume", "driver settled, agent resume", "driver publish, engine resume"),
     *("trainer save, driver soon", "engine settled, driver soon"),
-    *("buffer settled", "buffer commit", "buffer commit", "buffer commit", "buffer publish", "buffer save"),
-    *("buffer commit, trainer soon", "trainer settled, buffer soon", "buffer publish, buffer soon"),
+    *("driver commit", "driver commit", "driver commit, trainer soon", "trainer settled, driver soon"),
     *("trainer settled", "trainer publish", "trainer publish", "trainer save", "trainer save", "trainer commit"),
     *("trainer settled, trainer soon", "engine settled, trainer soon"),
     *("engine settled", "engine publish", "engine publish", "engine save", "engine settled, engine soon"),

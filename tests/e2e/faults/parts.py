@@ -7,10 +7,9 @@ from typing import Literal
 
 from asyncrl_cli.system.reaper import marked_processes
 
-Part = Literal["driver", "buffer", "scorer", "trainer", "engine", "core", "agent"]
+Part = Literal["driver", "scorer", "trainer", "engine", "core", "agent"]
 
 TITLES: dict[str, str] = {
-    "buffer": "ray::Buffer",
     "scorer": "ray::RewardActor",
     "trainer": "ray::TrainerWorker",
     "engine": "ray::RolloutWorker",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -19,19 +17,16 @@ from buffer_stand_ins import (
     contents,
     group_outcomes,
     group_rollouts,
-    part,
     pieces,
     publish_record,
     rollout,
-    tokens,
 )
 
-from asyncrl_cli.journal import actor
-from asyncrl_cli.journal.actor import Buffer
+from asyncrl_cli.journal import buffer as subject
+from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.file import Statement
 from asyncrl_cli.journal.schema import FILE, JournalError
-from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRecord, Taken, Waiting
 from asyncrl_cli.records.rewards import RewardFailure
 
@@ -40,15 +35,10 @@ LIMIT_S = 120.0
 NEVER_S = 1e6
 
 
-@pytest.fixture(autouse=True)
-def _no_redirection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "redirect_output", lambda log_dir, name: None)
-
-
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """No commit is delayed."""
-    monkeypatch.setattr(actor, "LAZY_S", 0.0)
+    monkeypatch.setattr(subject, "LAZY_S", 0.0)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -56,9 +46,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 
 
 async def opened(folder: Path, settings: BufferSettings = SETTINGS, kind: str = "train") -> Buffer:
-    buffer = Buffer(str(folder / FILE), settings, str(folder))
-    await buffer.open(kind)
-    return buffer
+    return (await Buffer.open(folder / FILE, settings, kind, limit_s=LIMIT_S))[0]
 
 
 def opening_of(folder: Path, settings: BufferSettings = SETTINGS) -> Opening:
@@ -103,11 +91,13 @@ class Gate:
 
 # -- commits in groups
 
+settings_of_50 = replace(SETTINGS, groups_per_step=50)
+
 
 @pytest.mark.usefixtures("at_once")
 def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
     async def test() -> None:
-        buffer = await opened(tmp_path, replace(SETTINGS, groups_per_step=50))
+        buffer = await opened(tmp_path, settings_of_50)
         await buffer.admit(candidates(1, 100))
         gate = Gate(buffer)
         (first,) = await started(buffer.record(group_rollouts(0), [], []))
@@ -117,14 +107,14 @@ def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
         assert not first.done()
         gate.release()
         await first
-        found = opening_of(tmp_path, buffer._settings)
+        found = opening_of(tmp_path, settings_of_50)
         assert [group.admission.group_id for group in found.groups if group.unscored] == [0]
         await gate.begun()
         assert not any(task.done() for task in [*others, failure])
         gate.release()
         await asyncio.gather(*others, failure)
         assert len(gate.commits) == 2
-        found = opening_of(tmp_path, buffer._settings)
+        found = opening_of(tmp_path, settings_of_50)
         assert [group.admission.group_id for group in found.groups if group.unscored] == list(range(50))
 
     run(test())
@@ -133,7 +123,7 @@ def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
 def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(actor, "LAZY_S", NEVER_S)
+    monkeypatch.setattr(subject, "LAZY_S", NEVER_S)
 
     async def test() -> None:
         buffer = await opened(tmp_path)
@@ -157,8 +147,8 @@ def test_a_commit_without_a_waiting_caller_is_delayed_until_there_is_one(
 
 
 def test_many_notes_are_committed_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actor, "LAZY_S", NEVER_S)
-    monkeypatch.setattr(actor, "MANY", 6)
+    monkeypatch.setattr(subject, "LAZY_S", NEVER_S)
+    monkeypatch.setattr(subject, "MANY", 6)
 
     async def test() -> None:
         buffer = await opened(tmp_path)
@@ -176,7 +166,7 @@ def test_a_call_without_notes_returns_at_once(tmp_path: Path) -> None:
         await with_one_step(buffer)
         gate = Gate(buffer)
         assert (await buffer.batch(0)).step == 0
-        assert (await buffer.admit([])).admissions == ()
+        assert await buffer.admit([]) == ()
         assert isinstance(await buffer.take(1, 0.0), Waiting)
         await buffer.prune(5)
         assert not gate.commits
@@ -259,7 +249,7 @@ def test_a_disk_that_is_full_is_an_error_and_loses_nothing(tmp_path: Path) -> No
         for call in (buffer.record([big], [], []), buffer.admit(candidates(9, 1)), buffer.batch(0)):
             with pytest.raises(JournalError, match="disk is full"):
                 await call
-        again = await opened(tmp_path, kind="restart")
+        again = await opened(tmp_path, kind="resume")
         assert content(await again.batch(0)) == batch
         await again.record([big], [], [])
         assert contents(opening_of(tmp_path).groups[0].unscored[0]) == contents(big)
@@ -308,9 +298,7 @@ def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
         assert [contents(r) for r in taken.batch.groups[1].rollouts] == [contents(r) for r in group_rollouts(2)]
         assert (taken.counts.taken, taken.counts.running) == (2, 2)
         assert opening_of(tmp_path).step == 1
-        again = await buffer.take(0, 0.0)
-        assert isinstance(again, Taken)
-        assert content(again.batch) == content(await buffer.batch(0)) == content(taken.batch)
+        assert content(await buffer.batch(0)) == content(taken.batch)
 
     run(test())
 
@@ -319,7 +307,6 @@ def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
 def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
-        await buffer.admit(candidates(1, 4))
         waiting = await buffer.take(0, 0.0)
         assert isinstance(waiting, Waiting)
         assert (waiting.reason, waiting.overdue) == ("only 0 of 2 groups have finished", ())
@@ -327,7 +314,7 @@ def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
         (taking,) = await started(buffer.take(1, NEVER_S))
         await buffer.record([], [], [Outcome("2-0", RewardFailure("the engine refused"))])
         assert not taking.done()
-        assert (await buffer.admit(candidates(5, 3))).serial == 7
+        await buffer.admit(candidates(5, 3))
         for group_id in (3, 4):
             await buffer.record(group_rollouts(group_id), [], group_outcomes(group_id))
         assert isinstance(await taking, Taken)
@@ -369,51 +356,34 @@ def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
     run(test())
 
 
-# -- a real actor
+# -- a disk that does not answer, and the end
 
 
-@pytest.mark.stack
-def test_a_killed_buffer_has_everything_it_acknowledged(tmp_path: Path) -> None:
-    from asyncrl_cli.orchestrator.cluster import ray_cluster
-    from asyncrl_cli.spec.sections import ExperimentSpec
+def test_a_disk_that_does_not_answer_ends_the_run_in_bounded_time_and_holds_nothing_else_up(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer, _ = await Buffer.open(tmp_path / FILE, SETTINGS, "train", limit_s=0.2)
+        gate = Gate(buffer)
+        with pytest.raises(JournalError, match="the disk has not answered for 0 s") as caught:
+            await buffer.admit(candidates(1, 1))
+        assert caught.value.location == str(tmp_path / FILE)
+        assert "asyncrl resume" in caught.value.hint
+        with pytest.raises(JournalError, match="has not answered"):
+            await buffer.failed("engine", "engine-0", "went away")
+        gate.release()
 
-    smallest = {"model": {"path": "org/model"}, "task": {"use": "chain_sum"}, "stop": {"steps": 10}}
-    settings = replace(SETTINGS, groups_per_step=100)
-    acknowledged: dict[str, Rollout] = {}
-    half = rollout("0-0", [0] * 8)
-    logs = tmp_path / "logs"
-    logs.mkdir()
+    run(test())
 
-    with ray_cluster(ExperimentSpec.model_validate(smallest), logs):
-        import ray  # Ray reads its settings, including the token, when it is imported
-        from ray.exceptions import RayActorError
 
-        for life, kind in enumerate(("train", "restart", "restart", "resume")):
-            buffer = ray.remote(Buffer).options(num_cpus=0).remote(str(tmp_path / FILE), settings, str(logs))
-            opening = ray.get(buffer.open.remote(kind), timeout=LIMIT_S)
-            found = {r.rollout_id: r for group in opening.groups for r in group.unscored.values()}
-            assert {name: contents(r) for name, r in found.items() if name in acknowledged} == {
-                name: contents(r) for name, r in acknowledged.items()
-            }
-            if life == 0:
-                ray.get(buffer.admit.remote(candidates(1, 200)), timeout=LIMIT_S)
-                ray.get(buffer.record.remote([], pieces(half), []), timeout=LIMIT_S)
-            else:
-                prefix = opening.groups[0].prefixes[0][0]
-                assert [tokens(part(half, s.start, s.end)) for s in prefix] == [tokens(half)]
-                assert len(opening.groups) == 200
-            pid = ray.get(buffer.pid.remote(), timeout=LIMIT_S)
-            # Many calls are in flight, and the actor is killed as soon as some are answered.
-            sent = {
-                buffer.record.remote([one], [], []): one
-                for one in (rollout(f"{group_id}-1", [0] * 2000) for group_id in range(life * 50, life * 50 + 50))
-            }
-            ray.wait(list(sent), num_returns=5, timeout=LIMIT_S)
-            os.kill(pid, signal.SIGKILL)
-            for call, one in sent.items():
-                try:
-                    ray.get(call, timeout=LIMIT_S)
-                except RayActorError:
-                    continue
-                acknowledged[one.rollout_id] = one
-        assert acknowledged
+def test_a_closed_journal_is_one_file_and_answers_no_call(tmp_path: Path) -> None:
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        admitting = asyncio.create_task(buffer.admit(candidates(1, 2)))
+        await asyncio.sleep(0)
+        await buffer.close()
+        assert len(await admitting) == 2
+        assert [found.name for found in tmp_path.iterdir()] == [FILE]
+        assert len(opening_of(tmp_path).groups) == 2
+        with pytest.raises(JournalError, match="the journal is closed"):
+            await buffer.failed("engine", "engine-0", "went away")
+
+    run(test())

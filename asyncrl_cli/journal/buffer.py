@@ -1,0 +1,296 @@
+"""The buffer: a run's ledger and journal, in the driver's process.
+
+A call is answered after everything that it noted has been committed (decision 0013). Commits run one after another in a
+separate thread, and calls that arrive during a commit share the next one, so a higher load needs fewer commits a call.
+When a commit fails, its calls and all later ones raise its ``JournalError``.
+
+Invariant: after ``open`` the event loop alone uses the ledger and the notes, and the journal's thread alone uses the
+file. So a slow disk does not stop the loop, and no lock is needed (decision 0090).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, ParamSpec, Self, TypeVar
+
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.file import Statement
+from asyncrl_cli.journal.schema import JournalError
+from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
+from asyncrl_cli.records.groups import (
+    Admission,
+    BufferSettings,
+    Candidate,
+    Opening,
+    Outcome,
+    PublishRecord,
+    Settled,
+    StepRecord,
+    Taken,
+    Waiting,
+)
+from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.runs.checkpoints import complete_checkpoints
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LAZY_S = 0.1
+"""Seconds by which a commit may be delayed if nothing waits for it, so that several calls share it."""
+MANY = 500
+"""With this many notes, a commit is not delayed."""
+PATIENCE_S = 2.0
+"""Seconds after which ``take`` reports what the batch waits for."""
+CLOSE_S = 10.0
+"""Seconds that closing the journal may take."""
+
+
+class Disk:
+    """A thread that runs functions one after another, each for at most ``limit_s`` seconds.
+
+    It is a daemon: a process must be able to end although its disk hangs.
+    """
+
+    def __init__(self, path: Path, limit_s: float) -> None:
+        self._path = path
+        self._limit_s = limit_s
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        Thread(target=self._work, name="journal", daemon=True).start()
+
+    async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """The result of a function that reads or writes the journal. Raises ``JournalError`` after ``limit_s``."""
+        job: Future[T] = Future()
+        self._jobs.put((job, partial(function, *arguments, **named)))
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(job), self._limit_s)
+        except TimeoutError:
+            raise JournalError(
+                f"the disk has not answered for {self._limit_s:.0f} s",
+                location=str(self._path),
+                hint="check the disk, then `asyncrl resume`: everything acknowledged is in the journal",
+            ) from None
+
+    def stop(self) -> None:
+        """End the thread after the jobs it has."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (item := self._jobs.get()) is not None:
+            job, function = item
+            if job.set_running_or_notify_cancel():
+                try:
+                    job.set_result(function())
+                except BaseException as error:
+                    job.set_exception(error)
+            del item, job, function  # a result may be a large batch
+
+
+class Buffer:
+    """Admits groups, records what becomes of them, and gives batches; what it has answered is on disk."""
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path,
+        settings: BufferSettings,
+        kind: str,
+        note: str = "",
+        base: Mapping[str, Any] | None = None,
+        *,
+        limit_s: float,
+    ) -> tuple[Self, Opening]:
+        """Open the journal as ``kind`` (``train``, ``resume``), and read the run's state. Raises ``JournalError``.
+
+        ``limit_s``: seconds that one operation of the disk may take.
+        """
+
+        def begin() -> tuple[DurableLedger, Opening]:
+            book = DurableLedger.begin(path, settings, kind, note, base)
+            return book, book.opening()
+
+        disk = Disk(path, limit_s)
+        try:
+            book, opening = await disk.run(begin)
+        except BaseException:
+            disk.stop()
+            raise
+        return cls(path, book, disk), opening
+
+    def __init__(self, path: Path, book: DurableLedger, disk: Disk) -> None:
+        """Use ``open``."""
+        self._path = path
+        self._book = book
+        self._disk = disk
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._committing: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._asked = False
+        self._urgent = asyncio.Event()
+        self._broken: Exception | None = None
+        self._busy_s = 0.0
+
+    def room(self) -> int:
+        """Number of groups that may be admitted now."""
+        return self._book.ledger.room()
+
+    async def admit(self, candidates: Sequence[Candidate]) -> tuple[Admission, ...]:
+        """Admit these prompts. Raises ``LedgerError`` if there is no ``room`` for all of them."""
+        admissions = self._book.admit(candidates)
+        # Commit before the answer: no token may be generated for a group that a kill could remove (decision 0013).
+        await self._commit()
+        return admissions
+
+    async def record(
+        self,
+        rollouts: Sequence[Rollout] = (),
+        segments: Sequence[Segment] = (),
+        outcomes: Sequence[Outcome] = (),
+        requests: Sequence[EngineRequest] = (),
+    ) -> Settled:
+        """Record finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and
+        requests that have left their engines. Returns the groups that the outcomes have ended."""
+        self._book.journal.requested(requests)
+        self._book.grown(segments)
+        settled = self._book.record(rollouts, outcomes)
+        self._changed.set()
+        await self._commit(LAZY_S)
+        return settled
+
+    async def take(self, step: int, patience_s: float = PATIENCE_S) -> Taken | Waiting:
+        """The batch of a step, or after ``patience_s`` seconds what it waits for."""
+        deadline = time.monotonic() + patience_s
+        while (waiting := self._book.take(step)) is not None:
+            left = deadline - time.monotonic()
+            if waiting.overdue or left <= 0 or self._broken is not None:
+                await self._commit()
+                return waiting
+            self._changed.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left)
+        # Read from the file, not from memory: training, replay and resume must read the same bytes (decision 0013).
+        return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
+
+    async def batch(self, step: int) -> TrainingBatch:
+        """A batch that was taken, from the journal."""
+        await self._commit()  # before it is trained: no other file may have a later step than the journal
+        return await self._disk.run(self._book.journal.batch, step)
+
+    async def requeue(self, group_ids: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Abandon overdue groups and start their prompts again; returns (old index, new index, version) for each."""
+        started = self._book.requeue(group_ids)
+        self._changed.set()
+        await self._commit()
+        return started
+
+    async def trained(self, record: StepRecord) -> None:
+        """Record a trained step."""
+        self._book.journal.trained(record)
+        await self._commit(LAZY_S)
+
+    async def publish(self, record: PublishRecord) -> None:
+        """Record that every serving engine has proved a version."""
+        self._book.publish(record)
+        self._changed.set()
+        await self._commit()
+
+    async def fallback(self, step: int) -> dict[str, Any]:
+        """The state that the checkpoint of ``step`` stores, to resume from it without the journal."""
+        await self._commit()
+        return await self._disk.run(self._book.fallback, step)
+
+    async def checkpointed(self, step: int, folder: str, seconds: float, removed: Sequence[int] = ()) -> None:
+        """Record that a checkpoint is complete, and that older ones (``removed``) are deleted."""
+        self._book.journal.checkpointed(step, folder, seconds)
+        for old in removed:
+            self._book.journal.checkpoint_removed(old)
+        await self._commit()
+
+    async def evaluated(self, result: Mapping[str, Any]) -> None:
+        """Record an evaluation (the fields of ``monitors.base.EvaluationResult``)."""
+        self._book.journal.evaluated(result)
+        await self._commit(LAZY_S)
+
+    async def failed(self, kind: str, part: str, message: str) -> None:
+        """Record a failure, whether or not the run continues."""
+        self._book.journal.failed(kind, part, message)
+        await self._commit(LAZY_S)
+
+    async def engine_changed(self, engine: str, change: str, reason: str) -> None:
+        """Record that an engine began to serve (``join``), or left (``leave``)."""
+        self._book.journal.engine_changed(engine, change, reason)
+        await self._commit(LAZY_S)
+
+    async def prune(self, checkpoints: int) -> None:
+        """Delete, in small commits, the tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint
+        on disk needs."""
+        await self._commit()
+        before = await self._disk.run(self._needed_from, checkpoints)
+        while await self._disk.run(self._book.journal.prune, before):
+            await self._commit()
+
+    async def close(self) -> None:
+        """Write everything into the one file, and close it, in bounded time. Later calls raise ``JournalError``."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await self._commit()
+        finally:
+            closed = JournalError("the journal is closed", location=str(self._path), hint="`asyncrl resume`")
+            self._broken = self._broken or closed
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self._disk.run(self._book.journal.close)
+            finally:
+                self._disk.stop()
+
+    def _needed_from(self, checkpoints: int) -> int:
+        on_disk = [found.step for found in complete_checkpoints(self._path.parent / "checkpoints")]
+        return self._book.journal.needed_from(checkpoints, on_disk)
+
+    async def _commit(self, patience_s: float = 0.0) -> None:
+        """Return when everything noted so far is on disk. The commit may wait ``patience_s`` seconds for other calls
+        that share it."""
+        if self._broken is not None:
+            raise self._broken
+        self._asked = True
+        if not patience_s or self._book.journal.notes >= MANY:
+            self._urgent.set()
+        wanted = self._next
+        if self._committing is None or self._committing.done():
+            self._committing = asyncio.create_task(self._commit_all())
+        await asyncio.shield(wanted)
+
+    async def _commit_all(self) -> None:
+        while self._asked:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._urgent.wait(), LAZY_S)
+            self._urgent.clear()
+            self._asked = False
+            # Take the notes and their waiting calls together: a call that notes more from now on waits for the next
+            # commit.
+            statements = self._book.journal.noted()
+            done, self._next = self._next, asyncio.get_running_loop().create_future()
+            try:
+                if statements:
+                    self._busy_s += await self._disk.run(self._timed_commit, statements)
+            except Exception as error:
+                # Memory is ahead of the disk now, so this buffer answers no further call (decision 0013).
+                self._broken = error
+                for waiting in (done, self._next):
+                    waiting.set_exception(error)
+                    waiting.exception()  # marks the error as retrieved: it may have no caller, and asyncio would log it
+                self._changed.set()
+                return
+            done.set_result(None)
+
+    def _timed_commit(self, statements: list[Statement]) -> float:
+        started = time.monotonic()
+        self._book.journal.commit(statements)
+        return time.monotonic() - started
