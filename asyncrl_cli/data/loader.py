@@ -13,7 +13,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.seeds import derive_fraction
@@ -61,9 +61,7 @@ class PromptLoader:
         self._seed = seed
         self._shuffle = shuffle
         self._stages = (*stages, Stage(range(len(prompts))))
-        self._epoch = 0
-        self._position = 0
-        self._begin_epoch()
+        self._begin(epoch=0)
 
     def __len__(self) -> int:
         """Prompts in the present epoch."""
@@ -80,9 +78,7 @@ class PromptLoader:
         Raises ``DataError`` for a row that is not a prompt; the next call continues after it.
         """
         if self._position == self._length:
-            self._epoch += 1
-            self._position = 0
-            self._begin_epoch()
+            self._begin(self._epoch + 1)
         self._position += 1
         return self.newest()
 
@@ -103,8 +99,7 @@ class PromptLoader:
                 hint="resume with the data the run was started with",
             )
         if epoch != self._epoch:
-            self._epoch = epoch
-            self._begin_epoch()
+            self._begin(epoch)
         self._position = position
 
     def newest(self) -> Prompt:
@@ -120,10 +115,11 @@ class PromptLoader:
             epoch -= epochs
         raise AssertionError("the last stage has no end")
 
-    def _begin_epoch(self) -> None:
-        stage, epoch = self._stage_of(self._epoch)
+    def _begin(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 0
+        stage, within = self._stage_of(epoch)
         self._indices = self._order(stage.rows)
-        self._length = stage.length(epoch)
+        self._length = stage.length(within)
 
     def _order(self, rows: Sequence[int]) -> Sequence[int]:
         """The current epoch's order of a stage's rows."""
@@ -209,8 +205,12 @@ def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
     lazily = prompts.field(field) if isinstance(prompts, ArrowPrompts) else (p.fields.get(field) for p in prompts)
     found = []
     for row, value in enumerate(lazily):
-        number = _number(value)
-        if number is None:
+        try:
+            # A CSV file has only texts.
+            number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             fault = "missing" if value is None else f"{value!r}, which is not a number"
             raise DataError(
                 f"prompt {prompts[row].uid!r}: `{field}` is {fault}",
@@ -219,14 +219,3 @@ def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
             )
         found.append(number)
     return found
-
-
-def _number(value: Any) -> float | None:
-    """The value of a number, or of a text: a CSV file has only texts."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
