@@ -6,19 +6,17 @@ because estimating them takes seconds: its result is a lower bound, and a run wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
+from asyncrl_cli.sizing.estimate import Estimate, estimate, excesses
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import GB, Device, shown
-from asyncrl_cli.sizing.remedies import Remedy, remedies
+from asyncrl_cli.sizing.parts import GB, Device, Role, shown
+from asyncrl_cli.sizing.remedies import remedies
 from asyncrl_cli.spec.sections import ExperimentSpec
-
-CHECK = "memory with weights"
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> Result:
@@ -29,13 +27,21 @@ def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: boo
     if not thorough:
         model = replace(model, activations=lambda *_: 0)
     found = estimate_memory(spec, model)
-    text = "\n".join(device_line(device) for device in found.devices)
-    problems = excesses(spec, found)
-    refuse(spec, model, problems)
-    if not problems:
+    refused, warned = memory_problems(spec, model, found)
+    if refused is not None:
+        raise refused
+    text = "\n".join(map(_line, found.devices))
+    if not warned:
         return text
-    hint = "; ".join(filter(None, (_set(_remedies(spec, model, problem)) for problem in problems)))
-    return Warned("\n".join([text, *(problem.message for problem in problems)]), hint)
+    return Warned("\n".join([text, *(one.found for one in warned)]), "; ".join(one.hint for one in warned if one.hint))
+
+
+def _line(device: Device) -> str:
+    """A GPU or host in one line, with its largest parts first."""
+    of = f" of {shown(device.capacity)}" if device.capacity is not None else ""
+    count = f"{device.count} × " if device.count > 1 else ""
+    parts = sorted(device.parts, key=lambda part: -part.bytes)
+    return f"{count}{device.name}: {shown(device.total)}{of} ({', '.join(f'{p.name} {shown(p.bytes)}' for p in parts)})"
 
 
 def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None = None) -> Estimate:
@@ -50,31 +56,26 @@ def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | No
     return estimate(spec, model, gpu_bytes, host_bytes)
 
 
-def refuse(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> None:
-    """Raise ``ConfigError`` for the first problem that makes every run fail; its hint says what to change."""
-    for problem in problems:
-        if problem.cannot:
-            key, advice = _advice(spec, problem.device)
-            found = _remedies(spec, model, problem)
-            hint = _set(found)
-            if problem.device.role == "host" or not found:
-                hint = "; ".join(filter(None, [advice, hint]))
+def memory_problems(
+    spec: ExperimentSpec, model: SizedModel, found: Estimate
+) -> tuple[ConfigError | None, list[Warned]]:
+    """The first problem with which every run fails, and those with which a run may fail; hints say what to change."""
+    refused, warned = None, []
+    for problem in excesses(spec, found):
+        again = partial(estimate_memory, model=model, gpu_bytes=problem.device.gpu)
+        helpful = remedies(spec, problem, again, model.kv_heads)
+        hint = f"set {', or '.join(map(str, helpful))}" if helpful else ""
+        if not problem.cannot:
+            warned.append(Warned(problem.message, hint))
+        elif refused is None:
+            if problem.device.role is Role.HOST or not helpful:
+                key, advice = _advice(spec, problem.device)
+                hint = f"{advice}; {hint}" if hint else advice
             else:
-                key = next(iter(found[0].change))
-            raise ConfigError(f"the run does not fit into memory: {problem.message}", location=key, hint=hint)
-
-
-def warnings(spec: ExperimentSpec, model: SizedModel, problems: list[Excess]) -> list[tuple[str, str]]:
-    """Message and hint of each problem that may make a run fail."""
-    return [(problem.message, _set(_remedies(spec, model, problem))) for problem in problems if not problem.cannot]
-
-
-def device_line(device: Device) -> str:
-    """A GPU or host in one line, with its largest parts first."""
-    of = f" of {shown(device.capacity)}" if device.capacity is not None else ""
-    count = f"{device.count} × " if device.count > 1 else ""
-    parts = sorted(device.parts, key=lambda part: -part.bytes)
-    return f"{count}{device.name}: {shown(device.total)}{of} ({', '.join(f'{p.name} {shown(p.bytes)}' for p in parts)})"
+                key = next(iter(helpful[0].change))
+            message = f"the run does not fit into memory: {problem.message}"
+            refused = ConfigError(message, location=key, hint=hint)
+    return refused, warned
 
 
 def installed_gpu_memory() -> int | None:
@@ -84,15 +85,6 @@ def installed_gpu_memory() -> int | None:
         return min((int(line) * 2**20 for line in answer.split()), default=None)
     except ValueError:
         return None
-
-
-def _remedies(spec: ExperimentSpec, model: SizedModel, problem: Excess) -> list[Remedy]:
-    gpu = problem.device.gpu
-    return remedies(spec, problem, lambda changed: estimate_memory(changed, model, gpu), model.kv_heads)
-
-
-def _set(found: Sequence[Remedy]) -> str:
-    return f"set {', or '.join(map(str, found))}" if found else ""
 
 
 def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:

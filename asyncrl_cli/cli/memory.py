@@ -53,28 +53,23 @@ def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
 
 
 def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
-    """Estimate a spec's memory; ``config_folder`` is that of ``model_config``."""
-    from asyncrl_cli.checks.memory import estimate_memory, refuse, warnings
-    from asyncrl_cli.sizing.estimate import excesses
+    """Estimate a spec's memory; ``config_folder``: as for ``model_config``."""
+    from asyncrl_cli.checks.memory import estimate_memory, memory_problems
     from asyncrl_cli.sizing.model import size_model
 
     try:
         model = size_model(spec, model_config(spec, config_folder))
         estimate = estimate_memory(spec, model, gpu_bytes)
-        problems = excesses(spec, estimate)
-        document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": []}
-        text = table(spec, model, estimate)
-        noted = warnings(spec, model, problems)
-        document["problems"] = [{"severity": "warning", "message": m, "hint": hint} for m, hint in noted]
-        diagnostics = [diagnostic("warning", message, "", hint) for message, hint in noted]
-        try:
-            refuse(spec, model, problems)
-        except ConfigError as error:
-            document["problems"] = [_problem(error), *document["problems"]]
-            return MemoryAnswer(False, text, (*diagnostics, error.diagnostic()), document)
+        refused, warned = memory_problems(spec, model, estimate)
     except ConfigError as error:
         return MemoryAnswer(False, "", (error.diagnostic(),), {"problems": [_problem(error)]})
-    return MemoryAnswer(True, text, tuple(diagnostics), document)
+    problems = [{"severity": "warning", "message": one.found, "hint": one.hint} for one in warned]
+    diagnostics = [diagnostic("warning", one.found, hint=one.hint) for one in warned]
+    if refused is not None:
+        problems.insert(0, _problem(refused))
+        diagnostics.append(refused.diagnostic())
+    document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": problems}
+    return MemoryAnswer(refused is None, table(spec, model, estimate), tuple(diagnostics), document)
 
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:

@@ -24,19 +24,13 @@ class LinearIteration:
 @dataclass(frozen=True, slots=True)
 class EngineCost:
     """An engine. A decode iteration of n sequences with C tokens of context takes
-    ``iteration(n) + per_context_token_s·C``.
-
-    Attributes:
-        prefill_s: seconds to read a token of a prompt. All sequences of the engine wait meanwhile.
-        kv_tokens: tokens for which the key-value cache has room; None where that is never reached.
-        beside_trainer: by what share an iteration is longer while the trainer trains; 0 where they share no processors.
-    """
+    ``iteration(n) + per_context_token_s·C``."""
 
     iteration: Callable[[int], float]
     per_context_token_s: float = 0.0
-    prefill_s: float = 0.0
-    kv_tokens: int | None = None
-    beside_trainer: float = 0.0
+    prefill_s: float = 0.0  # to read a token of a prompt; all sequences of the engine wait meanwhile
+    kv_tokens: int | None = None  # that the key-value cache has room for; None where that is never reached
+    beside_trainer: float = 0.0  # share by which an iteration is longer while the trainer trains on its processors
 
 
 def seconds_of(base_s: float, growth_s: float, iterations: float) -> float:
@@ -52,18 +46,13 @@ def iterations_in(base_s: float, growth_s: float, seconds: float) -> float:
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
     """A training step: ``per_step_s + per_token_s · tokens in the loss``. The second term is at least
-    ``longest_token_s · tokens of the longest sequence``, which no number of ranks makes shorter.
-
-    Attributes:
-        trained_share: share of a batch's tokens that are in the loss.
-        beside_engines: by what share a step is longer while engines generate; 0 where they share no processors.
-    """
+    ``longest_token_s · tokens of the longest sequence``, which no number of ranks makes shorter."""
 
     per_step_s: float
     per_token_s: float
-    trained_share: float = 1.0
+    trained_share: float = 1.0  # of a batch's tokens, that are in the loss
     longest_token_s: float = 0.0
-    beside_engines: float = 0.0
+    beside_engines: float = 0.0  # share by which a step is longer while engines generate on its processors
 
     def seconds(self, tokens: int, longest: int) -> float:
         """Seconds of a step on rollouts of so many tokens, prompts included, while engines are idle. ``longest``: the
@@ -92,21 +81,12 @@ class PublishCost:
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """Seconds of a run that are neither generation, training nor a publish.
+    """Seconds of a run that are neither generation, training nor a publish."""
 
-    Attributes:
-        start_s: from a group's admission to the start of its requests.
-        settle_s: from the delivery of a group's last rollout until the ledger counts the group as finished (rewards,
-            the journal).
-        step_s: from a step's end until the trainer asks for the next batch.
-        deliver_s: from a rollout's last token until the driver has the rollout, and another may start (engines deliver
-            in bulk).
-    """
-
-    start_s: float = 0.0
-    settle_s: float = 0.0
-    step_s: float = 0.0
-    deliver_s: float = 0.0
+    start_s: float = 0.0  # from a group's admission to the start of its requests
+    settle_s: float = 0.0  # from the delivery of a group's last rollout until it counts as finished (rewards, journal)
+    step_s: float = 0.0  # from a step's end until the trainer asks for the next batch
+    deliver_s: float = 0.0  # from a rollout's last token until the driver has it (engines deliver in bulk)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,21 +58,17 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A run's lengths and costs.
-
-    Attributes:
-        engine: None where the journal has no engine requests. A simulated rollout then takes as long as the recorded
-            one, whatever runs beside it.
-        concurrency: the most rollouts that ran at once.
-    """
+    """A run's lengths and costs."""
 
     settings: BufferSettings
     groups: tuple[GroupLengths, ...]
     costs: Costs
+    # None where the journal has no engine requests. A simulated rollout then takes as long as the recorded one,
+    # whatever runs beside it.
     engine: EngineFit | None
     trainer: TrainerFit
     observed: Observed
-    concurrency: int
+    concurrency: int  # the most rollouts that ran at once
 
 
 def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:

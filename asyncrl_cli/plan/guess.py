@@ -63,24 +63,15 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The numbers of a model that its speed follows from.
-
-    Attributes:
-        parameters: all weights.
-        active: weights that a token uses, without the input embeddings.
-        attention: query heads · width of a head, of one layer. The cost of contexts is proportional to it.
-        cache_bytes: bytes of a token's keys and values in all layers.
-        experts: weights of all routed experts; 0 in a dense model.
-        chosen: share of the routed experts that a token uses.
-    """
+    """The numbers of a model that its speed follows from."""
 
     parameters: float
-    active: float
+    active: float  # weights that a token uses, without the input embeddings
     layers: int
-    attention: int
-    cache_bytes: float
-    experts: float = 0.0
-    chosen: float = 1.0
+    attention: int  # query heads · width of a head, of one layer; the cost of contexts is proportional to it
+    cache_bytes: float  # of a token's keys and values in all layers
+    experts: float = 0.0  # weights of all routed experts; 0 in a dense model
+    chosen: float = 1.0  # share of the routed experts that a token uses
 
     def read(self, tokens: int) -> float:
         """Weights that an iteration of so many tokens reads: the dense ones and the experts that any of them chose."""

@@ -39,21 +39,13 @@ Groups = Sequence[GroupLengths]
 
 @dataclass(frozen=True, slots=True)
 class LengthModel:
-    """Response lengths that are log-normal, and truncated.
+    """Response lengths that are log-normal, and truncated."""
 
-    Attributes:
-        mean: of the truncated lengths.
-        sigma: standard deviation of their logarithms, before they are truncated.
-        cut: the length at which responses are truncated.
-        prompt: tokens of every prompt.
-        correlation: of the logarithms within a group, 0 to 1.
-    """
-
-    mean: float
-    sigma: float
-    cut: int
-    prompt: int = 0
-    correlation: float = 0.3
+    mean: float  # of the truncated lengths
+    sigma: float  # standard deviation of their logarithms, before they are truncated
+    cut: int  # the length at which responses are truncated
+    prompt: int = 0  # tokens of every prompt
+    correlation: float = 0.3  # of the logarithms within a group, 0 to 1
 
     def groups(self, number: int, group_size: int) -> tuple[GroupLengths, ...]:
         """So many groups, the same at every call. Their mean is ``mean``, up to rounding, where the cut allows it."""

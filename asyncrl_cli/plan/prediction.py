@@ -109,25 +109,15 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted for a scenario.
-
-    Attributes:
-        outcome: what its simulation gives.
-        sync: the same with ``max_staleness`` 0, where trainer and engines work in turns.
-        lengths: ``describe`` of its rollouts.
-        bound: its ``max_staleness``.
-        bounds: seconds of a step by ``max_staleness``.
-        savings: share of a step's time that improving a part saves (``IMPROVED``).
-        changes: other settings that save noticeable time, the best first.
-    """
+    """What is predicted for a scenario."""
 
     outcome: Outcome
-    sync: Outcome
-    lengths: Mapping[str, float]
-    bound: int
-    bounds: Mapping[int, float]
-    savings: Mapping[Part, float]
-    changes: tuple[Change, ...]
+    sync: Outcome  # the same with ``max_staleness`` 0, where trainer and engines work in turns
+    lengths: Mapping[str, float]  # ``describe`` of its rollouts
+    bound: int  # its ``max_staleness``
+    bounds: Mapping[int, float]  # seconds of a step by ``max_staleness``
+    savings: Mapping[Part, float]  # share of a step's time that improving a part saves (``IMPROVED``)
+    changes: tuple[Change, ...]  # other settings that save noticeable time, the best first
 
     @property
     def ratio_to_sync(self) -> float:

@@ -51,26 +51,19 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """An allocation and its simulation.
-
-    Attributes:
-        trainer_memory: share of its GPU's memory that a trainer rank takes; None where that is not known.
-        kv_tokens: how many tokens an engine's cache has room for; None where that is not known.
-    """
+    """An allocation and its simulation."""
 
     allocation: Allocation
     outcome: Outcome
-    trainer_memory: float | None
-    kv_tokens: int | None
+    trainer_memory: float | None  # share of its GPU's memory that a trainer rank takes; None where not known
+    kv_tokens: int | None  # that an engine's cache has room for; None where not known
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The best allocations, the fastest first, and how many were simulated and how many did not fit into memory."""
-
-    best: tuple[Candidate, ...]
+    best: tuple[Candidate, ...]  # the fastest first
     simulated: int
-    too_large: int
+    too_large: int  # allocations that do not fit into memory
 
 
 ScenarioOf = Callable[[ExperimentSpec, int | None], Scenario]

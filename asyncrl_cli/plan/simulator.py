@@ -32,22 +32,15 @@ WeightUpdate = Literal["keep", "recompute", "drain"]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated.
+    """What is simulated."""
 
-    Attributes:
-        settings: the ledger's; ``total_steps`` is replaced by the steps that are simulated.
-        engines: their number.
-        slots: sequences that an engine runs at once.
-        partial_rollouts: engines stop when a batch is complete, and generate again with the new weights.
-    """
-
-    settings: BufferSettings
+    settings: BufferSettings  # the ledger's; ``total_steps`` is replaced by the steps that are simulated
     groups: Groups
     costs: Costs
     engines: int = 1
-    slots: int = 256
+    slots: int = 256  # sequences that an engine runs at once
     weight_update: WeightUpdate = "keep"
-    partial_rollouts: bool = False
+    partial_rollouts: bool = False  # engines stop when a batch is complete, and go on with the new weights
 
     def scaled(self, share: float) -> Scenario:
         """A smaller run, whose steps take as long and are simulated faster: it has ``share`` of the engines, of the
@@ -66,29 +59,20 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the simulated steps were like, without those in which the buffer fills.
-
-    Attributes:
-        step_s: mean seconds of a step.
-        trainer: seconds of the trainer by what it did: ``training``, ``publishing`` (its own part), ``other``; or by
-            what it waited for: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due),
-            ``publish`` (engines that load).
-        engines_idle: share of the engines' time in which they had no request.
-        engines_stalled: share of their time in which they had requests, and loaded weights.
-        running: mean number of sequences that an engine runs.
-        staleness: number of trained groups by their staleness, in versions.
-        generated_tokens, trained_tokens: tokens of responses a second, of all and of those in batches.
-    """
+    """What the simulated steps were like, without those in which the buffer fills."""
 
     steps: int
-    step_s: float
+    step_s: float  # mean seconds of a step
+    # Seconds of the trainer by what it did: ``training``, ``publishing`` (its own part), ``other``; or by what it
+    # waited for: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due), ``publish``
+    # (engines that load).
     trainer: dict[str, float]
-    engines_idle: float
-    engines_stalled: float
-    running: float
-    staleness: Counter[int]
-    generated_tokens: float
-    trained_tokens: float
+    engines_idle: float  # share of the engines' time in which they had no request
+    engines_stalled: float  # share of their time in which they had requests, and loaded weights
+    running: float  # mean number of sequences that an engine runs
+    staleness: Counter[int]  # number of trained groups by their staleness, in versions
+    generated_tokens: float  # tokens of responses a second
+    trained_tokens: float  # those in batches
 
     @property
     def mean_staleness(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache, gpu_share
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, cpu_cache_bytes, host_kinds, host_parts, step_tokens
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.sizing.parts import GB, Device, Part
+from asyncrl_cli.sizing.parts import GB, Device, Part, Role
 from asyncrl_cli.sizing.trainer import lasting_parts, rank_parts
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
@@ -23,17 +23,11 @@ CONTEXT_BYTES = 6 * GB // 10
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory of a run.
+    """Memory of a run."""
 
-    Attributes:
-        devices: GPUs by what runs on them, then hosts. Ranks and engines on CPUs are parts of a host.
-        cache: of each engine; None where the model's config does not say what a token takes, or the GPU is not known.
-        journal: bytes by which the journal grows in a step.
-    """
-
-    devices: tuple[Device, ...]
-    cache: Cache | None
-    journal: int
+    devices: tuple[Device, ...]  # GPUs by what runs on them, then hosts, with the ranks and engines on their CPUs
+    cache: Cache | None  # of each engine; None where the config does not say what a token takes, or without a known GPU
+    journal: int  # bytes by which the journal grows in a step
 
 
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
@@ -52,12 +46,12 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
         devices.append(
-            Device("engine", name, rollout.max_engines * tensor_parallel(spec), engine, gpu_bytes, gpu_bytes)
+            Device(Role.ENGINE, name, rollout.max_engines * tensor_parallel(spec), engine, gpu_bytes, gpu_bytes)
         )
     if engines_sleep(spec):
         devices.append(_both_awake(spec, model, engine, gpu_bytes))
     for kind in host_kinds(spec):
-        devices.append(Device("host", kind.name, kind.number, host_parts(spec, model, kind), host_bytes))
+        devices.append(Device(Role.HOST, kind.name, kind.number, host_parts(spec, model, kind), host_bytes))
     journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
     return Estimate(tuple(devices), cache, journal)
 
@@ -67,10 +61,10 @@ def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None)
     parts = rank_parts(spec, model).device
     if not shares_gpus(spec):
         parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
-        return Device("trainer", "GPU of a trainer rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes)
+        return Device(Role.TRAINER, "GPU of a trainer rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes)
     share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
     capacity = None if gpu_bytes is None else int(share * gpu_bytes)
-    return Device("trainer", "share of a GPU of a trainer rank", spec.trainer.ranks, parts, capacity, gpu_bytes)
+    return Device(Role.TRAINER, "share of a GPU of a trainer rank", spec.trainer.ranks, parts, capacity, gpu_bytes)
 
 
 def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...], gpu_bytes: int | None) -> Device:
@@ -80,7 +74,9 @@ def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...
         Part("engine", sum(part.bytes for part in engine), f"{gpu_share(spec):.2f} of the GPU"),
         Part("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
     )
-    return Device("both", "GPU of an engine that is awake and a rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes)
+    return Device(
+        Role.BOTH, "GPU of an engine that is awake and a rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +94,11 @@ def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
     for device in found.devices:
         if device.capacity is None:
             continue
-        if device.role == "engine":
+        if device.role is Role.ENGINE:
             problems += _cache_problems(spec, device, found.cache)
             continue
         # The engine takes its share to the byte, and the states are known: this sum is more exact than others.
-        much, too_much = (1.0, 1.0) if device.role == "both" else (MUCH, TOO_MUCH)
+        much, too_much = (1.0, 1.0) if device.role is Role.BOTH else (MUCH, TOO_MUCH)
         if device.total > much * device.capacity:
             message = f"a {device.name} needs about {device.total / GB:.1f} GB, and has {device.capacity / GB:.1f} GB"
             problems.append(Excess(device, device.total > too_much * device.capacity, message))

@@ -19,37 +19,21 @@ class ActivationBytes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SizedModel:
-    """How many numbers a model's weights have. A tied weight counts once.
+    """How many numbers a model's weights have. A tied weight counts once."""
 
-    Attributes:
-        name: the model's class in transformers.
-        parameters: numbers of all weights, with adapters.
-        trained: numbers of the weights that are trained: of all, or of the adapters.
-        embeddings: numbers of the input embeddings.
-        layers: numbers of each transformer layer, in order.
-        experts: for each layer, those of its experts, which ranks of `trainer.expert_parallel` divide.
-        head: numbers of the output head; 0 where it is tied to the embeddings.
-        cache_numbers: numbers of a token's keys and values in all layers; None where the config does not say.
-        kv_heads: key-value heads, which tensor parallelism divides.
-        hidden: width of the residual stream.
-        vocabulary: rows of the output head.
-        activations: bytes of the trainer's activations, by micro-batch.
-        routed: bytes of a token's experts in all layers, which `algorithm.router_replay` records.
-    """
-
-    name: str
-    parameters: int
-    trained: int
-    embeddings: int
-    layers: tuple[int, ...]
-    experts: tuple[int, ...]
-    head: int
-    cache_numbers: int | None
-    kv_heads: int
-    hidden: int
-    vocabulary: int
+    name: str  # the model's class in transformers
+    parameters: int  # all weights, with adapters
+    trained: int  # the trained weights: all, or the adapters
+    embeddings: int  # the input embeddings
+    layers: tuple[int, ...]  # each transformer layer, in order
+    experts: tuple[int, ...]  # each layer's experts, which ranks of `trainer.expert_parallel` divide
+    head: int  # the output head; 0 where it is tied to the embeddings
+    cache_numbers: int | None  # a token's keys and values in all layers; None where the config does not say
+    kv_heads: int  # key-value heads, which tensor parallelism divides
+    hidden: int  # width of the residual stream
+    vocabulary: int  # rows of the output head
     activations: ActivationBytes
-    routed: int = 0
+    routed: int = 0  # bytes of a token's experts in all layers, which `algorithm.router_replay` records
 
 
 def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 GB = 10**9
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
@@ -13,30 +14,32 @@ UNITS = {"": GB, "GB": GB, "GIB": 2**30, "MB": 10**6, "MIB": 2**20, "TB": 10**12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that takes memory; ``note`` says what its size follows from."""
+    """Something that takes memory."""
 
     name: str
     bytes: int
-    note: str = ""
+    note: str = ""  # what its size follows from
+
+
+class Role(StrEnum):
+    """What a device is for."""
+
+    TRAINER = "trainer"  # the GPU of a rank
+    ENGINE = "engine"  # a GPU of an engine
+    BOTH = "both"  # a GPU that they share, while both use it
+    HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One of ``count`` GPUs or hosts of a run that are equal.
+    """One of ``count`` equal GPUs or hosts of a run."""
 
-    Attributes:
-        role: `trainer` (the GPU of a rank), `engine` (a GPU of an engine), `both` (a GPU that they share, while both
-            use it) or `host`.
-        capacity: bytes that it has for the parts; None where that is not known.
-        gpu: bytes of the GPU; more than the capacity if this is a share of a GPU.
-    """
-
-    role: str
+    role: Role
     name: str
     count: int
     parts: tuple[Part, ...]
-    capacity: int | None
-    gpu: int | None = None
+    capacity: int | None  # bytes that it has for the parts; None where that is not known
+    gpu: int | None = None  # bytes of the GPU; more than the capacity if this is a share of a GPU
 
     @property
     def total(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
 from asyncrl_cli.sizing.estimate import Estimate, Excess, excesses
-from asyncrl_cli.sizing.parts import GB
+from asyncrl_cli.sizing.parts import GB, Role
 from asyncrl_cli.sizing.trainer import largest_microbatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 
@@ -16,11 +16,8 @@ SHOWN = 3
 """The most changes that are named."""
 
 
-class Change(dict[str, Any]):
-    """Keys of a spec, with dots, and their new values."""
-
-    def __str__(self) -> str:
-        return " and ".join(f"{key} to {_yaml(value)}" for key, value in self.items())
+Change = Mapping[str, Any]
+"""Keys of a spec, with dots, and their new values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,9 @@ class Remedy:
     nbytes: int | None
 
     def __str__(self) -> str:
-        return f"{self.change} ({self.nbytes / GB:.1f} GB)" if self.nbytes is not None else str(self.change)
+        values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.change.items()}
+        text = " and ".join(f"{key} to {value}" for key, value in values.items())
+        return f"{text} ({self.nbytes / GB:.1f} GB)" if self.nbytes is not None else text
 
 
 def remedies(
@@ -43,16 +42,14 @@ def remedies(
     A change that is not enough is tried together with those before it that were not enough either. ``again`` makes an
     estimate; ``kv_heads`` are the model's key-value heads.
     """
-    found = []
-    tried = Change()
+    found: list[Remedy] = []
+    tried: Change = {}
     for change in _changes(spec, excess.device.role, kv_heads):
-        for attempt in (change, Change(tried | change)):
-            remedy = _tried(excess, attempt, spec, again)
-            if remedy is not None:
-                found.append(remedy)
-                break
+        attempts = (_tried(excess, attempt, spec, again) for attempt in (change, {**tried, **change}))
+        if remedy := next(filter(None, attempts), None):
+            found.append(remedy)
         else:
-            tried |= change
+            tried = {**tried, **change}
         if len(found) == SHOWN:
             break
     return found
@@ -63,94 +60,90 @@ def _tried(
 ) -> Remedy | None:
     changed = with_changes(spec, change)
     result = again(changed)
-    if any(
-        (problem.device.role == excess.device.role and problem.device.name == excess.device.name)
-        or (problem.cannot and problem.device.role == "engine" and "rollout.gpus_per_engine" in change)
-        for problem in excesses(changed, result)
-    ):
-        return None
-    device = next((device for device in result.devices if device.name == excess.device.name), None)
-    return Remedy(change, device.total if device is not None and device.role != "engine" else None)
+    role, name = excess.device.role, excess.device.name
+    for problem in excesses(changed, result):
+        of_engine = problem.cannot and problem.device.role is Role.ENGINE and "rollout.gpus_per_engine" in change
+        if of_engine or (problem.device.role, problem.device.name) == (role, name):
+            return None
+    left = [device.total for device in result.devices if device.name == name and device.role is not Role.ENGINE]
+    return Remedy(change, left[0] if left else None)
 
 
-def _changes(spec: ExperimentSpec, role: str, kv_heads: int) -> Iterator[Change]:
-    if role == "engine":
-        yield from _engine_changes(spec)
-    elif role == "both":
-        yield from _shared_changes(spec, kv_heads)
-    elif role == "host":
-        yield from _host_changes(spec, kv_heads)
-    else:
-        yield from _trainer_changes(spec, kv_heads)
+def _changes(spec: ExperimentSpec, role: Role, kv_heads: int) -> Iterator[Change]:
+    rollout = spec.rollout
+    match role:
+        case Role.TRAINER:
+            yield from _trainer_changes(spec, kv_heads)
+        case Role.BOTH:  # lower the states of a rank, or an engine's share of their GPU
+            of_states = {"trainer.zero_stage", "trainer.offload", "trainer.dtype"}
+            yield from (change for change in _trainer_changes(spec, kv_heads) if change.keys() & of_states)
+            shares = (tenths / 10 for tenths in range(9, 0, -1))
+            yield from ({"rollout.gpus_per_engine": share} for share in shares if share < rollout.gpus_per_engine)
+        case Role.ENGINE:
+            yield from _shorter(spec)
+            for factor in (2, 4, 8):
+                if rollout.gpus_per_engine >= 1 and rollout.gpus_per_engine * factor <= spec.cluster.gpus_per_host:
+                    yield {"rollout.gpus_per_engine": int(rollout.gpus_per_engine) * factor}
+            yield from _fewer_rollouts(spec)
+        case Role.HOST:
+            yield from _host_changes(spec, kv_heads)
+
+
+def _shorter(spec: ExperimentSpec) -> Iterator[Change]:
+    if spec.model.max_length > spec.rollout.longest_rollout:
+        yield {"model.max_length": spec.rollout.longest_rollout}
+
+
+def _fewer_rollouts(spec: ExperimentSpec) -> Iterator[Change]:
+    running = spec.rollout.max_running_rollouts
+    while running > spec.rollout.group_size:
+        running //= 2
+        yield {"rollout.max_running_rollouts": running}
 
 
 def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
     trainer = spec.trainer
     if not trainer.gradient_checkpointing:
-        yield Change({"trainer.gradient_checkpointing": True})
+        yield {"trainer.gradient_checkpointing": True}
     if trainer.zero_stage < 3 and trainer.ranks > 1:
-        yield Change({"trainer.zero_stage": 3})
+        yield {"trainer.zero_stage": 3}
     rows, length, _ = largest_microbatch(spec)
     if rows > 1:
         tokens = max(length, trainer.tokens_per_microbatch // 2 // length * length)
-        yield Change({"trainer.tokens_per_microbatch": tokens})
+        yield {"trainer.tokens_per_microbatch": tokens}
         if tokens > length:
-            yield Change({"trainer.tokens_per_microbatch": length})
+            yield {"trainer.tokens_per_microbatch": length}
     experts_divided = trainer.expert_parallel > 1
     if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage and not experts_divided:
-        yield Change({"trainer.offload": "optimizer"})
+        yield {"trainer.offload": "optimizer"}
     if trainer.attention != "eager" and not experts_divided:
         for size in (2 * trainer.sequence_parallel, 4 * trainer.sequence_parallel):
             if trainer.ranks % size == 0 and kv_heads % size == 0:
-                yield Change({"trainer.sequence_parallel": size})
+                yield {"trainer.sequence_parallel": size}
     for ranks in (2 * trainer.ranks, 4 * trainer.ranks):
-        yield Change({"trainer.ranks": ranks})
+        yield {"trainer.ranks": ranks}
     if trainer.dtype == "float32" and trainer.gpus_per_rank:
-        yield Change({"trainer.dtype": "bfloat16", "rollout.dtype": "bfloat16"})
-
-
-def _shared_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
-    """Changes that lower the states of a rank, or an engine's share of their GPU."""
-    of_states = {"trainer.zero_stage", "trainer.offload", "trainer.dtype"}
-    yield from (change for change in _trainer_changes(spec, kv_heads) if change.keys() & of_states)
-    share = spec.rollout.gpus_per_engine
-    yield from (Change({"rollout.gpus_per_engine": tenths / 10}) for tenths in range(9, 0, -1) if tenths / 10 < share)
-
-
-def _engine_changes(spec: ExperimentSpec) -> Iterator[Change]:
-    rollout = spec.rollout
-    if spec.model.max_length > rollout.longest_rollout:
-        yield Change({"model.max_length": rollout.longest_rollout})
-    for factor in (2, 4, 8):
-        if rollout.gpus_per_engine >= 1 and rollout.gpus_per_engine * factor <= spec.cluster.gpus_per_host:
-            yield Change({"rollout.gpus_per_engine": int(rollout.gpus_per_engine) * factor})
-    running = rollout.max_running_rollouts
-    while running > rollout.group_size:
-        running //= 2
-        yield Change({"rollout.max_running_rollouts": running})
+        yield {"trainer.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
 
 
 def _host_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
     rollout, trainer = spec.rollout, spec.trainer
     if not rollout.gpus_per_engine:
-        if spec.model.max_length > rollout.longest_rollout:
-            yield Change({"model.max_length": rollout.longest_rollout})
-        running = rollout.max_running_rollouts
-        while running > rollout.group_size and rollout.kv_cache_mb is None:
-            running //= 2
-            yield Change({"rollout.max_running_rollouts": running})
+        yield from _shorter(spec)
+        if rollout.kv_cache_mb is None:
+            yield from _fewer_rollouts(spec)
     if not trainer.gpus_per_rank:
         yield from (c for c in _trainer_changes(spec, kv_heads) if "trainer.ranks" not in c)
         if trainer.ranks > 1 and trainer.ranks // 2 % lcm(trainer.sequence_parallel, trainer.expert_parallel) == 0:
-            yield Change({"trainer.ranks": trainer.ranks // 2})
+            yield {"trainer.ranks": trainer.ranks // 2}
     elif trainer.offload == "all":
-        yield Change({"trainer.offload": "optimizer"})
+        yield {"trainer.offload": "optimizer"}
     elif trainer.offload == "optimizer":
-        yield Change({"trainer.offload": "none"})
+        yield {"trainer.offload": "none"}
     if rollout.max_engines > 1 and not rollout.gpus_per_engine:
-        yield Change({"rollout.engines": rollout.max_engines // 2})
+        yield {"rollout.engines": rollout.max_engines // 2}
     if rollout.dtype == "float32":
-        yield Change({"rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16"})
+        yield {"rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16"}
 
 
 def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
@@ -160,7 +153,3 @@ def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
         part = getattr(spec, section).model_copy(update={name: value})
         spec = spec.model_copy(update={section: part})
     return spec
-
-
-def _yaml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

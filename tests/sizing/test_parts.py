@@ -14,7 +14,7 @@ from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
-from asyncrl_cli.sizing.remedies import Change, remedies, with_changes
+from asyncrl_cli.sizing.remedies import remedies, with_changes
 from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_parts
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -51,7 +51,7 @@ def model(width: int = 1024, layers: int = 8, tied: bool = False, share: float =
 
 def sized(**values: Any) -> ExperimentSpec:
     """A spec with values by key, `__` for a dot."""
-    return with_changes(SPEC, Change({key.replace("__", "."): value for key, value in values.items()}))
+    return with_changes(SPEC, {key.replace("__", "."): value for key, value in values.items()})
 
 
 def total(changed: ExperimentSpec, found: SizedModel) -> int:
@@ -237,9 +237,7 @@ def test_a_gpu_that_an_engine_and_a_rank_share_is_divided() -> None:
     changed = sized(rollout__gpus_per_engine=0.5, trainer__gpus_per_rank=0.4)
     of_rank, of_engine = estimate(changed, model(), 100 * GB, None).devices[:2]
     assert of_rank.capacity == pytest.approx(0.92 * 40 * GB) and of_engine.total == pytest.approx(0.92 * 50 * GB)
-    sleeping, _, both, _ = estimate(
-        with_changes(changed, Change({"pipeline.mode": "sync"})), model(), 100 * GB, None
-    ).devices
+    sleeping, _, both, _ = estimate(with_changes(changed, {"pipeline.mode": "sync"}), model(), 100 * GB, None).devices
     assert sleeping.capacity == pytest.approx(0.92 * 100 * GB) and both.capacity == 100 * GB
 
 
@@ -265,7 +263,7 @@ def test_an_engine_that_wakes_up_has_room_beside_the_states_of_its_rank() -> Non
     assert problem.cannot and problem.device == both
     named = [remedy.change for remedy in remedies(changed, problem, again, kv_heads=4)]
     assert named[:2] == [{"trainer.offload": "optimizer"}, {"rollout.gpus_per_engine": 0.4}]
-    beside = with_changes(changed, Change({"pipeline.mode": "async"}))
+    beside = with_changes(changed, {"pipeline.mode": "async"})
     assert "both" not in {device.role for device in again(beside).devices}
 
 
