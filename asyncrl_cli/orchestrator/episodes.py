@@ -12,7 +12,8 @@ budget, or happen when it is not known which of several episodes killed their pr
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,24 +22,98 @@ from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.episode_workers import EpisodeWorkers
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession, setup_of
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.inputs import EpisodeSpec, TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.supervised_actor import RestartBudget
+from asyncrl_cli.system.remote import ActorLost, wait_for
+from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
+from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.workers.messages import Played, Retry
+from asyncrl_cli.workers.process import START_S
 
 OnSegments = Callable[[list[Segment]], None]
 Recorded = Mapping[int, tuple[Segment, ...]]
 """The recorded segments of a rollout, by branch."""
 
+ISOLATED = 2
+"""Processes of one worker for isolated episodes, which may have killed their process before; each plays one episode at
+a time."""
+ACTOR_S = 60.0
+"""Seconds that Ray may take to start an actor's process or to transfer an answer, besides the actor's own time."""
+STOP_S = 5.0
+"""Seconds that a worker has to end its processes; remaining ones end with the cluster."""
 LOOK_S = 10.0
 """Seconds between two checks of a running episode."""
+
+
+class EpisodeWorker(SupervisedActor):
+    """An actor that plays episodes. It handles failures of agents and environments itself; when it is lost, its
+    episodes are continued on another one."""
+
+    def __init__(self, name: str, make_actor: Callable[[str], Any], budget: RestartBudget, limit_s: float) -> None:
+        """``limit_s``: seconds that one episode may take."""
+        super().__init__("episode-worker", name, partial(make_actor, name), self._start, budget)
+        self.episodes = 0  # that it plays now
+        self._limit_s = limit_s
+
+    async def _start(self, actor: Any) -> None:
+        await wait_for(actor.start.remote(), self.name, START_S + ACTOR_S)
+
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
+        """Play one episode, identified by a unique key; cancelling the call stops the episode. Raises ``UserError``
+        when the task can no longer be loaded, or the worker was lost too often."""
+
+        async def play(actor: Any) -> Played:
+            try:
+                played: Played = await wait_for(
+                    actor.play.remote(key, prompt, access, isolated), self.name, self._limit_s
+                )
+            except asyncio.CancelledError:
+                actor.cancel.remote([key])
+                raise
+            return played
+
+        try:
+            return await self.call(play)
+        except ActorLost as lost:
+            return Played(RewardFailure(f"{self.name}: {lost.message}"), Retry.RESUME)
+
+
+class EpisodeWorkers:
+    """All workers of one task, and their slots for episodes."""
+
+    def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
+        """``make_actor(name)`` creates the Ray actor of one worker; ``name`` is the prefix of the workers' names."""
+        limit_s = spec.timeout_s + START_S + ACTOR_S
+        self._workers = [EpisodeWorker(f"{name}-{index}", make_actor, budget, limit_s) for index in range(spec.workers)]
+        self._slots = asyncio.Semaphore(spec.workers * spec.concurrency)
+        self._isolated = asyncio.Semaphore(spec.workers * ISOLATED)
+
+    async def start(self) -> None:
+        """Start all workers and load the task in them. Raises ``UserError`` when it cannot be loaded."""
+        await asyncio.gather(*(worker.running() for worker in self._workers))
+
+    @asynccontextmanager
+    async def slot(self, isolated: bool) -> AsyncIterator[EpisodeWorker]:
+        """A worker with a slot for one episode; waits until one is free. ``isolated``: in a process without other
+        episodes."""
+        async with self._isolated if isolated else self._slots:
+            worker = min(self._workers, key=lambda worker: worker.episodes)
+            worker.episodes += 1
+            try:
+                yield worker
+            finally:
+                worker.episodes -= 1
+
+    async def stop(self) -> None:
+        """End all processes, in bounded time."""
+        calls = [wait_for(one.actor.stop.remote(), one.name, STOP_S) for one in self._workers if one.started]
+        await asyncio.gather(*calls, return_exceptions=True)
 
 
 class Episodes:
@@ -46,11 +121,11 @@ class Episodes:
 
     def __init__(
         self,
+        *,
         client: GenerationClient,
         gateway: GatewayClient,
         workers: EpisodeWorkers,
         scoring: Scoring,
-        *,
         limits: Limits,
         retries: int,
         on_progress: Callable[[], None] = lambda: None,
@@ -94,11 +169,14 @@ class Episodes:
         self._open += 1
         try:
             while True:
+                seed = sampling.seed
+                if seed is not None and restarts:
+                    seed = derive_seed(seed, "attempt", restarts)  # each has other random numbers
                 opening = SessionOpening(
-                    f"{rollout_id}~{attempts}" if attempts else rollout_id,
-                    rollout_id,
-                    replace(sampling, seed=_seed(sampling.seed, restarts)),
-                    replace(self._limits, max_call_tokens=sampling.max_tokens),
+                    name=f"{rollout_id}~{attempts}" if attempts else rollout_id,
+                    rollout_id=rollout_id,
+                    sampling=replace(sampling, seed=seed),
+                    limits=replace(self._limits, max_call_tokens=sampling.max_tokens),
                     priority=priority,
                     recorded=known.recorded,
                 )
@@ -120,10 +198,11 @@ class Episodes:
     ) -> tuple[Played, SessionEnd]:
         try:
             async with (
-                self._workers.slot(isolated) as play,
+                self._workers.slot(isolated) as worker,
                 self._gateway.session(opening, known.add, self._generate) as session,
             ):
-                played = await self._patiently(play(opening.name, prompt, session.access), session)
+                playing = worker.play(opening.name, prompt, session.access, isolated)
+                played = await self._patiently(playing, session)
                 return played, await session.finish()
         except GatewayLost as lost:  # takes precedence over the episode's own result
             return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.number)
@@ -201,7 +280,10 @@ class EpisodeServices:
             max_sampled_tokens=task.episode.max_tokens,
         )
         return Episodes(
-            *(self._client, self._gateway, workers, scoring),
+            client=self._client,
+            gateway=self._gateway,
+            workers=workers,
+            scoring=scoring,
             limits=limits,
             retries=rollout.retries,
             on_progress=on_progress,
@@ -243,10 +325,3 @@ class _KnownTokens:
             known.append(segment)
         if self._record is not None:
             self._record(segments)
-
-
-def _seed(seed: int | None, attempt: int) -> int | None:
-    """The seed of an attempt, so that each has other random numbers."""
-    if seed is None or attempt == 0:
-        return seed
-    return derive_seed(seed, "attempt", attempt)

@@ -45,11 +45,17 @@ class GatewayLost(Exception):
     """The gateway's process is lost; the text is the cause."""
 
 
+def _fail(future: asyncio.Future[Any], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # retrieved: there may be no waiter
+
+
 class RemoteSession:
     """One session in the gateway's process."""
 
     def __init__(
-        self, link: _Link, number: int, access: ModelAccess, on_segments: OnSegments, generate: Generate
+        self, link: _Link, number: int, access: ModelAccess, *, on_segments: OnSegments, generate: Generate
     ) -> None:
         self._link = link
         self.number = number
@@ -102,26 +108,20 @@ class _Link:
         """Handle the loss of the actor: its sessions end, and no session can be opened."""
         self._cause = cause
         for session in self._sessions.values():
-            waiting: list[asyncio.Future[Any]] = [session.opened, session.end]
-            for future in waiting:
-                if not future.done():
-                    future.set_exception(GatewayLost(cause))
-                    future.exception()  # retrieved: there may be no waiter
+            _fail(session.opened, GatewayLost(cause))
+            _fail(session.end, GatewayLost(cause))
 
-    async def open(
+    def open(
         self, opening: SessionOpening, access: ModelAccess, on_segments: OnSegments, generate: Generate
     ) -> RemoteSession:
-        """Open a session. Raises ``GatewayLost``."""
+        """Have a session opened; ``session.opened`` says when. Raises ``GatewayLost``."""
         if self._cause:
             raise GatewayLost(self._cause)
         number = next(self._numbers)
-        session = self._sessions[number] = RemoteSession(self, number, access, on_segments, generate)
+        session = self._sessions[number] = RemoteSession(
+            self, number, access, on_segments=on_segments, generate=generate
+        )
         self._order().sessions.append(replace(opening, number=number))
-        try:
-            await asyncio.shield(session.opened)
-        except BaseException:
-            self.close(session)
-            raise
         return session
 
     def close(self, session: RemoteSession) -> None:
@@ -252,8 +252,7 @@ class GatewayClient:
             link.lose(str(error))
             if self._link.done():
                 self._link = asyncio.get_running_loop().create_future()
-            self._link.set_exception(error)
-            self._link.exception()  # retrieved: there may be no waiter
+            _fail(self._link, error)
             raise
 
     @asynccontextmanager
@@ -266,10 +265,15 @@ class GatewayClient:
         ``UserError`` when the gateway cannot be replaced any more.
         """
         link = await asyncio.shield(self._link)
-        url, key = session_url(link.url, opening.name), session_key(self._setup.secret, opening.name)
-        access = ModelAccess(url, key, self._setup.model, opening.rollout_id)
-        session = await link.open(opening, access, on_segments, generate)
+        access = ModelAccess(
+            session_url(link.url, opening.name),
+            session_key(self._setup.secret, opening.name),
+            self._setup.model,
+            opening.rollout_id,
+        )
+        session = link.open(opening, access, on_segments, generate)
         try:
+            await asyncio.shield(session.opened)
             yield session
         finally:
             link.close(session)

@@ -87,7 +87,9 @@ class Harness:
         restarts = RestartBudget(limits.pop("max_restarts", 2), self._record, lambda _: None)
         self.gateway = GatewayClient(setup, self._gateway_actor, self.generate, restarts)
         limit = Limits(max_length=limits.pop("max_length", 200), max_call_tokens=1, **limits)
-        self.episodes = Episodes(anyone, self.gateway, anyone, anyone, limits=limit, retries=retries)
+        self.episodes = Episodes(
+            client=anyone, gateway=self.gateway, workers=anyone, scoring=anyone, limits=limit, retries=retries
+        )
 
     def _gateway_actor(self) -> StandInGateway:
         self.actors.append(StandInGateway(CHAT))
@@ -105,16 +107,15 @@ class Harness:
 
     @asynccontextmanager
     async def slot(self, isolated: bool) -> AsyncIterator[Any]:
-        self.isolated = isolated
-        yield self.play
+        yield self
 
     async def play_at(self, name: str) -> Played:
         return await self.agents.pop(0)(self.sessions.get(name))
 
-    async def play(self, name: str, prompt: Prompt, access: ModelAccess) -> Played:
+    async def play(self, name: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
         url = f"http://host:7/sessions/{quote(name, safe='')}/v1"
         assert access == ModelAccess(url, session_key(SECRET, name), "policy", "12-3")
-        self.played.append((name, self.isolated))
+        self.played.append((name, isolated))
         return await self.play_at(name)
 
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
