@@ -3,7 +3,7 @@
     run -> a sandbox with the tests  <- questions ->  a sandbox with the code
 
 The two processes share nothing but two pipes: the code sees no test, no expected value and no report, only the names
-and arguments of the calls that it is asked to make (``calls``). The kinds of sandbox:
+and arguments of the calls that it is asked to make (``exchange``). The kinds of sandbox:
 
 - ``bubblewrap``: bwrap starts the process in its own namespaces, without a network, in an empty file system to which
   Python and its packages are bound read-only, with one folder in memory that it may write to.
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from asyncrl_cli.sandbox import bubblewrap, confine, filters, program
+from asyncrl_cli.sandbox import bubblewrap, confine, filters, judged_code, judging_tests
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 
 __all__ = ["Check", "Kind", "Limits", "SandboxError", "run"]
@@ -80,12 +80,12 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
     with ExitStack() as stack:
         stack.callback(os.close, report)
         try:
-            for order in (for_code, for_tests):
+            for module, order in ((judged_code, for_code), (judging_tests, for_tests)):
                 folder = ""
                 if kind != "bubblewrap":  # which has one in memory
                     temporary = tempfile.TemporaryDirectory(prefix="asyncrl-sandbox-", ignore_cleanup_errors=True)
                     folder = stack.enter_context(temporary)
-                process = _Process(kind, limits, folder, order)
+                process = _Process(module.__name__, order, kind=kind, limits=limits, folder=folder)
                 # Ended before its folder is removed, in the reverse order: a living process could still write to it.
                 stack.callback(process.close)
                 stack.callback(process.end)
@@ -100,7 +100,7 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
             errors = [process.failure() for process in processes]
             reason = "; ".join(filter(None, errors)) or f"no answer within {START_S:.0f} s"
             raise SandboxError(f"the {kind} sandbox did not start: {reason}")
-    return [results[index : index + 1] == program.PASSED for index in range(len(tests))]
+    return [results[index : index + 1] == judging_tests.PASSED for index in range(len(tests))]
 
 
 def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: int) -> bytes | None:
@@ -121,14 +121,14 @@ def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: in
         if not received:
             deadline = time.monotonic() + limits.time_s
         received += piece
-    return received.removeprefix(program.BEGAN) if received.startswith(program.BEGAN) else None
+    return received.removeprefix(judging_tests.BEGAN) if received.startswith(judging_tests.BEGAN) else None
 
 
 class _Process(bubblewrap.Process):
     """The process of the code, or of the tests."""
 
-    def __init__(self, kind: Kind, limits: Limits, folder: str, order: dict[str, Any]) -> None:
-        """``folder`` can be written to ("" with bubblewrap). ``order`` says what to do (``program``)."""
+    def __init__(self, module: str, order: dict[str, Any], *, kind: Kind, limits: Limits, folder: str) -> None:
+        """``order`` is for ``module``; ``folder`` can be written to ("" with bubblewrap)."""
         in_memory = kind == "bubblewrap"
         uid = 0 if kind == "none" else bubblewrap.unused_uid()
         view = confine.View(
@@ -158,7 +158,7 @@ class _Process(bubblewrap.Process):
         stdin = bubblewrap.file_of(json.dumps(order).encode())
         try:
             super().__init__(
-                bubblewrap.python(program.__name__, bubblewrap.OWN if in_memory else str(bubblewrap.PACKAGES)),
+                bubblewrap.python(module, bubblewrap.OWN if in_memory else str(bubblewrap.PACKAGES)),
                 bubblewrap.for_code(limits.disk_mb) if in_memory else (),
                 passed=passed,
                 environment={

@@ -163,7 +163,7 @@ CHEATS = {
     "an array at any address": "class Array:\n    __array_interface__ = {'data': (4096, False), 'shape': (1,),"
     " 'typestr': '<i8', 'version': 3}\ndef f(): return Array()",
     "JSON of its own": 'import json\njson.dumps = lambda *a, **k: \'["value", {"a": 1}, null, ""]\'\ndef f(): return 0',
-    "functions that it was not given": "import asyncrl_cli.sandbox.calls as c\ndef f(): return c.Given(None, 0)",
+    "functions that it was not given": "import asyncrl_cli.sandbox.judged_code as c\ndef f(): return c.Given(None, 0)",
 }
 TESTS = (
     "EXPECTED = 1\nassert f() == EXPECTED",

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.sandbox.values import Codec, update
+from asyncrl_cli.sandbox.exchange import Codec, update
 
 CODEC = Codec()
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.decimals(allow_nan=False)

@@ -1,0 +1,332 @@
+"""How the process of the tests and the process of the code that they judge talk: one question at a time, in JSON.
+
+    tests (a Peer)  -- ["ask", action, arguments, named] -->  code (a Peer)
+                   <-- ["value", ...] or ["error", ...] --
+
+Before it answers, the code may ask back: it prints, or calls a function that a test has given it. The tests' side
+answers only such questions, so the code reaches nothing of the tests but what they hand over.
+
+Nothing that is decoded is executed: plain values and those in ``RECIPES`` are rebuilt with the reader's own types. Any
+other value is sent as a reference, which ``Codec.refer`` makes and ``Codec.resolve`` reads.
+"""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import importlib
+import json
+import os
+import re
+import resource
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl_cli.sandbox import confine, wire
+
+LARGEST = 2**26
+"""Bytes of the longest message."""
+SEQUENCES: dict[str, type[Any]] = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
+BYTES: dict[str, type[Any]] = {"bytes": bytes, "bytearray": bytearray}
+RECIPES: dict[str, Callable[[Any], tuple[Any, ...]]] = {
+    "builtins.complex": lambda value: (value.real, value.imag),
+    "builtins.range": lambda value: (value.start, value.stop, value.step),
+    "builtins.slice": lambda value: (value.start, value.stop, value.step),
+    "collections.deque": lambda value: (list(value), value.maxlen),
+    "collections.Counter": lambda value: (dict(value),),
+    "collections.OrderedDict": lambda value: (dict(value),),
+    "decimal.Decimal": lambda value: (str(value),),
+    "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+    "datetime.date": lambda value: (value.year, value.month, value.day),
+    "datetime.time": lambda value: (value.hour, value.minute, value.second, value.microsecond, value.tzinfo),
+    "datetime.datetime": lambda value: (*value.timetuple()[:6], value.microsecond, value.tzinfo),
+    "datetime.timezone": lambda value: (value.utcoffset(None),),
+    "datetime.timedelta": lambda value: (value.days, value.seconds, value.microseconds),
+    "uuid.UUID": lambda value: (str(value),),
+    "pathlib.PosixPath": lambda value: (str(value),),
+    "pathlib.PurePosixPath": lambda value: (str(value),),
+}
+"""Types by their full name, and the arguments that build an equal value."""
+EXCEPTIONS = frozenset(
+    """
+json.decoder.JSONDecodeError statistics.StatisticsError decimal.InvalidOperation decimal.DivisionByZero _queue.Empty
+queue.Full struct.error re.error _csv.Error dataclasses.FrozenInstanceError asyncio.exceptions.CancelledError
+asyncio.queues.QueueEmpty asyncio.queues.QueueFull graphlib.CycleError binascii.Error zlib.error copy.Error
+""".split()  # noqa: SIM905
+)
+"""The standard library's exceptions that arrive as themselves."""
+INTEGER_BITS = 1024
+"""Longer integers are sent as hexadecimal text, which has no limit of digits."""
+ARRAY_TYPE = re.compile(r"[<>|][biufcUS][0-9]{1,9}")
+"""NumPy's data types without objects."""
+
+UNARY = ("abs", "reversed", "format", "len", "iter", "next", "str", "repr", "bool", "int", "float", "hash", "round")
+KEYED = ("getitem", "setitem", "delitem")
+BINARY = (
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor"),
+)
+OPERATORS = ("neg", "pos", "invert", "index")
+IN_PLACE = tuple(f"i{name}" for name in BINARY[6:])
+"""With the above: what the tests may do with an object of the code, by the names of Python's special methods."""
+
+
+class ProtocolError(Exception):
+    """The other side has ended, or sent an invalid message."""
+
+
+class Codec:
+    """Encodes and decodes. Subclasses refer to values that are not plain data."""
+
+    def refer(self, value: Any) -> list[Any]:
+        """The reference of a value that is not plain data. Raises ``TypeError`` when it has none."""
+        raise NotImplementedError
+
+    def resolve(self, kind: str, rest: list[Any]) -> Any:
+        """The value of a reference. Raises ``ValueError`` for anything else."""
+        raise NotImplementedError
+
+    def encode(self, value: Any) -> Any:
+        """The JSON of a value."""
+        kind: type[Any] = type(value)
+        if value is None or kind in (bool, str, float):
+            return value
+        if kind is int:
+            return value if value.bit_length() <= INTEGER_BITS else ["int", hex(value)]
+        if kind in SEQUENCES.values():
+            return [kind.__name__, *map(self.encode, value)]
+        if kind in (dict, collections.defaultdict):
+            return ["dict", *([self.encode(key), self.encode(item)] for key, item in value.items())]
+        if kind in BYTES.values():
+            return [kind.__name__, value.hex()]
+        if (recipe := RECIPES.get(name := _full_name(kind))) is not None:
+            return ["new", name, *map(self.encode, recipe(value))]
+        if isinstance(value, BaseException):
+            plain = (bool, int, float, str, type(None), list, tuple, dict)
+            attributes = [[key, self.encode(item)] for key, item in vars(value).items() if isinstance(item, plain)]
+            return ["raised", self.encode(kind), str(value), self.encode(list(value.args)), attributes]
+        if isinstance(value, type) and is_builtin(value):
+            return ["type", value.__name__]
+        if isinstance(value, type) and (name := _full_name(value)) in EXCEPTIONS and _named(name) is value:
+            return ["exception type", name]
+        if kind.__module__ == "numpy" and hasattr(value, "dtype"):
+            if not (hasattr(value, "tolist") and ARRAY_TYPE.fullmatch(value.dtype.str)):
+                return self.refer(value)
+            plain_array = self.encode(value.tolist())
+            return ["array", value.dtype.str, plain_array] if kind.__name__ == "ndarray" else plain_array
+        for base in (int, float, str):  # an enumeration's member, a number of NumPy
+            if isinstance(value, base):
+                return self.encode(getattr(base, f"__{base.__name__}__")(value))
+        fields = getattr(kind, "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            return ["named", kind.__name__, list(fields), *map(self.encode, value)]
+        return self.refer(value)
+
+    def decode(self, data: Any) -> Any:
+        """The value of JSON that ``encode`` made. Raises ``ValueError`` or ``TypeError`` for any other."""
+        if isinstance(data, dict):
+            raise ValueError("not a value")
+        if not isinstance(data, list):
+            return data
+        kind, *rest = data
+        if kind in SEQUENCES:
+            return SEQUENCES[kind](map(self.decode, rest))
+        if kind == "dict":
+            return {self.decode(key): self.decode(item) for key, item in rest}
+        if kind in BYTES:
+            return BYTES[kind].fromhex(rest[0])
+        if kind == "int":
+            return int(rest[0], 16)
+        if kind == "new" and rest[0] in RECIPES:
+            return _named(rest[0])(*map(self.decode, rest[1:]))
+        if kind == "type" and isinstance(found := getattr(builtins, rest[0]), type):
+            return found
+        if kind == "exception type" and rest[0] in EXCEPTIONS:
+            return _named(rest[0])
+        if kind == "named":
+            return collections.namedtuple(rest[0], rest[1])(*map(self.decode, rest[2:]))
+        if kind == "array" and ARRAY_TYPE.fullmatch(rest[0]):
+            return importlib.import_module("numpy").array(self.decode(rest[1]), dtype=rest[0])
+        if kind == "raised":
+            return self._decode_exception(*rest)
+        return self.resolve(kind, rest)
+
+    def _decode_exception(self, kind: Any, text: str, arguments: Any, attributes: list[Any]) -> BaseException:
+        type_ = self.decode(kind)
+        if not (isinstance(type_, type) and issubclass(type_, BaseException)):
+            raise ValueError("not an exception")
+        try:
+            error = type_(*self.decode(arguments))
+        except Exception:
+            error = type_.__new__(type_, text)
+        vars(error).update((str(name), self.decode(value)) for name, value in attributes)
+        return error
+
+
+class Peer(Codec):
+    """One end of the two pipes. ``answer`` says what the other side may ask for."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self._reading, self._writing = order["reading"], order["writing"]
+        self._lock = threading.RLock()
+        self._mine: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        self._broken = False
+
+    def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+        """Do what the other side asks for."""
+        raise NotImplementedError
+
+    def export(self, value: Any) -> int:
+        """The number of a value that stays here. The same value has the same number."""
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._mine)
+            self._mine.append(value)  # kept, so its id is not used again
+        return self._numbers[id(value)]
+
+    def own(self, number: int) -> Any:
+        """The value of a number. Raises ``IndexError``."""
+        if number < 0:
+            raise IndexError(number)
+        return self._mine[number]
+
+    def ask(self, action: str, *arguments: Any, **named: Any) -> Any:
+        """The other side's answer. Lists and other changeable arguments are changed as the other side changed them.
+
+        Raises what the other side raised, and ``ProtocolError``.
+        """
+        with self._lock:
+            self.send(["ask", action, self.encode(list(arguments)), self.encode(named)])
+            while (message := self.receive())[0] == "ask":
+                self.reply(*message[1:])
+            try:
+                kind, value, changed = message
+                result = self.decode(value)
+                if changed is not None:
+                    update([list(arguments), named], self.decode(changed))
+            except Exception as error:
+                raise ProtocolError(f"an invalid answer: {error}") from None
+        if kind == "error" and isinstance(result, BaseException):
+            if isinstance(result, (StopIteration, StopAsyncIteration)) and action != "next":
+                # It would end a loop over a test's own iterator, as if all had been compared.
+                raise RuntimeError(f"the other side raised {type(result).__name__}")
+            raise result
+        return result
+
+    def reply(self, action: str, arguments: Any, named: Any) -> None:
+        """Answer a question."""
+        try:
+            values = [self.decode(arguments), self.decode(named)]
+            value = self.encode(self.answer(action, *values))
+            after = self.encode(values)
+            message = ["value", value, after if after != ["list", arguments, named] else None]
+        except BaseException as error:
+            try:
+                message = ["error", self.encode(error), None]
+            except Exception:
+                message = ["error", ["raised", ["type", "Exception"], type(error).__name__, ["list"], []], None]
+        self.send(message)
+
+    def send(self, message: list[Any]) -> None:
+        """Send one message. Raises ``ProtocolError`` when the other side has ended."""
+        data = memoryview(wire.packed([json.dumps(message).encode()]))
+        try:
+            while data:
+                data = data[os.write(self._writing, data) :]
+        except OSError as error:
+            raise ProtocolError(str(error)) from None
+
+    def receive(self) -> list[Any]:
+        """The next message. After a ``ProtocolError`` each later call raises it too: where the next one begins is
+        unknown."""
+        try:
+            if self._broken:
+                raise ProtocolError("no message")
+            (text,) = wire.received(self._read, LARGEST)
+            message = json.loads(text)
+            if not isinstance(message, list) or not message:
+                raise ProtocolError("not a message")
+        except (ValueError, RecursionError, ProtocolError) as error:
+            self._broken = True
+            raise ProtocolError(str(error)) from None
+        return message
+
+    def _read(self, size: int) -> bytes:
+        read = bytearray()
+        while len(read) < size:
+            if not (piece := os.read(self._reading, size - len(read))):
+                raise ProtocolError("the other side has ended")
+            read += piece
+        return bytes(read)
+
+
+def run_confined(serve: Callable[[dict[str, Any]], None]) -> None:
+    """Confine this process as its order says, JSON on standard input, and serve it. Does not return."""
+    order = json.loads(sys.stdin.buffer.read())
+    confinement, view = confine.Confinement(**order["confinement"]), confine.View(**order["view"])
+    os.chdir(view.folder)
+    if confinement.uid and order["landlock"]:
+        view = confine.held(view)
+        os.environ["HOME"] = os.environ["TMPDIR"] = order["view"]["folder"] = view.folder
+    confine.confine(confinement, view if order["landlock"] else None)
+    del sys.path[0]  # this program's own
+    sys.path.extend(view.packages)
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):
+        os.dup2(null, descriptor)
+    status = 0
+    try:
+        serve(order)
+    except ProtocolError as error:
+        print(error, file=sys.stderr)
+        status = 1
+    finally:
+        os._exit(status)
+
+
+def silence(order: dict[str, Any]) -> None:
+    """From here on, whatever happens is caused by the code or the tests: no output, and limited memory. The process has
+    no children, and no memory that it does not map."""
+    os.dup2(1, 2)
+    confine.limit(resource.RLIMIT_AS, order["memory"])
+
+
+def is_builtin(value: Any) -> bool:
+    """True if the object is the builtin that its name refers to."""
+    name = getattr(value, "__name__", None)
+    return isinstance(name, str) and name in vars(builtins) and vars(builtins)[name] is value
+
+
+def update(old: Any, new: Any) -> Any:
+    """Make a changeable value equal to ``new`` in place and return it; for any other value return ``new``."""
+    if type(old) is not type(new):
+        return new
+    if isinstance(old, list):
+        old[:] = [update(*pair) for pair in zip(old, new, strict=True)] if len(old) == len(new) else new
+    elif isinstance(old, dict):
+        items = {key: update(old[key], item) if key in old else item for key, item in new.items()}
+        old.clear()
+        old.update(items)
+    elif isinstance(old, (set, collections.deque)):
+        old.clear()
+        old.update(new) if isinstance(old, set) else old.extend(new)
+    elif isinstance(old, bytearray):
+        old[:] = new
+    elif isinstance(old, tuple) and len(old) == len(new):
+        return tuple(update(*pair) for pair in zip(old, new, strict=True)) if type(old) is tuple else new
+    elif type(old).__name__ == "ndarray" and old.shape == new.shape:
+        old[...] = new
+    else:
+        return new
+    return old
+
+
+def _full_name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _named(full_name: str) -> Any:
+    module, _, name = full_name.rpartition(".")
+    return getattr(importlib.import_module(module), name)

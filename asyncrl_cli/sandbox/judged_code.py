@@ -1,0 +1,126 @@
+"""The process of the judged code: it does what the tests ask for.
+
+Its order says nothing but its limits; the code, and later each argument, come from the process of the tests.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import operator
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from asyncrl_cli.sandbox.exchange import BINARY, IN_PLACE, KEYED, OPERATORS, UNARY, Peer, run_confined, silence, update
+
+MOST_PRINTED = 2**20
+"""Characters that the code prints during one call and that the tests can see."""
+
+
+def main() -> None:
+    """Confine this process, and answer."""
+    run_confined(_serve)
+
+
+def _serve(order: dict[str, Any]) -> None:
+    code = Code(order)
+    code.send(["ready"])
+    sys.argv = ["solution.py"]
+    sys.path.insert(0, order["view"]["folder"])
+    silence(order)
+    while True:
+        _, *question = code.receive()
+        code.reply(*question)
+
+
+class Code(Peer):
+    """The side of the judged code."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(order)
+        self._solution = types.ModuleType("solution")
+        self._actions = ACTIONS | {"run": self._run, "input": self._take_input}
+        self._out = sys.stdout = _text_file("")
+
+    def answer(self, action: str, arguments: list[Any], named: dict[str, Any]) -> Any:
+        """One of ``ACTIONS``, running the code, or taking standard input. The tests print what it has printed."""
+        try:
+            return self._actions[action](*arguments, **named)
+        finally:
+            self._out.seek(0)
+            text = self._out.read(MOST_PRINTED)
+            self._out.seek(0)
+            self._out.truncate()
+            if text:
+                self.ask("print", text)
+
+    def refer(self, value: Any) -> list[Any]:
+        """Everything may be referred to, except modules."""
+        if isinstance(value, Given):
+            return ["yours", value.number]
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["exception", self.export(value), value.__name__, self.encode(value.__base__)]
+        if isinstance(value, types.ModuleType) and value is not sys.modules.get("solution"):
+            raise TypeError(f"the module {value.__name__} of the code is not for the tests: they import it themselves")
+        return ["coroutine" if isinstance(value, types.CoroutineType) else "object", self.export(value)]
+
+    def resolve(self, kind: str, rest: list[Any]) -> Any:
+        """References to own values, functions of the tests and Python's builtins."""
+        if kind == "builtin":
+            return getattr(builtins, rest[0])
+        return self.own(rest[0]) if kind == "yours" else Given(self, rest[0])
+
+    def _run(self, source: str) -> types.ModuleType:
+        sys.modules["solution"] = self._solution
+        exec(compile(source, "solution.py", "exec", dont_inherit=True), vars(self._solution))
+        return self._solution
+
+    def _take_input(self, text: str) -> None:
+        sys.stdin = _text_file(text)
+
+
+class Given:
+    """A function or an iterator of a test, as the code sees it."""
+
+    def __init__(self, peer: Peer, number: int) -> None:
+        self._peer, self.number = peer, number
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Have the test's process call it."""
+        return self._peer.ask("call", self, *arguments, **named)
+
+    def __iter__(self) -> Given:
+        """It is its own iterator."""
+        return self
+
+    def __next__(self) -> Any:
+        """Have the test's process take the next value."""
+        return self._peer.ask("next", self)
+
+
+def _text_file(text: str) -> io.TextIOWrapper:
+    """A file in memory with the bytes behind it, as ``sys.stdin`` and ``sys.stdout`` have them."""
+    data = io.BytesIO(text.encode(errors="surrogatepass"))
+    return io.TextIOWrapper(data, "utf-8", "surrogatepass", newline="\n", write_through=True)
+
+
+def _await(coroutine: Any) -> Any:
+    import asyncio
+
+    return asyncio.run(coroutine)
+
+
+ACTIONS: dict[str, Callable[..., Any]] = {
+    "update": lambda value, name, new: update(getattr(value, name), new),
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "await": _await,
+    "getattr": getattr,
+    "setattr": setattr,
+    "isinstance": isinstance,
+    "enter": lambda value: type(value).__enter__(value),
+    "exit": lambda value, *error: type(value).__exit__(value, *error),
+    **{name: getattr(builtins, name) for name in UNARY},
+    **{name: getattr(operator, f"__{name}__") for name in (*KEYED, *OPERATORS, *BINARY, *IN_PLACE)},
+}
