@@ -107,10 +107,8 @@ class Codec:
             plain = (bool, int, float, str, type(None), list, tuple, dict)
             attributes = [[key, self.encode(item)] for key, item in vars(value).items() if isinstance(item, plain)]
             return ["raised", self.encode(kind), str(value), self.encode(list(value.args)), attributes]
-        if isinstance(value, type) and is_builtin(value):
-            return ["type", value.__name__]
-        if isinstance(value, type) and (name := _full_name(value)) in EXCEPTIONS and _named(name) is value:
-            return ["exception type", name]
+        if isinstance(value, type) and _is_shared(name := _full_name(value)) and _named(name) is value:
+            return ["type", name]
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             if not (hasattr(value, "tolist") and ARRAY_TYPE.fullmatch(value.dtype.str)):
                 return self.refer(value)
@@ -141,10 +139,8 @@ class Codec:
             return int(rest[0], 16)
         if kind == "new" and rest[0] in RECIPES:
             return _named(rest[0])(*map(self.decode, rest[1:]))
-        if kind == "type" and isinstance(found := getattr(builtins, rest[0]), type):
+        if kind == "type" and _is_shared(rest[0]) and isinstance(found := _named(rest[0]), type):
             return found
-        if kind == "exception type" and rest[0] in EXCEPTIONS:
-            return _named(rest[0])
         if kind == "named":
             return collections.namedtuple(rest[0], rest[1])(*map(self.decode, rest[2:]))
         if kind == "array" and ARRAY_TYPE.fullmatch(rest[0]):
@@ -226,7 +222,11 @@ class Peer(Codec):
             try:
                 message = ["error", self.encode(error), None]
             except Exception:
-                message = ["error", ["raised", ["type", "Exception"], type(error).__name__, ["list"], []], None]
+                message = [
+                    "error",
+                    ["raised", ["type", "builtins.Exception"], type(error).__name__, ["list"], []],
+                    None,
+                ]
         self.send(message)
 
     def send(self, message: list[Any]) -> None:
@@ -321,6 +321,12 @@ def update(old: Any, new: Any) -> Any:
     else:
         return new
     return old
+
+
+def _is_shared(full_name: str) -> bool:
+    """Whether both sides have the type of this name: the builtin types, and the standard library's exceptions."""
+    module, _, name = full_name.rpartition(".")
+    return (module == "builtins" and hasattr(builtins, name)) or full_name in EXCEPTIONS
 
 
 def _full_name(kind: type[Any]) -> str:

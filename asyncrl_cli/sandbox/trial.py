@@ -38,7 +38,14 @@ def missing(kind: commands.Kind | judge.Kind) -> str:
         filters.for_code()
     except OSError as error:
         return f"libseccomp cannot be used ({error})"
-    return _missing_of_gvisor() if kind == "gvisor" else ""
+    if kind == "gvisor":
+        if shutil.which("runsc") is None:
+            return "runsc (gVisor) is not installed"
+        version = subprocess.run(["runsc", "--version"], capture_output=True, text=True, check=False).stdout
+        date = re.search(r"20\d{6}", version)
+        if date is not None and int(date.group()) < OLDEST_GVISOR:
+            return f"runsc (gVisor) is of {date.group()}, and {OLDEST_GVISOR} is the oldest that works"
+    return ""
 
 
 def problem(kind: commands.Kind) -> str:
@@ -87,14 +94,4 @@ async def _tried(kind: commands.Kind) -> str:
         return str(error)
     if result.output != f"{commands.WORK_FOLDER}\n.\n":
         return f"a command answered {result.output.strip()!r}"
-    return ""
-
-
-def _missing_of_gvisor() -> str:
-    if shutil.which("runsc") is None:
-        return "runsc (gVisor) is not installed"
-    version = subprocess.run(["runsc", "--version"], capture_output=True, text=True, check=False).stdout
-    date = re.search(r"20\d{6}", version)
-    if date is not None and int(date.group()) < OLDEST_GVISOR:
-        return f"runsc (gVisor) is of {date.group()}, and {OLDEST_GVISOR} is the oldest that works"
     return ""

@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 MOST_BYTES = 2**28
 """Bytes of the largest file that is read or written; a file with holes may claim to be larger than any disk."""
@@ -49,34 +49,25 @@ def read(root: str, path: str) -> bytes:
 @contextmanager
 def _opened(root: str, path: str, flags: int) -> Iterator[int]:
     """A file; with ``O_CREAT`` its folders are made, too."""
-    folder, name = _parent(root, path, make=bool(flags & os.O_CREAT))
-    try:
-        file = os.open(name, flags | _FILE, 0o644, dir_fd=folder)
-    finally:
-        os.close(folder)
-    try:
+    *folders, name = parts_of(path)
+    with ExitStack() as stack:
+
+        def opened(name: str, flags: int, within: int | None) -> int:
+            descriptor = os.open(name, flags, 0o644, dir_fd=within)
+            stack.callback(os.close, descriptor)
+            return descriptor
+
+        folder = opened(root, _FOLDER, None)
+        for part in folders:
+            if flags & os.O_CREAT:
+                with suppress(FileExistsError):
+                    os.mkdir(part, 0o755, dir_fd=folder)
+            below = opened(part, _FOLDER, folder)
+            if not os.path.samestat(os.fstat(below), os.stat(part, dir_fd=folder, follow_symlinks=False)):
+                # A link: gVisor follows it to a folder.
+                raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+            folder = below
+        file = opened(name, flags | _FILE, folder)
         if not stat.S_ISREG(os.fstat(file).st_mode):
             raise OSError(errno.EINVAL, "not a file", path)
         yield file
-    finally:
-        os.close(file)
-
-
-def _parent(root: str, path: str, make: bool) -> tuple[int, str]:
-    """The open folder of a file, and the file's name in it."""
-    *folders, name = parts_of(path)
-    opened = os.open(root, _FOLDER)
-    for part in folders:
-        try:
-            if make:
-                with suppress(FileExistsError):
-                    os.mkdir(part, 0o755, dir_fd=opened)
-            below = os.open(part, _FOLDER, dir_fd=opened)
-            is_link = not os.path.samestat(os.fstat(below), os.stat(part, dir_fd=opened, follow_symlinks=False))
-        finally:
-            os.close(opened)
-        opened = below
-        if is_link:  # gVisor follows a link to a folder
-            os.close(opened)
-            raise OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
-    return opened, name

@@ -243,6 +243,7 @@ ATTACKS = {
     "new namespaces": "python -c 'import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))' | grep -x 0",
     "devices": "mknod d b 8 0 && echo made; ls /dev | grep -v -x -e null -e zero -e random -e urandom -e shm "
     "-e fd -e full -e fuse -e net -e ptmx -e pts -e stderr -e stdin -e stdout -e tty",  # of gVisor, not of this machine
+    "own modules": "touch /box/x && echo made; echo >> /box/asyncrl_cli/sandbox/wire.py && echo wrote",
     "kernel settings": "echo 1 > /proc/sys/kernel/panic && echo set; echo b > /proc/sysrq-trigger && echo set",
     "the clock": "date -s 2000-01-01 >/dev/null && echo set",
     "the host's name": "hostname elsewhere; hostname | grep else",

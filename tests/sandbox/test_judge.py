@@ -132,6 +132,20 @@ def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
+FORGED = """
+import json, os
+from asyncrl_cli.sandbox.wire import packed
+def send(*messages):
+    data = packed([json.dumps(message).encode() for message in messages])
+    for fd in range(3, 64):
+        try: os.write(fd, data)
+        except OSError: pass
+"""
+PEER = """
+import gc
+from asyncrl_cli.sandbox.judged_code import Code
+code = [one for one in gc.get_objects() if isinstance(one, Code)][0]
+"""
 CHEATS = {
     "a replaced exec": "import builtins\nbuiltins.exec = lambda *a, **k: None\ndef f(): return 0",
     "a replaced compile": "import builtins\nbuiltins.compile = lambda *a, **k: ''\ndef f(): return 0",
@@ -151,9 +165,22 @@ CHEATS = {
     "the report, later": "import os\ndef f():\n    for fd in range(64):\n"
     "        try: os.write(fd, b'b111111')\n        except OSError: pass\n    return 0",
     "closed pipes": "import os; os.closerange(0, 64)\ndef f(): return 0",
-    "answers in advance": "import json, os\nm = json.dumps(['value', 1, None, '']).encode()\n"
-    "for fd in range(3, 64):\n    try: os.write(fd, len(m).to_bytes(4, 'big') + m)\n    except OSError: pass\n"
-    "def f(): raise SystemExit",
+    "answers in advance": FORGED + "send(['value', 1, None])\ndef f(): raise SystemExit",
+    "two answers in a message": FORGED + "def f():\n    send(['value', 1, None], ['value', 1, None])\n    return 0",
+    "an empty message": FORGED + "def f():\n    send()\n    return 0",
+    "changed arguments": FORGED + "def f():\n    send(['value', 0, ['list', ['list', 1], ['dict']]])\n    return 0",
+    "a call of a builtin": FORGED
+    + "def f():\n    send(['ask', 'call', ['list', ['builtin', 'exit'], 0], ['dict']])\n    return 0",
+    "a call of what was not handed over": FORGED
+    + "def f():\n    send(['ask', 'call', ['list', ['yours', -1]], ['dict']])\n    return 0",
+    "questions of its own": PEER
+    + "def f():\n    for action in ('run', 'getattr', 'update', 'await', 'input', 'next'):\n"
+    "        try: return code.ask(action, 'EXPECTED')\n        except BaseException: pass\n    return 0",
+    "changed modules of the sandbox": "import asyncrl_cli.sandbox.exchange as e, os\ndef f():\n    try:\n"
+    "        for name in os.listdir(os.path.dirname(e.__file__)): open(os.path.dirname(e.__file__) + '/' + name, 'a')\n"
+    "    except OSError: return 0\n    return 1",
+    "another standard output": "import sys\nclass Out:\n    def write(self, text): return 1\nsys.stdout = Out()\n"
+    "def f(): return 0",
     "messages without end": "import os\ndef f():\n    for fd in range(3, 64):\n"
     "        try: os.write(fd, b'\\xff' * 4096)\n        except OSError: pass",
     "frames and objects": "import gc, sys\ndef f():\n"
@@ -176,8 +203,8 @@ TESTS = (
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
-def test_only_right_answers_pass(cheat: str) -> None:
-    assert passes(CHEATS[cheat], *TESTS) == [False] * len(TESTS)
+def test_only_right_answers_pass(cheat: str, kind: Kind) -> None:
+    assert passes(CHEATS[cheat], *TESTS, kind=kind) == [False] * len(TESTS)
 
 
 CHEATS_WITH_TESTS = {
@@ -221,9 +248,9 @@ CHEATS_WITH_TESTS = {
 
 
 @pytest.mark.parametrize("cheat", CHEATS_WITH_TESTS)
-def test_code_cannot_change_the_result_of_a_test(cheat: str) -> None:
+def test_code_cannot_change_the_result_of_a_test(cheat: str, kind: Kind) -> None:
     code, test = CHEATS_WITH_TESTS[cheat]
-    assert passes(code, test) == [False]
+    assert passes(code, test, kind=kind) == [False]
 
 
 @pytest.mark.parametrize("error", ["unittest.SkipTest", "unittest.case._ShouldStop", "SystemExit"])
