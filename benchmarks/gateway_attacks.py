@@ -175,7 +175,6 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
     factory = ActorFactory(spec, folder, folder, folder)
     gateway = GatewayClient(setup, factory.gateway, generate, RestartBudget(0, record, print))
     await gateway.start()
-    keeping = asyncio.create_task(gateway.keep())
     process = psutil.Process(gateway._actor.pid)
     size = mb * MIB - 2 * MIB // 16
     print(
@@ -211,7 +210,6 @@ async def measure(folder: Path, mb: int, at_once: int, rounds: int) -> None:
             honest = f"{np.median(waits):.0f}, {max(waits):.0f}"
             grown = f"{memory[0] / MIB:.0f} + {(max(memory) - memory[0]) / MIB:.0f}"
             print(f"| {kind} | {answers.strip()} | {max(late) * 1e3:.0f} | {grown} | {honest} |", flush=True)
-    keeping.cancel()
     await gateway.stop()
 
 

@@ -21,8 +21,7 @@ from typing import Any
 from asyncrl_cli.core.seeds import derive_seed
 from asyncrl_cli.gateway.actor import SessionEnd, SessionOpening
 from asyncrl_cli.gateway.session import Limits
-from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession, setup_of
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
@@ -121,24 +120,28 @@ class Episodes:
 
     def __init__(
         self,
+        spec: ExperimentSpec,
+        task: TaskSpec,
         *,
         client: GenerationClient,
         gateway: GatewayClient,
         workers: EpisodeWorkers,
         scoring: Scoring,
-        limits: Limits,
-        retries: int,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``retries``: how often an episode is played again after its own code failed. ``on_progress`` is called when
-        an episode has ended, and from time to time while episodes run that do not wait for the policy: their tools may
-        take long, within limits."""
+        """``on_progress`` is called when an episode has ended, and from time to time while episodes run that do not
+        wait for the policy: their tools may take long, within limits."""
         self._client = client
         self._gateway = gateway
         self._workers = workers
         self._scoring = scoring
-        self._limits = limits
-        self._retries = retries
+        self._limits = Limits(
+            max_length=spec.model.max_length,
+            max_call_tokens=spec.rollout.max_response_tokens,
+            max_calls=task.episode.max_calls,
+            max_sampled_tokens=task.episode.max_tokens,
+        )
+        self._retries = spec.rollout.retries  # how often an episode is played again after its own code failed
         self._on_progress = on_progress
         self._open = 0
         self._calls = 0
@@ -239,64 +242,6 @@ class Episodes:
             return await self._client.generate(request, on_segments)
         finally:
             self._calls -= 1
-
-
-class EpisodeServices:
-    """The services that the episodes of a run need in addition to the engines: the gateway, and workers for each task
-    that calls the model itself. ``stop`` stops everything that was started so far."""
-
-    def __init__(self, spec: ExperimentSpec, factory: ActorFactory, budget: RestartBudget) -> None:
-        self._spec = spec
-        self._factory = factory
-        self._budget = budget
-        self._workers: list[EpisodeWorkers] = []
-        self._keeping: asyncio.Task[None] | None = None
-
-    def workers(self, task: TaskSpec, name: str = "episode-worker") -> EpisodeWorkers:
-        """The workers of a task, not started yet; ``name`` is the prefix of their log files."""
-        workers = EpisodeWorkers(task.episode, partial(self._factory.episode_worker, task), self._budget, name)
-        self._workers.append(workers)
-        return workers
-
-    async def open(self, client: GenerationClient, model_folder: str) -> None:
-        """Start the gateway, with the tokenizer in ``model_folder``. Raises ``UserError``."""
-        self._client = client
-        setup = setup_of(self._spec, model_folder, self._spec.name)
-        self._gateway = GatewayClient(setup, self._factory.gateway, client.generate, self._budget)
-        await self._gateway.start()
-        self._keeping = asyncio.create_task(self._gateway.keep())
-        # An error of the gateway is raised in all sessions, which ends the run.
-        self._keeping.add_done_callback(lambda task: None if task.cancelled() else task.exception())
-
-    def episodes(
-        self, task: TaskSpec, workers: EpisodeWorkers, scoring: Scoring, on_progress: Callable[[], None]
-    ) -> Episodes:
-        """The episodes of a task, once the gateway is open."""
-        rollout = self._spec.rollout
-        limits = Limits(
-            max_length=self._spec.model.max_length,
-            max_call_tokens=rollout.max_response_tokens,
-            max_calls=task.episode.max_calls,
-            max_sampled_tokens=task.episode.max_tokens,
-        )
-        return Episodes(
-            client=self._client,
-            gateway=self._gateway,
-            workers=workers,
-            scoring=scoring,
-            limits=limits,
-            retries=rollout.retries,
-            on_progress=on_progress,
-        )
-
-    async def stop(self) -> None:
-        """Stop everything, in bounded time."""
-        # Agents first: a running agent would find no gateway and count as failed.
-        await asyncio.gather(*(workers.stop() for workers in self._workers), return_exceptions=True)
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-            await self._gateway.stop()
 
 
 class _KnownTokens:

@@ -223,11 +223,19 @@ class GatewayClient:
         self._actor = SupervisedActor("gateway", GATEWAY, make_actor, self._connect, budget)
         self._port = setup.spec.rollout.gateway.port
         self._link: asyncio.Future[_Link] = asyncio.get_running_loop().create_future()
+        self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start it; returns its URL. Raises ``UserError``."""
+        """Start it, and replace it from then on when it is lost; returns its URL. Raises ``UserError``."""
         await self._actor.running()
+        self._keeping = asyncio.create_task(self._keep())
+        self._keeping.add_done_callback(lambda task: task.cancelled() or task.exception())  # sessions raise its error
         return self._link.result().url
+
+    async def kept(self) -> None:
+        """Ends only with the error for which the gateway is not replaced."""
+        assert self._keeping is not None
+        await asyncio.shield(self._keeping)
 
     async def _connect(self, actor: Any) -> None:
         pid, url = await wait_for(actor.start.remote(self._setup, self._port), GATEWAY, START_TIMEOUT_S)
@@ -236,7 +244,7 @@ class GatewayClient:
             self._port = int(url.rpartition(":")[2])
         self._link.set_result(_Link(actor, url, self._generate))
 
-    async def keep(self) -> None:
+    async def _keep(self) -> None:
         """Answer the gateway's requests, and replace it when it is lost. It ends only with an error, which open
         sessions and later calls of ``session`` raise, too."""
         link = self._link.result()
@@ -280,6 +288,9 @@ class GatewayClient:
 
     async def stop(self) -> None:
         """End every request, in bounded time; the actor ends with the cluster."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait([self._keeping])
         if self._link.done() and self._link.exception() is None:
             with suppress(RunError):
                 await wait_for(self._link.result().actor.stop.remote(), GATEWAY, STOP_S)

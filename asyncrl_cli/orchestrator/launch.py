@@ -29,9 +29,10 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings, start_all
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
-from asyncrl_cli.orchestrator.episodes import EpisodeServices
+from asyncrl_cli.orchestrator.episodes import Episodes, EpisodeWorkers
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, encoded
 from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.nodes import why_gone
@@ -46,6 +47,7 @@ from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.runs.scaling import forget_requests
+from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
@@ -227,13 +229,25 @@ async def _start(
         await asyncio.gather(*(engine.stop() for engine in made), return_exceptions=True)
 
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
-    services = EpisodeServices(spec, factory, budget)
-    closing += [services.stop, stop_engines]
+    all_workers: list[EpisodeWorkers] = []
+    gateway: GatewayClient | None = None
+
+    def make_workers(task: TaskSpec, name: str) -> EpisodeWorkers:
+        all_workers.append(EpisodeWorkers(task.episode, partial(factory.episode_worker, task), budget, name))
+        return all_workers[-1]
+
+    async def stop_episodes() -> None:
+        # Agents first: a running agent would find no gateway and count as failed.
+        await asyncio.gather(*(workers.stop() for workers in all_workers), return_exceptions=True)
+        if gateway is not None:
+            await gateway.stop()
+
+    closing += [stop_episodes, stop_engines]
     # The watchdog's message names the wait and its start, so its limit must be reached first.
     ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
     replicas = Replicas(factory.host_agent, factory.address_of, budget, why_gone)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
-    workers = services.workers(spec.task) if "" in experiment.episodic else None
+    workers = make_workers(spec.task, "episode-worker") if "" in experiment.episodic else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
     starting = asyncio.create_task(
         start_all(
@@ -264,8 +278,23 @@ async def _start(
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
     if experiment.episodic:
-        await services.open(client, model_dir)
-    episodes = services.episodes(spec.task, workers, scoring, watchdog.progress) if workers is not None else None
+        setup = setup_of(spec, model_dir, spec.name)
+        gateway = GatewayClient(setup, factory.gateway, client.generate, budget)
+        await gateway.start()
+
+    def playing(task: TaskSpec, workers: EpisodeWorkers, scoring: Scoring) -> Episodes:
+        assert gateway is not None
+        return Episodes(
+            spec,
+            task,
+            client=client,
+            gateway=gateway,
+            workers=workers,
+            scoring=scoring,
+            on_progress=watchdog.progress,
+        )
+
+    episodes = playing(spec.task, workers, scoring) if workers is not None else None
 
     def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
         chosen = spec.evaluation.sets.get(name)
@@ -274,11 +303,10 @@ async def _start(
         rows = encoded(prompts, encoder, location, reporter.warn)
         if chosen is None or chosen.task is None:
             return HeldOut(rows, scoring, episodes)
-        own_scoring = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
+        own = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
         if name not in experiment.episodic:
-            return HeldOut(rows, own_scoring)
-        own_workers = services.workers(chosen.task, f"episode-worker-{name}")
-        return HeldOut(rows, own_scoring, services.episodes(chosen.task, own_workers, own_scoring, watchdog.progress))
+            return HeldOut(rows, own)
+        return HeldOut(rows, own, playing(chosen.task, make_workers(chosen.task, f"episode-worker-{name}"), own))
 
     evaluator = Evaluator(
         spec,

@@ -137,7 +137,7 @@ async def _serve(
         url = await gateway.start()
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(gateway.keep())
+                group.create_task(gateway.kept())
                 status("starting engines")
                 model.set_result(folder)
                 await asyncio.gather(*(engine.running() for engine in engines))

@@ -18,7 +18,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.gateway.actor import GatewaySetup
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError
-from asyncrl_cli.gateway.session import CallOptions, Limits, Session
+from asyncrl_cli.gateway.session import CallOptions, Session
 from asyncrl_cli.gateway.sessions import Sessions, session_key
 from asyncrl_cli.orchestrator.episodes import Episodes, _KnownTokens
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
@@ -86,10 +86,13 @@ class Harness:
         setup = GatewaySetup(spec(), lambda: CHAT, "policy", SECRET)
         restarts = RestartBudget(limits.pop("max_restarts", 2), self._record, lambda _: None)
         self.gateway = GatewayClient(setup, self._gateway_actor, self.generate, restarts)
-        limit = Limits(max_length=limits.pop("max_length", 200), max_call_tokens=1, **limits)
-        self.episodes = Episodes(
-            client=anyone, gateway=self.gateway, workers=anyone, scoring=anyone, limits=limit, retries=retries
+        max_length = limits.pop("max_length", 200)
+        of = spec(
+            model={"path": "org/model", "max_length": max_length},
+            rollout={"retries": retries, "max_prompt_tokens": 1, "max_response_tokens": 1},
+            task={"use": "chain_sum", "episode": {**limits}},
         )
+        self.episodes = Episodes(of, of.task, client=anyone, gateway=self.gateway, workers=anyone, scoring=anyone)
 
     def _gateway_actor(self) -> StandInGateway:
         self.actors.append(StandInGateway(CHAT))
@@ -125,7 +128,7 @@ class Harness:
     async def run(self, **options: Any) -> tuple[Rollout | None, Scored | RewardFailure]:
         with patch("ray.kill"):
             await self.gateway.start()
-            keeping = asyncio.create_task(self.gateway.keep())
+            keeping = self.gateway._keeping
             try:
                 return await self.episodes.play("12-3", PROMPT, SAMPLING, 12, record=self.segments.extend, **options)
             finally:

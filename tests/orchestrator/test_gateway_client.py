@@ -78,7 +78,7 @@ async def running() -> AsyncIterator[Harness]:
     harness = Harness()
     with patch("ray.kill"):
         await harness.client.start()
-        keeping = asyncio.create_task(harness.client.keep())
+        keeping = harness.client._keeping
         try:
             yield harness
         finally:
