@@ -35,7 +35,7 @@ CHAT_TEMPLATE = (
 )
 """Messages follow each other unchanged; an assistant's ends with the end token, as when it was generated.
 
-A tool's result is in brackets, and tool calls have the hermes form, as vLLM and gateway/tool_calls.py read them. The
+A tool's result is in brackets, and tool calls have the hermes form, as vLLM and gateway/parsers.py read them. The
 rendering of a conversation begins with that of its beginning.
 """
 
