@@ -7,6 +7,7 @@ session's limits and by the driver, which restarts engines that hang; it is canc
 # Annotations are not postponed here: FastAPI reads those of functions inside of functions.
 
 from typing import Annotated
+from weakref import WeakKeyDictionary
 
 from fastapi import Depends, FastAPI, Path
 from fastapi.responses import Response
@@ -18,6 +19,7 @@ from asyncrl_cli.gateway import errors, openapi
 from asyncrl_cli.gateway.errors import ApiError
 from asyncrl_cli.gateway.metrics import Watched
 from asyncrl_cli.gateway.paths import router_of
+from asyncrl_cli.gateway.responses_reply import MAX_BYTES_WITHOUT, KeptResponses
 from asyncrl_cli.gateway.service import Service
 from asyncrl_cli.gateway.session import Session
 from asyncrl_cli.gateway.sessions import same_key, session_key
@@ -50,8 +52,9 @@ def create_app(service: Service) -> FastAPI:
     async def named(session_id: SessionId) -> Session:
         return service.sessions.get(session_id)
 
+    kept: WeakKeyDictionary[Session, KeptResponses] = WeakKeyDictionary()
     app.include_router(
-        router_of(service, named),
+        router_of(service, named, lambda session: kept.setdefault(session, KeptResponses())),
         prefix="/sessions/{session_id:path}/v1",
         tags=["sessions"],
         dependencies=[Depends(check_session)],
@@ -77,7 +80,8 @@ def _add_plain(app: FastAPI, service: Service, api_key: str) -> None:
         return None
 
     key = [Depends(check)]
-    app.include_router(router_of(service, none), prefix="/v1", tags=["OpenAI"], dependencies=key)
+    kept = KeptResponses(limit=MAX_BYTES_WITHOUT)
+    app.include_router(router_of(service, none, lambda _: kept), prefix="/v1", tags=["OpenAI"], dependencies=key)
 
     @app.get("/metrics", tags=["operation"], dependencies=key, responses=openapi.METRICS)
     async def metrics() -> Response:

@@ -22,10 +22,10 @@ from asyncrl_cli.gateway.wire import (
     NO_EFFECT,
     Count,
     Flag,
+    GenerationRequest,
     Request,
     Settings,
-    Stop,
-    Temperature,
+    Stops,
     Text,
     ToolName,
     Wire,
@@ -150,12 +150,6 @@ class ToolChoice(Wire):
     name: Text | None = Field(None, description="For type `tool`.")
 
 
-class Thinking(Wire):
-    """How much the model may think. Accepted without an effect: the chat template decides."""
-
-    type: Text
-
-
 class ContextEdit(Wire):
     """How a server shortens a long history."""
 
@@ -187,7 +181,6 @@ class CountRequest(Request):
     tool_choice: ToolChoice | None = Field(
         None, description="`none` hides the tools. The policy is never forced: all else is `auto`."
     )
-    thinking: Thinking | None = None
     context_management: ContextManagement | None = None
     mcp_servers: Annotated[list[Any], Field(max_length=MAX_TOOLS)] | None = Field(
         None, description="Omitted in sessions of a training run or an evaluation, refused elsewhere."
@@ -236,18 +229,11 @@ class CountRequest(Request):
                 raise unsupported(key, f"{key} is not supported: this server has no tool of type {kind}")
 
 
-class MessagesRequest(CountRequest):
+class MessagesRequest(GenerationRequest, CountRequest):
     """A request of `/v1/messages`."""
 
     max_tokens: Count = Field(description="Most tokens to generate. More than fits is as many as fit.")
-    stop_sequences: Annotated[list[Stop], Field(max_length=16)] | None = Field(
-        None, description="Strings that end the text, which does not have them."
-    )
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
-    )
-    stream: Flag | None = Field(None, description="Answer with server-sent events.")
-    metadata: dict[str, Any] | None = Field(None, description="Accepted without an effect.")
+    stop_sequences: Stops | None = Field(None, description="Strings that end the text, which does not have them.")
     output_config: Settings | None = None
 
 

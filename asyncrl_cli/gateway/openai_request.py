@@ -17,11 +17,11 @@ from asyncrl_cli.gateway.wire import (
     NEUTRAL,
     Count,
     Flag,
-    Request,
+    GenerationRequest,
     Seed,
     Settings,
     Stop,
-    Temperature,
+    Stops,
     Text,
     TokenId,
     ToolName,
@@ -41,19 +41,13 @@ class StreamOptions(Settings):
     include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
 
 
-class GenerationRequest(Request):
+class OpenAIRequest(GenerationRequest):
     """What both kinds of generation share."""
 
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
-    )
     seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = Field(
-        None, description="Strings that end the text, which does not have them."
-    )
+    stop: Stop | Stops | None = Field(None, description="Strings that end the text, which does not have them.")
     max_tokens: Count | None = Field(None, description="Most tokens to generate. More than fits is as many as fit.")
-    stream: Flag | None = Field(None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     return_token_ids: Flag | None = Field(
         None, description="Add the token ids: `prompt_token_ids`, and `token_ids` of each choice."
@@ -164,7 +158,7 @@ SPOKEN_OTHERWISE = ("audio", "function_call", "refusal")
 """Keys of a message that may hold content the policy would not see."""
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(OpenAIRequest):
     """A request of `/v1/chat/completions`."""
 
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
@@ -215,7 +209,7 @@ Prompt = Annotated[str, Field(min_length=1, strict=True)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(OpenAIRequest):
     """A request of `/v1/completions`."""
 
     neutral = NEUTRAL | {"add_special_tokens": (True,)}

@@ -17,40 +17,39 @@ from asyncrl_cli.gateway.messages_reply import MessagesAnswer, ModelEntries, Mod
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
 from asyncrl_cli.gateway.openai_reply import ChatAnswer, Model, ModelList, TextAnswer, Wanted
 from asyncrl_cli.gateway.openai_request import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
-from asyncrl_cli.gateway.responses_reply import KeptBySession, ResponsesAnswer, begun_response
+from asyncrl_cli.gateway.responses_reply import KeptResponses, ResponsesAnswer, begun_response
 from asyncrl_cli.gateway.responses_request import ResponsesRequest
 from asyncrl_cli.gateway.service import Prepared, Service, render_chat, respond
 from asyncrl_cli.gateway.session import CallOptions, Render, Session
-from asyncrl_cli.gateway.wire import MAX_MESSAGES
-from asyncrl_cli.gateway.wire import Request as Body
+from asyncrl_cli.gateway.wire import MAX_MESSAGES, GenerationRequest
 from asyncrl_cli.records.prompt import Message
 
 SessionOf = Callable[..., Awaitable[Session | None]]
 """The dependency that finds a call's session, if it has one."""
 
-B = TypeVar("B", bound=Body)
-Prepare = Callable[[Session | None, B, Render], Awaitable[Prepared]]
-"""Renders a request's prompts; the session is the one that its path names."""
+B = TypeVar("B", bound=GenerationRequest)
+Prepare = Callable[[Session, B, Render], Awaitable[Prepared]]
+"""Renders a request's prompts."""
 
 
-def router_of(service: Service, session_of: SessionOf) -> APIRouter:
-    """The paths of every API, under one prefix."""
+def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Session], KeptResponses]) -> APIRouter:
+    """The paths of every API, under one prefix. ``kept_of`` has the responses that calls may continue."""
     router = APIRouter()
     _add_models(router, service, session_of)
 
     def add(path: str, kind: type[B], prepare: Prepare[B], description: str, described: dict[str, Any]) -> None:
-        async def reply(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
+        async def reply(request: Request, named: Annotated[Session | None, Depends(session_of)]) -> Response:
             async with service.bodies.read(request, kind) as (body, render):
+                session = service.session_for(named, body)
                 prepared = await prepare(session, body, render)
+                stream = bool(body.stream)
                 del body
-            return await respond(service, request, prepared)
+            return await respond(service, request, session, prepared, own=named is None, stream=stream)
 
-        router.add_api_route(
-            path, reply, methods=["POST"], name=path.strip("/").replace("/", "_"), description=description, **described
-        )
+        name = path.strip("/").replace("/", "_")
+        router.add_api_route(path, reply, methods=["POST"], name=name, description=description, **described)
 
-    async def chat(named: Session | None, body: ChatRequest, render: Render) -> Prepared:
-        session = service.session_for(named, body)
+    async def chat(session: Session, body: ChatRequest, render: Render) -> Prepared:
         messages = [message.plain() for message in body.messages]
         rendered = await render_chat(session, messages, body.offered_tools(), render)
         wanted = Wanted(
@@ -59,17 +58,10 @@ def router_of(service: Service, session_of: SessionOf) -> APIRouter:
             top_logprobs=bool(body.top_logprobs),
             usage=body.with_usage,
         )
-        return Prepared(
-            session,
-            own=named is None,
-            rendered=[rendered],
-            options=body.options(body.max_completion_tokens or body.max_tokens),
-            answer=ChatAnswer(wanted, service.model, service.chat),
-            stream=bool(body.stream),
-        )
+        options = body.options(body.max_completion_tokens or body.max_tokens)
+        return Prepared([rendered], options, ChatAnswer(wanted, service.model, service.chat))
 
-    async def completion(named: Session | None, body: CompletionRequest, render: Render) -> Prepared:
-        session = service.session_for(named, body)
+    async def completion(session: Session, body: CompletionRequest, render: Render) -> Prepared:
         rendered = [
             await (session.render_text(prompt, render) if isinstance(prompt, str) else session.render_ids(prompt))
             for prompt in body.prompts()
@@ -80,19 +72,11 @@ def router_of(service: Service, session_of: SessionOf) -> APIRouter:
             top_logprobs=bool(body.logprobs),
             usage=body.with_usage,
         )
-        return Prepared(
-            session,
-            own=named is None,
-            rendered=rendered,
-            options=body.options(body.max_tokens or DEFAULT_COMPLETION_TOKENS),
-            answer=TextAnswer(wanted, service.model, service.chat),
-            stream=bool(body.stream),
-        )
+        options = body.options(body.max_tokens or DEFAULT_COMPLETION_TOKENS)
+        return Prepared(rendered, options, TextAnswer(wanted, service.model, service.chat))
 
-    kept_responses = KeptBySession()
-
-    async def response(named: Session | None, body: ResponsesRequest, render: Render) -> Prepared:
-        session, kept = service.session_for(named, body), kept_responses.of(named)
+    async def response(session: Session, body: ResponsesRequest, render: Render) -> Prepared:
+        kept = kept_of(session)
         before = () if body.previous_response_id is None else kept.get(body.previous_response_id)
         # Without the instructions: a response's instructions are not taken over by the next one.
         conversation = [*before, *await render(body.chat_messages)]
@@ -105,34 +89,22 @@ def router_of(service: Service, session_of: SessionOf) -> APIRouter:
         def keep(response_id: str, reply: Message) -> None:
             kept.add(response_id, (*conversation, reply))
 
-        begun = begun_response(body, service.model, session.fixed_sampling)
-        return Prepared(
-            session,
-            own=named is None,
-            rendered=[rendered],
-            options=CallOptions(max_tokens=body.max_output_tokens, temperature=body.temperature, seed=body.seed),
-            answer=ResponsesAnswer(
-                begun,
-                body.own_tools(),
-                service.chat.decode,
-                token_ids=bool(body.return_token_ids),
-                keep=keep if begun["store"] else None,
-            ),
-            stream=bool(body.stream),
+        answer = ResponsesAnswer(
+            begun_response(body, service.model, session.fixed_sampling),
+            body.own_tools(),
+            service.chat.decode,
+            token_ids=bool(body.return_token_ids),
+            keep=None if body.store is False else keep,
         )
+        options = CallOptions(max_tokens=body.max_output_tokens, temperature=body.temperature, seed=body.seed)
+        return Prepared([rendered], options, answer)
 
-    async def message(named: Session | None, body: MessagesRequest, render: Render) -> Prepared:
-        session = service.session_for(named, body)
+    async def message(session: Session, body: MessagesRequest, render: Render) -> Prepared:
         rendered = await render_chat(session, body.chat_messages(), body.offered_tools(), render)
         stops = tuple(body.stop_sequences or ())
-        return Prepared(
-            session,
-            own=named is None,
-            rendered=[rendered],
-            options=CallOptions(max_tokens=body.max_tokens, temperature=body.temperature, stop=stops),
-            answer=MessagesAnswer(service.model, len(rendered.prompt_ids), stops, service.chat.decode),
-            stream=bool(body.stream),
-        )
+        options = CallOptions(max_tokens=body.max_tokens, temperature=body.temperature, stop=stops)
+        answer = MessagesAnswer(service.model, len(rendered.prompt_ids), stops, service.chat.decode)
+        return Prepared([rendered], options, answer)
 
     add("/chat/completions", ChatRequest, chat, "The model's reply to a conversation.", openapi.CHAT)
     add("/completions", CompletionRequest, completion, "Text that continues a prompt.", openapi.COMPLETION)

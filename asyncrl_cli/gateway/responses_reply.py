@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from sys import getsizeof
 from typing import Any, ClassVar, Literal, NotRequired, cast
-from weakref import WeakKeyDictionary
 
 from typing_extensions import TypedDict
 
@@ -28,7 +27,7 @@ from asyncrl_cli.gateway.json_values import finite, key
 from asyncrl_cli.gateway.reply_stream import Kind, Part
 from asyncrl_cli.gateway.responses_request import OWN, CustomTool, OtherTool, OwnTool, ResponsesRequest
 from asyncrl_cli.gateway.service import Prompts
-from asyncrl_cli.gateway.session import Reply, Session
+from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event
 from asyncrl_cli.records.prompt import Message
 
@@ -438,10 +437,10 @@ MAX_BYTES = 4 * 2**20
 """Memory of one session's conversations as JSON, each counted completely, although those of one conversation may share
 messages."""
 MAX_BYTES_WITHOUT = 32 * 2**20
-"""Of those of all calls without a session."""
+"""The same, of all calls without a session."""
 
 
-class Kept:
+class KeptResponses:
     """Conversations by the id of their last response; the least recently used are removed first."""
 
     def __init__(self, most: int = MAX_KEPT, limit: int = MAX_BYTES) -> None:
@@ -465,15 +464,3 @@ class Kept:
             raise ApiError(404, message, code="previous_response_not_found", param="previous_response_id")
         self._kept.move_to_end(response_id)
         return self._kept[response_id][0]
-
-
-class KeptBySession:
-    """What each session has; it is freed with the session."""
-
-    def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Session, Kept] = WeakKeyDictionary()
-        self._without = Kept(limit=MAX_BYTES_WITHOUT)
-
-    def of(self, session: Session | None) -> Kept:
-        """None: that of all calls without a session."""
-        return self._without if session is None else self._of.setdefault(session, Kept())

@@ -26,10 +26,9 @@ from asyncrl_cli.gateway.wire import (
     MAX_TOOLS,
     Count,
     Flag,
-    Request,
+    GenerationRequest,
     Seed,
     Settings,
-    Temperature,
     Text,
     ToolName,
     Wire,
@@ -229,7 +228,7 @@ class ToolChoice(NamedTool):
         return (self.tools or []) if self.type == ALLOWED else [self]
 
 
-class ResponsesRequest(Request):
+class ResponsesRequest(GenerationRequest):
     """A request of `/v1/responses`."""
 
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
@@ -252,11 +251,7 @@ class ResponsesRequest(Request):
     max_output_tokens: Count | None = Field(
         None, description="Most tokens to generate. More than fits is as many as fit."
     )
-    temperature: Temperature | None = Field(
-        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
-    )
     seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
-    stream: Flag | None = Field(None, description="Answer with server-sent events.")
     text: Settings | None = None
     metadata: (
         Annotated[

@@ -156,15 +156,11 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What is kept of a request once its prompts are tokens. ``own``: the session is this call's alone, and ends with
-    it."""
+    """What is kept of a request once its prompts are tokens."""
 
-    session: Session
-    own: bool
     rendered: list[Rendered]
     options: CallOptions
     answer: Answer
-    stream: bool
 
 
 async def render_chat(
@@ -177,13 +173,26 @@ async def render_chat(
     return await session.render_chat(messages, tools, render)
 
 
-async def respond(service: Service, request: Request, prepared: Prepared) -> Response:
+async def respond(
+    service: Service, request: Request, session: Session, prepared: Prepared, *, own: bool, stream: bool
+) -> Response:
     """Generate, and answer. A failure before the first text of a stream is raised, because it has its own status code.
 
-    The request's body must have been read, and freed: only a few large ones may be in memory (decision 0022).
+    ``own``: the session is this call's alone, and ends with it. The request's body must have been read, and freed:
+    only a few large ones may be in memory (decision 0022).
     """
-    pieces: Pieces | None = asyncio.Queue() if prepared.stream else None
-    call = service.calls.begin(request, _generate(service, prepared, pieces))
+    pieces: Pieces | None = asyncio.Queue() if stream else None
+
+    async def work() -> Prompts:
+        try:
+            prompts = await _generate(session, prepared, pieces)
+        finally:
+            if own:
+                session.close()
+        service.metrics.used(*token_counts(prompts))
+        return prompts
+
+    call = service.calls.begin(request, work())
     answer = prepared.answer
     if pieces is None:
         complete = answer.complete(await call.result())
@@ -200,8 +209,8 @@ async def respond(service: Service, request: Request, prepared: Prepared) -> Res
     return EventStream(_events(call, pieces, first, answer), answer.headers)
 
 
-async def _generate(service: Service, prepared: Prepared, pieces: Pieces | None) -> Prompts:
-    session, options = prepared.session, prepared.options
+async def _generate(session: Session, prepared: Prepared, pieces: Pieces | None) -> Prompts:
+    options = prepared.options
 
     async def replies(index: int, rendered: Rendered) -> list[Reply]:
         def queue(choice: int, part: Part) -> None:
@@ -210,15 +219,9 @@ async def _generate(service: Service, prepared: Prepared, pieces: Pieces | None)
 
         return await session.answer(rendered, options, None if pieces is None else queue)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(replies(index, one)) for index, one in enumerate(prepared.rendered)]
-    finally:
-        if prepared.own:
-            session.close()
-    prompts = [task.result() for task in tasks]
-    service.metrics.used(*token_counts(prompts))
-    return prompts
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(replies(index, one)) for index, one in enumerate(prepared.rendered)]
+    return [task.result() for task in tasks]
 
 
 def token_counts(prompts: Prompts) -> tuple[int, int]:

@@ -28,7 +28,7 @@ Flag = Annotated[bool, Field(strict=True)]
 Count = Annotated[int, Field(ge=1, lt=2**31, strict=True)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63, strict=True)]
 ToolName = Annotated[str, Field(min_length=1, max_length=256, strict=True)]
-Temperature = Annotated[float, Field(ge=0.0, le=2.0, strict=True)]
+Stops = Annotated[list[Stop], Field(max_length=16)]
 
 
 NO_EFFECT = frozenset(
@@ -129,7 +129,10 @@ class Request(Wire):
             template_kwargs: ``model.chat_template_kwargs``, which a request may repeat.
         """
         extra = dict(self.model_extra or {})
-        if _repeats(extra.get("chat_template_kwargs"), template_kwargs):
+        asked = extra.get("chat_template_kwargs")
+        if isinstance(asked, dict) and all(
+            key in template_kwargs and _same(value, template_kwargs[key]) for key, value in asked.items()
+        ):
             del extra["chat_template_kwargs"]
         self._refuse(self, extra, "", SAMPLING.keys() if fixed_sampling else ())
         for name in type(self).model_fields:
@@ -146,8 +149,13 @@ class Request(Wire):
                 raise unsupported(prefix + key, f"{prefix}{key} is not supported" + (f"; {hint}" if hint else ""))
 
 
-def _repeats(asked: Any, known: Mapping[str, Any]) -> bool:
-    return isinstance(asked, dict) and all(key in known and _same(value, known[key]) for key, value in asked.items())
+class GenerationRequest(Request):
+    """Base of the requests that generate."""
+
+    temperature: Annotated[float, Field(ge=0.0, le=2.0, strict=True)] | None = Field(
+        None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
+    )
+    stream: Flag | None = Field(None, description="Answer with server-sent events.")
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from gateway_stand_ins import MODEL, Engine, in_time, served
 from test_responses import FIND, PATCH, answered, calling, says
 
-from asyncrl_cli.gateway.responses_reply import Kept
+from asyncrl_cli.gateway.responses_reply import KeptResponses
 
 IDS: Any = {"return_token_ids": True}
 
@@ -121,7 +121,7 @@ def test_a_conversation_may_change_its_api() -> None:
 
 
 def test_kept_conversations_are_bounded() -> None:
-    kept = Kept(most=3, limit=400)
+    kept = KeptResponses(most=3, limit=400)
     small = [{"role": "user", "content": "x"}]
     for name in "abc":
         kept.add(name, small)
