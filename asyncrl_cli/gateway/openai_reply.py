@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Literal, NotRequired
+from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -28,8 +28,6 @@ LEAST_LOGPROB = -9999.0
 
 
 class Usage(TypedDict):
-    """Tokens of one request."""
-
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -71,8 +69,6 @@ class TopLogprob(TypedDict):
 
 
 class TokenLogprob(TopLogprob):
-    """The sampled token's."""
-
     top_logprobs: list[TopLogprob]
 
 
@@ -91,23 +87,6 @@ class ChatChoice(TypedDict):
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_ids: NotRequired[list[int]]
-
-
-class Envelope(TypedDict):
-    """What all generated answers begin with; ``created`` is a unix time in s."""
-
-    id: str
-    created: int
-    model: str
-
-
-class ChatCompletion(Envelope):
-    """The answer of `/v1/chat/completions`."""
-
-    object: Literal["chat.completion"]
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: NotRequired[list[int]]
 
 
 class Delta(TypedDict, total=False):
@@ -130,15 +109,6 @@ class ChatChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatChunk(Envelope):
-    """One event of a streamed answer."""
-
-    object: Literal["chat.completion.chunk"]
-    choices: list[ChatChunkChoice]
-    usage: NotRequired[Usage]
-    prompt_token_ids: NotRequired[list[int]]
-
-
 class TextLogprobs(TypedDict):
     """One entry per token; ``text_offset`` counts characters from the text's beginning."""
 
@@ -159,17 +129,34 @@ class TextChoice(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
 
 
+class Envelope(TypedDict):
+    """What all generated answers have; ``created`` is a unix time in s."""
+
+    id: str
+    created: int
+    model: str
+    usage: NotRequired[Usage]
+    prompt_token_ids: NotRequired[list[int]]
+
+
+class ChatCompletion(Envelope):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class ChatChunk(Envelope):
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+
+
 class Completion(Envelope):
     """The answer of `/v1/completions`, and one event of a streamed one."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
-    usage: NotRequired[Usage]
 
 
 class Model(TypedDict):
-    """A served model."""
-
     id: str
     object: Literal["model"]
     created: int
@@ -177,8 +164,6 @@ class Model(TypedDict):
 
 
 class ModelList(TypedDict):
-    """The answer of `/v1/models`."""
-
     object: Literal["list"]
     data: list[Model]
 
@@ -202,42 +187,42 @@ class _Answer:
 
     prefix: ClassVar[str]
     """What the ids of such answers begin with."""
+    event_type: ClassVar[str]
     headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, wanted: Wanted, model: str, chat: ChatFormat) -> None:
         self._wanted, self._texts = wanted, chat.token_text
-        self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
+        self._envelope: Envelope = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
 
     def end(self, prompts: Prompts) -> bytes:
-        """The last events."""
-        return (self._used(prompts) if self._wanted.usage else b"") + END_OF_STREAM
+        return (self._event([], usage=_usage(prompts)) if self._wanted.usage else b"") + END_OF_STREAM
 
     def failed(self, error: ApiError) -> bytes:
-        """A failure in the middle of the stream."""
         return event(error.for_openai())
 
-    def _used(self, prompts: Prompts) -> bytes:
-        """The event that counts the tokens."""
-        raise NotImplementedError
+    def _event(self, choices: Sequence[ChatChunkChoice | TextChoice], **more: Any) -> bytes:
+        return event({**self._envelope, "object": self.event_type, "choices": choices, **more})
 
 
 class ChatAnswer(_Answer):
     """Answers one request of `/v1/chat/completions`."""
 
     prefix = "chatcmpl"
+    event_type = "chat.completion.chunk"
 
     def __init__(self, wanted: Wanted, model: str, chat: ChatFormat) -> None:
         super().__init__(wanted, model, chat)
         self._begun: set[int] = set()
 
     def complete(self, prompts: Prompts) -> ChatCompletion:
-        """The answer to a request that is not streamed."""
         (replies,) = prompts
         choices = [self._choice(index, reply) for index, reply in enumerate(replies)]
         answer: ChatCompletion = {
-            "id": self._id,
-            "created": self._created,
-            "model": self._model,
+            **self._envelope,
             "object": "chat.completion",
             "choices": choices,
             "usage": _usage(prompts),
@@ -247,30 +232,33 @@ class ChatAnswer(_Answer):
         return answer
 
     def piece(self, choice: int, part: Part) -> bytes:
-        """More of a choice."""
         both: Delta = {"reasoning_content": part.text, "reasoning": part.text}
-        return self._begin(choice) + event(
-            self._chunk(choice, both if part.kind == "reasoning" else {"content": part.text})
-        )
+        return self._begin(choice) + self._delta(choice, both if part.kind == "reasoning" else {"content": part.text})
 
     def closing(self, choice: int, reply: Reply) -> bytes:
-        """The last events of a choice."""
         events = self._begin(choice)
         if calls := _calls(reply):
-            events += event(self._chunk(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]}))
-        last = self._chunk(choice, {})
-        last["choices"][0]["finish_reason"] = reply.finish_reason
-        last["choices"][0]["logprobs"] = self._logprobs(reply)
-        if self._wanted.token_ids:
-            last["choices"][0]["token_ids"] = list(reply.token_ids)
-            last["prompt_token_ids"] = list(reply.prompt_ids)
-        return events + event(last)
+            events += self._delta(choice, {"tool_calls": [{**call, "index": i} for i, call in enumerate(calls)]})
+        last: ChatChunkChoice = {
+            "index": choice,
+            "delta": {},
+            "logprobs": self._logprobs(reply),
+            "finish_reason": reply.finish_reason,
+        }
+        if not self._wanted.token_ids:
+            return events + self._event([last])
+        last["token_ids"] = list(reply.token_ids)
+        return events + self._event([last], prompt_token_ids=list(reply.prompt_ids))
 
     def _begin(self, choice: int) -> bytes:
+        """The first event of a choice."""
         if choice in self._begun:
             return b""
         self._begun.add(choice)
-        return event(self._chunk(choice, {"role": "assistant", "content": ""}))
+        return self._delta(choice, {"role": "assistant", "content": ""})
+
+    def _delta(self, choice: int, delta: Delta) -> bytes:
+        return self._event([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}])
 
     def _choice(self, index: int, reply: Reply) -> ChatChoice:
         calls = _calls(reply)
@@ -293,21 +281,6 @@ class ChatAnswer(_Answer):
             choice["token_ids"] = list(reply.token_ids)
         return choice
 
-    def _used(self, prompts: Prompts) -> bytes:
-        chunk = self._chunk(0, {})
-        chunk["choices"] = []
-        chunk["usage"] = _usage(prompts)
-        return event(chunk)
-
-    def _chunk(self, choice: int, delta: Delta) -> ChatChunk:
-        return {
-            "id": self._id,
-            "created": self._created,
-            "model": self._model,
-            "object": "chat.completion.chunk",
-            "choices": [{"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}],
-        }
-
     def _logprobs(self, reply: Reply) -> ChatLogprobs | None:
         if not self._wanted.logprobs:
             return None
@@ -327,34 +300,20 @@ class TextAnswer(_Answer):
     """Answers one request of `/v1/completions`."""
 
     prefix = "cmpl"
+    event_type = "text_completion"
 
     def complete(self, prompts: Prompts) -> Completion:
         replies = [reply for of_prompt in prompts for reply in of_prompt]
-        answer = self._body([self._last(index, reply, reply.text) for index, reply in enumerate(replies)])
-        answer["usage"] = _usage(prompts)
-        return answer
+        choices = [self._choice(index, reply, reply.text) for index, reply in enumerate(replies)]
+        return {**self._envelope, "object": "text_completion", "choices": choices, "usage": _usage(prompts)}
 
     def piece(self, choice: int, part: Part) -> bytes:
-        return event(self._body([{"index": choice, "text": part.text, "logprobs": None, "finish_reason": None}]))
+        return self._event([{"index": choice, "text": part.text, "logprobs": None, "finish_reason": None}])
 
     def closing(self, choice: int, reply: Reply) -> bytes:
-        return event(self._body([self._last(choice, reply, "")]))
+        return self._event([self._choice(choice, reply, "")])
 
-    def _used(self, prompts: Prompts) -> bytes:
-        body = self._body([])
-        body["usage"] = _usage(prompts)
-        return event(body)
-
-    def _body(self, choices: list[TextChoice]) -> Completion:
-        return {
-            "id": self._id,
-            "created": self._created,
-            "model": self._model,
-            "object": "text_completion",
-            "choices": choices,
-        }
-
-    def _last(self, index: int, reply: Reply, text: str) -> TextChoice:
+    def _choice(self, index: int, reply: Reply, text: str) -> TextChoice:
         choice: TextChoice = {
             "index": index,
             "text": text,

@@ -20,36 +20,38 @@ from asyncrl_cli.gateway.wire import Wire
 REFERENCE = "#/components/schemas/{model}"
 BODIES: tuple[type[Wire], ...] = (ChatRequest, CompletionRequest, ResponsesRequest, CountRequest, MessagesRequest)
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorAnswer, "description": "The request is wrong, or asks for what cannot be served."},
-    401: {"model": ErrorAnswer, "description": "No API key, or a wrong one."},
+DESCRIPTIONS = {
+    400: "The request is wrong, or asks for what cannot be served.",
+    401: "No API key, or a wrong one.",
+    404: "No such model, or no such session.",
+    408: "The body did not arrive in time.",
+    410: "The session has ended.",
+    413: "The body is too large.",
+    500: "A fault of the gateway.",
+    503: "The engines failed repeatedly, or the server is stopping.",
+    529: "A large body waited too long for others.",
 }
-"""What any path that needs the key may answer."""
-METRICS: dict[int | str, dict[str, Any]] = ERRORS | {
+
+
+def errors(model: Any, *statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The error answers of a path, in the shape of its API; without ``statuses`` all that a generation may have."""
+    found = statuses or [status for status in DESCRIPTIONS if status != 529 or model is MessagesError]
+    return {status: {"model": model, "description": DESCRIPTIONS[status]} for status in found}
+
+
+METRICS = errors(ErrorAnswer, 400, 401) | {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus' text format."}
 }
-SESSION_ERRORS: dict[int | str, dict[str, Any]] = {
-    404: {"model": ErrorAnswer, "description": "No such model, or no such session."},
-    410: {"model": ErrorAnswer, "description": "The session has ended."},
-}
-GENERATION_ERRORS: dict[int | str, dict[str, Any]] = {
-    408: {"model": ErrorAnswer, "description": "The body did not arrive in time."},
-    413: {"model": ErrorAnswer, "description": "The body is too large."},
-    500: {"model": ErrorAnswer, "description": "A fault of the gateway."},
-    503: {"model": ErrorAnswer, "description": "The engines failed repeatedly, or the server is stopping."},
-}
+MODELS = errors(ErrorAnswer, 400, 401, 404, 410)
 
 
-def generation(answer: Any, events: str, body: type[Wire]) -> dict[str, Any]:
+def generation(answer: Any, events: str, body: type[Wire], error: Any = ErrorAnswer) -> dict[str, Any]:
     """The keyword arguments of a route that generates; ``events`` describes the data of a stream's events."""
     data = {"type": "string", "description": events}
     one_event = {"type": "object", "properties": {"data": data}, "required": ["data"]}
     content = {"text/event-stream": {"schema": one_event}}
     answered = {"model": answer, "description": "What was generated.", "content": content}
-    return {
-        "responses": {200: answered, **ERRORS, **SESSION_ERRORS, **GENERATION_ERRORS},
-        "openapi_extra": request_body(body),
-    }
+    return {"responses": {200: answered, **errors(error)}, "openapi_extra": request_body(body)}
 
 
 def request_body(body: type[Wire]) -> dict[str, Any]:
@@ -61,13 +63,11 @@ def request_body(body: type[Wire]) -> dict[str, Any]:
 DATA = "A {} as JSON, an error, or at the end `[DONE]`."
 CHAT = generation(ChatCompletion, DATA.format(ChatChunk.__name__), ChatRequest)
 COMPLETION = generation(Completion, DATA.format(Completion.__name__), CompletionRequest)
-MESSAGES = generation(MessageAnswer, "An event of Anthropic's Messages API as JSON.", MessagesRequest)
-_MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
-    status: described | {"model": MessagesError} for status, described in MESSAGES["responses"].items() if status != 200
-} | {529: {"model": MessagesError, "description": "A large body waited too long for others."}}
-MESSAGES["responses"] |= _MESSAGES_ERRORS  # OpenAI's statuses, with errors in another shape
-COUNT_TOKENS: dict[str, Any] = {"responses": _MESSAGES_ERRORS, "openapi_extra": request_body(CountRequest)}
 RESPONSES = generation(ModelResponse, "An event of OpenAI's Responses API as JSON.", ResponsesRequest)
+MESSAGES = generation(
+    MessageAnswer, "An event of Anthropic's Messages API as JSON.", MessagesRequest, error=MessagesError
+)
+COUNT_TOKENS: dict[str, Any] = {"responses": errors(MessagesError), "openapi_extra": request_body(CountRequest)}
 
 
 def install(app: FastAPI) -> None:

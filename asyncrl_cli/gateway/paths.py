@@ -131,7 +131,6 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
     """The paths about models. Anthropic's clients get Anthropic's form; the OpenAPI document has OpenAI's."""
-    errors = openapi.ERRORS | openapi.SESSION_ERRORS
     openais: Model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
     anthropics: ModelEntry = {
         "type": "model",
@@ -146,7 +145,7 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
             return JSONResponse(anthropic, headers={"request-id": new_request_id()})
         return JSONResponse(openai)
 
-    @router.get("/models", response_model=ModelList, responses=errors)
+    @router.get("/models", response_model=ModelList, responses=openapi.MODELS)
     async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The served model."""
         listed: ModelList = {"object": "list", "data": [openais]}
@@ -158,7 +157,7 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
         }
         return answer(request, listed, entries)
 
-    @router.get("/models/{model:path}", response_model=Model, responses=errors)
+    @router.get("/models/{model:path}", response_model=Model, responses=openapi.MODELS)
     async def model(request: Request, model: str, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The model, by its name."""
         service.check_model(session, model)
