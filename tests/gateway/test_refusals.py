@@ -171,6 +171,7 @@ def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str, sess
             # Programs send sampling settings by habit: the run's own count in its sessions.
             answer = await there.post(path, asked(path, temperature=0.1, top_p=0.5, top_k=3), session)
             assert answer.status_code == (400 if session is None else 200), answer.text
+            assert there.engine.asked[-1].sampling.temperature == 1.0
             typo = await there.post(path, asked(path, temprature=0.1), session)
             assert "did you mean `temperature`?" in typo.text
 

@@ -1,14 +1,17 @@
-"""`/v1/responses`: OpenAI's own client gets answers, and its own models accept them."""
+"""`/v1/responses` over real HTTP: what golden pairs do not show of conversations, programs and refusals."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
-from gateway_stand_ins import MODEL, Engine, Served, in_time, served
+from gateway_stand_ins import MODEL, Engine, Served, chat_format, in_time, served, until
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
+
+from asyncrl_cli.gateway.responses_reply import KeptResponses
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 FIND: Any = {
@@ -56,101 +59,6 @@ async def events(there: Served, session: str | None = None, **body: Any) -> list
     return named
 
 
-def test_a_text_is_answered() -> None:
-    async def test() -> None:
-        async with served(says("It is 7.")) as there:
-            response = await answered(there, input="3+4?", instructions="Be brief.", metadata={"a": "b"})
-            assert response.output_text == "It is 7."
-            assert (response.status, response.error, response.incomplete_details) == ("completed", None, None)
-            assert response.model == MODEL
-            assert response.metadata == {"a": "b"}
-            assert response.instructions == "Be brief."
-            (item,) = response.output
-            assert item.type == "message" and item.status == "completed"
-            (asked,) = there.engine.asked
-            usage = response.usage
-            assert usage is not None
-            assert usage.input_tokens == len(asked.prompt_ids)
-            assert usage.output_tokens == len("It is 7.") + 1
-            assert usage.total_tokens == usage.input_tokens + usage.output_tokens
-            assert usage.output_tokens_details.reasoning_tokens == 0
-
-    in_time(test)
-
-
-def test_a_stream_has_all_events_in_their_order() -> None:
-    async def test() -> None:
-        async with served(says("It is 7.")) as there:
-            got = await events(there, input="3+4?")
-            kinds = [event.type for event in got if event.type != "response.output_text.delta"]
-            assert kinds == [
-                "response.created",
-                "response.in_progress",
-                "response.output_item.added",
-                "response.content_part.added",
-                "response.output_text.done",
-                "response.content_part.done",
-                "response.output_item.done",
-                "response.completed",
-            ]
-            deltas = [event.delta for event in got if event.type == "response.output_text.delta"]
-            assert len(deltas) > 1
-            assert "".join(deltas) == "It is 7."
-            assert got[-1].response.output == [got[-2].item]
-            assert got[-1].response.id == got[0].response.id
-
-    in_time(test)
-
-
-def test_calls_of_tools_are_items() -> None:
-    async def test() -> None:
-        async with served(says(*[calling("find", {"q": "x"}, "So:"), calling("patch", {"input": "+1"})] * 2)) as there:
-            tools = [FIND, PATCH]
-            response = await answered(there, input="go", tools=tools, tool_choice="auto", parallel_tool_calls=False)
-            message, call = response.output
-            assert message.type == "message" and response.output_text == "So:"
-            assert call.type == "function_call" and json.loads(call.arguments) == {"q": "x"}
-            assert response.status == "completed"
-            assert response.parallel_tool_calls is False
-            (custom,) = (await answered(there, input="go", tools=tools)).output
-            assert custom.type == "custom_tool_call" and custom.input == "+1"
-
-            got = await events(there, input="go", tools=tools)
-            assert [event.type for event in got][-6:] == [
-                "response.output_item.done",
-                "response.output_item.added",
-                "response.function_call_arguments.delta",
-                "response.function_call_arguments.done",
-                "response.output_item.done",
-                "response.completed",
-            ]
-            assert [event.output_index for event in got if event.type == "response.output_item.done"] == [0, 1]
-            got = await events(there, input="go", tools=tools)
-            assert [event.type for event in got][2:-2] == [
-                "response.output_item.added",
-                "response.custom_tool_call_input.delta",
-                "response.custom_tool_call_input.done",
-            ]
-
-    in_time(test)
-
-
-def test_a_reply_that_is_cut_is_incomplete() -> None:
-    async def test() -> None:
-        async with served(says("far too long", "far too long")) as there:
-            response = await answered(there, input="go", max_output_tokens=3)
-            assert response.status == "incomplete"
-            assert response.incomplete_details is not None
-            assert response.incomplete_details.reason == "max_output_tokens"
-            assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
-            assert response.output_text == "far"
-            last = (await events(there, input="go", max_output_tokens=3))[-1]
-            assert last.type == "response.incomplete"
-            assert last.response.usage.output_tokens == 3
-
-    in_time(test)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_numbers_that_json_does_not_have_are_null_in_what_is_repeated(stream: bool) -> None:
     tools = '[{"type": "function", "name": "f", "parameters": {"a": [1e999, 2]}}]'
@@ -163,5 +71,217 @@ def test_numbers_that_json_does_not_have_are_null_in_what_is_repeated(stream: bo
             last = answer.text.strip().splitlines()[-1].removeprefix("data: ")
             (tool,) = (json.loads(last)["response"] if stream else answer.json())["tools"]
             assert tool["parameters"] == {"a": [None, 2]}
+
+    in_time(test)
+
+
+def test_agents_with_their_default_model_are_served() -> None:
+    """openai-agents uses the Responses API by default."""
+    from agents import Agent, Runner, function_tool, set_default_openai_client, set_tracing_disabled
+
+    @function_tool
+    def find(q: str) -> str:
+        return f"{q} found"
+
+    async def test() -> None:
+        script = [calling("find", {"q": "x"}), calling("find", {"q": "y"}, "And"), "Both."] * 3
+        async with served(says(*script)) as there:
+            sessions = [there.session(f"7-{number}") for number in range(3)]
+            for number in range(3):
+                async with there.client(f"7-{number}") as client:
+                    set_default_openai_client(client, use_for_tracing=False)
+                    agent = Agent(name="a", instructions="Find.", model=MODEL, tools=[find])
+                    if number == 1:
+                        streamed = Runner.run_streamed(agent, "x and y")
+                        kinds = [event.type async for event in streamed.stream_events()]
+                        assert "raw_response_event" in kinds
+                        assert streamed.final_output == "Both."
+                    else:
+                        by_id = {"auto_previous_response_id": True} if number == 2 else {}
+                        assert (await Runner.run(agent, "x and y", **by_id)).final_output == "Both."
+            for session in sessions:
+                rollout = session.rollout()
+                assert rollout is not None and len(rollout.sequences) == 1
+                assert session.calls == 3
+
+    set_tracing_disabled(True)
+    in_time(test)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "param"),
+    [
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "invalid_value",
+            "input",
+        ),
+        ({"input": None}, "invalid_value", "input"),
+        ({"max_output_tokens": 0}, "invalid_value", "max_output_tokens"),
+        ({"background": True}, "unsupported_parameter", "background"),
+        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+        ({"top_p": 0.5}, "unsupported_parameter", "top_p"),
+        ({"include": ["message.output_text.logprobs"]}, "unsupported_parameter", "include"),
+        ({"tools": [FIND, {"type": "web_search"}]}, "unsupported_parameter", "tools.1.type"),
+        ({"tool_choice": {"type": "web_search"}}, "unsupported_parameter", "tool_choice"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(changes: dict[str, Any], code: str, param: str | None) -> None:
+    async def test() -> None:
+        async with served() as there:
+            answer = await there.post("/v1/responses", {"input": "a", **changes})
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert (error["code"], error["param"], error["type"]) == (code, param, "invalid_request_error")
+            assert not there.engine.asked
+
+    in_time(test)
+
+
+def test_a_session_of_training_overrides_what_changes_the_distribution() -> None:
+    async def test() -> None:
+        async with served(Engine()) as there:
+            there.session("7-0")
+            body = {"top_p": 0.5, "temperature": 0.0, "tools": [{"type": "web_search"}]}
+            response = await answered(there, "7-0", input="a", tool_choice={"type": "web_search"}, **body)
+            assert (response.temperature, response.top_p, response.tools) == (None, 1.0, [])
+            (asked,) = there.engine.asked
+            assert asked.sampling.temperature == 1.0
+            answer = await there.post("/v1/responses", {"input": "a", "background": True}, "7-0")
+            assert answer.status_code == 400, "what no session can serve"
+
+    in_time(test)
+
+
+def test_a_failure_in_a_stream_is_its_last_event() -> None:
+    async def test() -> None:
+        engine = Engine(lambda prompt, request: "half of this", held=asyncio.Event())
+        async with served(engine) as there, there.client("7-0") as client:
+            there.session("7-0")
+            stream = await client.responses.create(model=MODEL, input="a", stream=True)
+            kinds = []
+            async for event in stream:
+                kinds.append(event.type)
+                if event.type == "response.output_text.delta":
+                    there.sessions.close("7-0")
+            assert kinds[-1] == "response.failed"
+            assert event.response.error is not None and "has ended" in event.response.error.message
+            await until(lambda: engine.running == 0)
+
+    in_time(test)
+
+
+def test_a_response_is_continued_in_its_own_session_alone() -> None:
+    async def test() -> None:
+        async with served(Engine()) as there:
+            there.session("7-0")
+            there.session("7-1")
+            first = await answered(there, "7-0", input="a")
+            assert (
+                await answered(there, "7-0", input="b", previous_response_id=first.id)
+            ).previous_response_id == first.id
+            plain = await answered(there, input="a")
+            await answered(there, input="b", previous_response_id=plain.id)
+            unkept = await answered(there, input="a", store=False)
+            for session, response_id in (
+                ("7-1", first.id),
+                (None, first.id),
+                ("7-0", plain.id),
+                (None, unkept.id),
+                (None, "x"),
+            ):
+                refused = await there.post(
+                    "/v1/responses", {"input": "b", "previous_response_id": response_id}, session
+                )
+                assert refused.status_code == 404
+                error = refused.json()["error"]
+                assert error["code"] == "previous_response_not_found"
+                assert error["param"] == "previous_response_id"
+                assert response_id in error["message"]
+
+    in_time(test)
+
+
+def test_instructions_are_not_taken_over() -> None:
+    async def test() -> None:
+        prompts: list[str] = []
+
+        def script(prompt: str, request: Any) -> str:
+            prompts.append(prompt)
+            return "yes"
+
+        async with served(Engine(script)) as there:
+            there.session("7-0")
+            first = await answered(there, "7-0", input="a", instructions="Old.")
+            await answered(there, "7-0", input="b", instructions="New.", previous_response_id=first.id)
+            assert "Old." in prompts[0]
+            assert "Old." not in prompts[1] and "New." in prompts[1] and "u:a" in prompts[1]
+
+    in_time(test)
+
+
+def test_a_conversation_may_change_its_api() -> None:
+    async def test() -> None:
+        async with served(says("one", "two")) as there, there.client("7-0") as client:
+            session = there.session("7-0")
+            await client.responses.create(model=MODEL, input="a", instructions="Be.")
+            messages: Any = [
+                {"role": "system", "content": "Be."},
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "one"},
+                {"role": "user", "content": "b"},
+            ]
+            await client.chat.completions.create(model=MODEL, messages=messages)
+            rollout = session.rollout()
+            assert rollout is not None and len(rollout.sequences) == 1
+
+    in_time(test)
+
+
+def test_kept_conversations_are_bounded() -> None:
+    kept = KeptResponses(most=3, limit=400)
+    small = [{"role": "user", "content": "x"}]
+    for name in "abc":
+        kept.add(name, small)
+    kept.get("a")
+    kept.add("d", small)
+    with pytest.raises(Exception, match="'b' not found"):
+        kept.get("b")
+    assert kept.get("a") == small
+    kept.add("e", [{"role": "user", "content": "x" * 300}])
+    assert len(kept.get("e")) == 1
+    for name in "abcd":
+        with pytest.raises(Exception, match="not found"):
+            kept.get(name)
+    kept.add("f", small)
+    assert kept.get("f") == small
+
+
+@pytest.mark.parametrize("sent_back", ["all", "encrypted", "none"])
+def test_reasoning_is_continued_however_it_is_sent_back(sent_back: str) -> None:
+    async def test() -> None:
+        script = ["<think>Hm, x.</think>I look." + calling("find", {"q": "x"}), "<think>So.</think>Done."]
+        replies = iter(script)
+        engine = Engine(lambda prompt, request: next(replies), chat=chat_format("qwen3"))
+        async with served(engine) as there:
+            session = there.session("7-0")
+            history: list[Any] = [{"role": "user", "content": "go"}]
+            for _ in script:
+                got = await events(there, "7-0", input=history, tools=[FIND], store=False)
+                assert sum(event.type == "response.reasoning_text.delta" for event in got) > 1, "in pieces"
+                for item in got[-1].response.output:
+                    kept = item.model_dump(exclude_none=True)
+                    if item.type == "reasoning" and sent_back == "encrypted":
+                        kept.pop("content")
+                    if item.type != "reasoning" or sent_back != "none":
+                        history.append(kept)
+                    if item.type == "function_call":
+                        history.append({"type": "function_call_output", "call_id": item.call_id, "output": "ok"})
+            response = got[-1].response
+            assert [item.type for item in response.output] == ["reasoning", "message"]
+            assert response.output[0].content[0].text == "So."
+            assert response.usage.output_tokens_details.reasoning_tokens == len("<think>So.")
+            rollout = session.rollout()
+            assert rollout is not None and len(rollout.sequences) == 1
 
     in_time(test)

@@ -77,27 +77,6 @@ def test_a_stream_adds_up_to_the_complete_answer(message: Message, cut: bool, da
         assert delta == "".join(texts) + item.get("arguments", "") + item.get("input", "")
 
 
-def test_reasoning_is_an_item_before_the_message() -> None:
-    message = {"role": "assistant", "content": "7", "reasoning_content": "3+4"}
-    response = Response.model_validate(answer_of().complete([[reply_of(message)]]), strict=True)
-    reasoning, message_item = response.output
-    assert reasoning.type == "reasoning" and reasoning.content is not None
-    assert [part.text for part in reasoning.content] == ["3+4"]
-    assert message_item.type == "message" and response.output_text == "7"
-    assert response.usage is not None
-    assert response.usage.output_tokens_details.reasoning_tokens == 3
-
-    answer = answer_of()
-    stream = answer.piece(0, Part("reasoning", "3+")) + answer.piece(0, Part("reasoning", "4"))
-    stream += answer.piece(0, Part("content", "7")) + answer.closing(0, reply_of(message))
-    assert [event["type"].removeprefix("response.") for event in parsed(stream)] == [
-        *("created", "in_progress", "output_item.added", "content_part.added"),
-        *("reasoning_text.delta", "reasoning_text.delta", "reasoning_text.done"),
-        *("content_part.done", "output_item.done", "output_item.added", "content_part.added"),
-        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done", "completed"),
-    ]
-
-
 def test_a_failure_ends_the_stream() -> None:
     for error, code in ((ApiError(503, "gone"), "server_error"), (ApiError(410, "gone"), "invalid_prompt")):
         answer = answer_of()
@@ -105,18 +84,3 @@ def test_a_failure_ends_the_stream() -> None:
         assert events[-1]["type"] == "response.failed"
         assert events[-1]["response"]["status"] == "failed"
         assert events[-1]["response"]["error"] == {"code": code, "message": "gone"}
-
-
-def test_an_answer_repeats_its_request() -> None:
-    body = {
-        "tool_choice": {"type": "function", "name": "find"},
-        "temperature": 0.5,
-        "max_output_tokens": 7,
-        "previous_response_id": "resp_1",
-        "store": False,
-        "parallel_tool_calls": False,
-    }
-    response: Any = answer_of(**body).complete([[reply_of({"role": "assistant", "content": ""})]])
-    assert {key: response[key] for key in body} == body
-    assert response["tools"] == TOOLS
-    Response.model_validate(response, strict=True)
