@@ -30,7 +30,7 @@ from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import row_location
 from asyncrl_cli.gateway.parsers import check_reasoning_parser, check_tool_parser
 from asyncrl_cli.monitors.base import Monitor
-from asyncrl_cli.monitors.load import load_monitors
+from asyncrl_cli.monitors.extras import load_monitors
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder

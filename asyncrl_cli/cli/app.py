@@ -29,12 +29,9 @@ from asyncrl_cli.cli import (
     plan,
     replay,
     report,
-    resume,
+    running,
     runs,
-    scale,
     serve,
-    track,
-    train,
     validate_spec,
     watch,
 )
@@ -54,14 +51,14 @@ app = typer.Typer(
 )
 
 add(app, "init", init.init, "Copy a template: a spec with its code and data.", "asyncrl init agent my-task")
-add(app, "train", train.train, "Check a spec, then train.", "asyncrl train specs/quickstart.yaml --set seed=1")
-add(app, "resume", resume.resume, "Continue a stopped or killed run.", "asyncrl resume latest --steps 280")
+add(app, "train", running.train, "Check a spec, then train.", "asyncrl train specs/quickstart.yaml --set seed=1")
+add(app, "resume", running.resume, "Continue a stopped or killed run.", "asyncrl resume latest --steps 280")
 add(app, "replay", replay.replay, "Train recorded batches again, compare weights.", "asyncrl replay latest --to 20")
 add(app, "serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "asyncrl serve latest --port 8000")
 add(app, "watch", watch.watch, "Watch a run in the terminal.", "asyncrl watch latest")
-add(app, "scale", scale.scale, "Change how many engines a live run has.", "asyncrl scale latest --engines 4")
+add(app, "scale", runs.scale, "Change how many engines a live run has.", "asyncrl scale latest --engines 4")
 add(app, "runs", runs.runs, "List runs.", "asyncrl runs --json")
-add(app, "track", track.track, "Send the missing data of an ended run to MLflow.", "asyncrl track latest")
+add(app, "track", runs.track, "Send the missing data of an ended run to MLflow.", "asyncrl track latest")
 app.add_typer(inspect.app, name="inspect")
 add(app, "events", inspect.events, "Print a run's events, in order.", "asyncrl events latest --kind fault")
 add(app, "staleness", inspect.staleness, "Show and verify staleness.", "asyncrl staleness latest --what-if 4")

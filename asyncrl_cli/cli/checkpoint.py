@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, Step, add
-from asyncrl_cli.cli.inspect import show
-from asyncrl_cli.cli.output import echo
+from asyncrl_cli.cli.output import echo, show
 
 if TYPE_CHECKING:
     from asyncrl_cli.runs.checkpoints import Checkpoint

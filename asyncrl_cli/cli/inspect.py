@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, add, one_of
-from asyncrl_cli.cli.output import echo, echo_json
+from asyncrl_cli.cli.output import echo, show
 
 if TYPE_CHECKING:
     from asyncrl_cli.inspect.pages import Page
@@ -81,10 +81,10 @@ def inspect_buffer(
     from asyncrl_cli.records.generation import group_and_index
     from asyncrl_cli.runs.catalogue import find_run
 
-    wanted = [at for at in STATES if at == state]
-    if state is not None and not wanted:
+    wanted = next((at for at in STATES if at == state), None)
+    if wanted != state:
         raise typer.BadParameter(f"unknown state; known: {', '.join(STATES)}", param_hint="--state")
-    filters = GroupFilter(wanted[0] if wanted else None, min_reward, stale_over)
+    filters = GroupFilter(wanted, min_reward, stale_over)
     listing = filters != GroupFilter() or limit is not None
     if sum((group is not None, rollout is not None, listing)) > 1:
         raise typer.BadParameter("show one group, one rollout or a list, not several of them", param_hint="--group")
@@ -212,14 +212,6 @@ def staleness(
     show(page, as_json)
     if report.violations:
         raise typer.Exit(1)
-
-
-def show(page: Page, as_json: bool) -> None:
-    """Print a page."""
-    if as_json:
-        echo_json(page.document)
-    else:
-        echo("\n".join(page.lines))
 
 
 def _watch(look: Callable[[], Page]) -> None:

@@ -7,12 +7,15 @@ import os
 import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.runs.directory import DEFAULT_RUNS
+
+if TYPE_CHECKING:
+    from asyncrl_cli.inspect.pages import Page
 
 _COMMAND = re.compile(
     r"asyncrl (?:(?:inspect|checkpoint) \w+|"
@@ -43,3 +46,11 @@ def echo_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
     # JSON's own escapes: it allows unescaped characters that control a terminal or cannot be encoded.
     typer.echo("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))
+
+
+def show(page: Page, as_json: bool) -> None:
+    """Print a page."""
+    if as_json:
+        echo_json(page.document)
+    else:
+        echo("\n".join(page.lines))

@@ -1,19 +1,22 @@
-"""The parts that `train` and `resume` share: the header, the live view and the closing lines of a run."""
+"""`asyncrl train` and `asyncrl resume`, and their parts: checks, the header, the live view and the closing lines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from asyncrl_cli.cli.arguments import Overrides, RunName, RunsDir, Step
 from asyncrl_cli.cli.output import debugging, echo, in_runs_dir
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
+    from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.checks.start import StartChecks
     from asyncrl_cli.monitors.outlet import Terminal
     from asyncrl_cli.orchestrator.experiment import Experiment
@@ -22,6 +25,134 @@ if TYPE_CHECKING:
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the run's id and problems.")]
+CALIBRATING_STEPS = 20
+"""`asyncrl plan` cannot be calibrated with a shorter run. Its machine's speed is not measured."""
+
+
+def train(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
+    overrides: Overrides = None,
+    quiet: Quiet = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Make all checks of a start, print them, and start nothing.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the checks as JSON.")] = False,
+) -> None:
+    """Check the spec, start Ray, DeepSpeed and vLLM, and train to the last step.
+
+    Exit code: 0 when the run finished; 2 when the spec cannot run here, and nothing was started; 1 when the run failed;
+    130 when Ctrl-C stopped it. With --dry-run: 0 when the spec can run, 2 when it cannot.
+    """
+    from asyncrl_cli.spec.load import dump_spec, load_spec
+
+    if dry_run:
+        from asyncrl_cli.cli.doctor import show_findings
+
+        if not show_findings(_findings(spec, overrides or (), as_json), "can_run", as_json):
+            raise typer.Exit(2)
+        return
+    if as_json:
+        raise typer.BadParameter("needs --dry-run", param_hint="--json")
+    loaded = load_spec(spec, overrides or ())
+    for problem in loaded.warnings:
+        echo(str(problem), err=True)
+
+    from asyncrl_cli.orchestrator.launch import Start
+    from asyncrl_cli.plan.scenario import shares_host
+    from asyncrl_cli.runs.directory import RunDirectory
+    from asyncrl_cli.runs.manifest import describe_start
+    from asyncrl_cli.system.processor_speed import processor_speed
+
+    with start_checks(loaded.spec, spec.absolute().parent) as checks:
+        experiment = checks.experiment()
+    # Before any process of the run competes for the processors.
+    speed = processor_speed() if shares_host(loaded.spec) and loaded.spec.stop.steps >= CALIBRATING_STEPS else None
+    # After the checks: a spec that is refused leaves no folder behind (decision 0028).
+    run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
+    run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec, speed))
+    drive(experiment, run, Start(), quiet)
+
+
+def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
+    """The problems of the spec, then the findings of the start checks. Raises ``SpecError`` unless ``as_json``."""
+    from asyncrl_cli.checks.finding import Finding
+    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.spec.problems import SpecError
+
+    try:
+        loaded = load_spec(spec, overrides)
+    except SpecError as error:
+        if not as_json:
+            raise
+        problems, checked = error.problems, None
+    else:
+        problems, checked = loaded.warnings, loaded.spec
+    for problem in problems:
+        status = Status.FAILURE if problem.severity == "error" else Status.WARNING
+        found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status already shows it
+        yield Finding("spec", status, found, problem.hint)
+    if checked is not None:
+        if not problems:
+            yield Finding("spec", Status.OK, str(spec))
+        with start_checks(checked, spec.absolute().parent, thorough=True, references=loaded.references) as checks:
+            yield from checks.findings()
+
+
+def resume(
+    run_id: RunName,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", metavar="STEPS", min=1, help="Train to this step."),
+    ] = None,
+    step: Step = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key that may change in a resumed run."),
+    ] = None,
+    without_journal: Annotated[
+        bool, typer.Option("--without-journal", help="Move a damaged journal away; continue from a checkpoint.")
+    ] = False,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="Continue although the training data has changed.")
+    ] = False,
+    runs_dir: RunsDir = Path("runs"),
+    quiet: Quiet = False,
+) -> None:
+    """Continue a run from where it stopped.
+
+    The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
+    again; unfinished rollouts continue from their recorded tokens. Exit codes are those of `asyncrl train`.
+    """
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.spec.changes import check_changes, kept_horizon
+    from asyncrl_cli.spec.load import dump_spec, load_recorded
+
+    with refusing():
+        run = find_run(runs_dir, run_id)
+        run.lock()
+        changes = [*(overrides or ()), *([f"stop.steps={steps}"] if steps else [])]
+        before = load_recorded(run.path).spec
+        loaded = load_recorded(run.path, changes)
+        changed = check_changes(before, loaded.spec, loaded.references)
+        horizon = kept_horizon(before, loaded.spec)
+        if horizon is not None:
+            loaded = load_recorded(run.path, [*changes, f"trainer.schedule.steps={horizon}"])
+        spec = loaded.spec
+
+        from asyncrl_cli.orchestrator.resume import check_data, prepare
+
+        plan = prepare(run, spec, step, ", ".join(changed), without_journal)
+        with start_checks(spec, search_path(run)) as checks:
+            experiment = checks.experiment()
+        check_data(run, experiment, plan, accept_changed_data)
+    start = plan.carry_out(run, accept_changed_data)  # until here, nothing has changed on disk
+    if start.note != plan.start.note:
+        echo(f"{run.run_id}: {start.note}", err=True)
+    if horizon is not None:
+        text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
+        echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
+    run.begin(dump_spec(spec, loaded.references), spec.stop.steps)
+    drive(experiment, run, start, quiet)
 
 
 def start_checks(
@@ -57,10 +188,10 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
     from asyncrl_cli.monitors.outlet import run_terminal
 
     with run_terminal(run.path / "logs") as terminal:
-        _drive(experiment, run, start, quiet, terminal)
+        _drive(experiment, run, start, quiet=quiet, terminal=terminal)
 
 
-def _drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool, terminal: Terminal) -> None:
+def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bool, terminal: Terminal) -> None:
     from asyncrl_cli.inspect.pages import count_range
     from asyncrl_cli.monitors.console import open_view
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted

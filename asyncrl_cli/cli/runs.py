@@ -1,8 +1,10 @@
-"""`asyncrl runs`: all runs of a folder."""
+"""`asyncrl runs`, `asyncrl scale` and `asyncrl track`: all runs of a folder; the engines of a live run; MLflow."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime
 from itertools import pairwise
@@ -11,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from asyncrl_cli.cli.arguments import RunsDir
+from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
 
 if TYPE_CHECKING:
     from asyncrl_cli.runs.directory import RunDirectory
 
-
+POLL_S = 0.5
 QUIET = ("starting", "running", "finished")
 """Phases without a reason to show."""
 
@@ -30,6 +32,7 @@ def runs(
 
     A run that failed or was interrupted has the reason below it. Times are in UTC.
     """
+    from asyncrl_cli.inspect.pages import paragraph, table
     from asyncrl_cli.runs.catalogue import all_runs
 
     rows = [_row(run) for run in all_runs(runs_dir)]
@@ -40,67 +43,136 @@ def runs(
         echo(f"no runs in {runs_dir} yet")
         return
     header = ("run", "phase", "step", "engines", "greedy", "sampled", "took", "started", "settings")
-    echo("\n".join(_lines(header, rows)))
-
-
-def _lines(header: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The table, with the reason of a failure below its run."""
-    from asyncrl_cli.inspect.pages import duration, paragraph, table
-
-    cells = [
-        (
-            row["run"],
-            row["phase"],
-            f"{row['step']}/{row['steps']}",
-            _engines(row),
-            *(_accuracy(row["accuracy"].get(kind)) for kind in ("greedy", "sampled")),
-            "-" if row["took_s"] is None else duration(row["took_s"]),
-            row["started"].replace("T", " ").removesuffix("+00:00"),
-            " ".join(row["settings"]),
-        )
-        for row in rows
-    ]
-    first, *lines = table(header, cells, left=(0, 1, 7, 8))
-    yield first
+    first, *lines = table(header, [_cells(row) for row in rows], left=(0, 1, 7, 8))
+    echo(first)
     for row, line in zip(rows, lines, strict=True):
-        yield line
+        echo(line)
         if row["reason"] and row["phase"] not in QUIET:
             reason, *_ = row["reason"].strip().splitlines() or [""]
-            yield from paragraph(reason, "    ")
+            echo("\n".join(paragraph(reason, "    ")))
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
     """A run's state, how long it took (None before its end is known), and the settings that its command changed."""
     manifest, state = run.manifest, run.state
+    started, took_s = str(manifest.get("started", "")), None
+    if state.updated:
+        with suppress(ValueError):
+            took_s = max(0.0, state.updated - datetime.fromisoformat(started).timestamp())
+    command = manifest.get("command")
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    settings = [after for word, after in pairwise(words) if word == "--set"]
+    settings += [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
     return {
         "run": run.run_id,
-        "started": str(manifest.get("started", "")),
-        "took_s": _seconds(str(manifest.get("started", "")), state.updated),
-        "settings": _settings(manifest.get("command")),
+        "started": started,
+        "took_s": took_s,
+        "settings": settings,
         **asdict(state),
         "phase": run.status,
     }
 
 
-def _seconds(started: str, updated: float) -> float | None:
-    try:
-        return max(0.0, updated - datetime.fromisoformat(started).timestamp()) if updated else None
-    except ValueError:
-        return None
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    from asyncrl_cli.inspect.pages import duration
+    from asyncrl_cli.runs.directory import ACTIVE
+
+    engines, accuracy = row["engines"], row["accuracy"]
+    return (
+        row["run"],
+        row["phase"],
+        f"{row['step']}/{row['steps']}",
+        f"{engines['serving']}/{engines['wanted']}" if engines and row["phase"] in ACTIVE else "-",
+        *(f"{accuracy[kind]:.3f}" if kind in accuracy else "-" for kind in ("greedy", "sampled")),
+        "-" if row["took_s"] is None else duration(row["took_s"]),
+        row["started"].replace("T", " ").removesuffix("+00:00"),
+        " ".join(row["settings"]),
+    )
 
 
-def _settings(command: object) -> list[str]:
-    """The values of ``--set`` in a command."""
-    words = [str(word) for word in command] if isinstance(command, list) else []
-    found = [after for word, after in pairwise(words) if word == "--set"]
-    return found + [word.removeprefix("--set=") for word in words if word.startswith("--set=")]
+def scale(
+    run_id: RunName,
+    engines: Annotated[
+        int, typer.Option("--engines", metavar="N", min=1, help="Number of engines that the run should have.")
+    ],
+    wait: Annotated[
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait up to this long for all of them to serve.")
+    ] = 120.0,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Change how many engines a live run has, within the bounds of `rollout.engines` in its spec.
+
+    An engine that leaves first returns its rollouts, and other engines continue them from their tokens. An engine that
+    joins waits until Ray has room for it. If that takes longer than --wait, the command prints what is missing and
+    exits with 0.
+    """
+    from asyncrl_cli.core.errors import ConfigError, RunError
+    from asyncrl_cli.core.terminal import counted
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.runs.directory import ACTIVE
+    from asyncrl_cli.runs.scaling import request_engines
+
+    run = find_run(runs_dir, run_id)
+    answer = request_engines(run, engines)
+    if not answer.accepted:
+        raise ConfigError(
+            f"the run refuses {counted(engines, 'engine')}: {answer.message}",
+            location=run.run_id,
+            hint=f"other bounds need a resume: asyncrl resume {run.argument} --set "
+            f"'rollout.engines={{min: 1, max: {engines}}}'",
+        )
+    deadline = time.monotonic() + wait
+    while (serving := run.state.engines.get("serving", 0)) != engines and time.monotonic() < deadline:
+        if (status := run.status) not in ACTIVE:
+            raise RunError(
+                f"the run ended before {counted(engines, 'engine')} served, its phase is {status}", location=run.run_id
+            )
+        time.sleep(POLL_S)
+    now = f"{counted(serving, 'engine')} serve{'s' if serving == 1 else ''}"
+    if serving == engines:
+        echo(f"{run.run_id}: {now}")
+    else:
+        waits = run.state.engines_wait
+        echo(f"{run.run_id}: accepted; {now} so far, {engines} are wanted{f' ({waits})' if waits else ''}")
 
 
-def _engines(row: Mapping[str, Any]) -> str:
-    """Engines of a run as serving/wanted; ``-`` for a run that has ended."""
-    counts = row["engines"]
-    return f"{counts['serving']}/{counts['wanted']}" if counts and row["phase"] in ("starting", "running") else "-"
+def track(
+    run_id: RunName = "latest",
+    uri: Annotated[
+        str | None, typer.Option("--uri", metavar="URI", help="The tracking URI. Default: the spec's.")
+    ] = None,
+    register: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The registered model that gets the final model. Default: the spec's."),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Send the data of an ended run that MLflow does not have yet.
 
+    Nothing is sent twice. Exit code: 1 when something could not be sent; then try again later.
+    """
+    from asyncrl_cli.core.secrets import hide
+    from asyncrl_cli.core.terminal import counted
+    from asyncrl_cli.runs.catalogue import find_run
+    from asyncrl_cli.spec.load import load_recorded
 
-def _accuracy(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+    run = find_run(runs_dir, run_id)
+    run.lock()  # a run that is still going sends its own data
+    spec = load_recorded(run.path).spec
+    changes = {"uri": uri, "register_model": register}
+    tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
+
+    from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
+
+    target = target_of(spec.model_copy(update={"tracking": tracking}))
+    sender = send_rest(run, target)
+    report = ", the report" if sender.reported else ""
+    echo(f"sent     {counted(sender.steps, 'step')}, {counted(sender.evaluations, 'evaluation')}{report}")
+    if sender.unreported:
+        echo(f"report   cannot be made: {sender.unreported}")
+    echo(f"to       {hide(target.uri)}")
+    echo(f"MLflow   run {sender.mlflow_run_id} in experiment {tracking.experiment}")
+    if target.model and sender.outbox.version:
+        echo(f"model    {tracking.register_model}, version {sender.outbox.version}")
+    elif register:
+        echo("model    none: the run has not finished")

@@ -23,13 +23,6 @@ from asyncrl_cli.core.suggest import did_you_mean
 FIRST_NOTICE_S = 5.0
 """Seconds before the first notice; the time to the next one doubles each time."""
 
-MOVED = {
-    "asyncrl_cli.data.prompts": "asyncrl_cli.records.prompt",
-    "asyncrl_cli.tasks.splits": "asyncrl_cli.tasks.prompts",
-    "asyncrl_cli.train.surrogates": "asyncrl_cli.train.algorithms.policy_loss",
-}
-"""Modules that templates and documentation of earlier versions import in user code, and their present names."""
-
 CODE_S = 120.0
 """Seconds that importing and constructing the user's objects may take."""
 
@@ -165,9 +158,7 @@ def _module(name: str, folder: Path | None, location: str, error_type: type[Conf
         beside = f" in {folder}" if folder else ""
         message = f"importing module {name} failed: {type(error).__name__}: {error}"
         hint = f"fix the import; full traceback: python -c 'import {name}'{beside}"
-        if missing in MOVED:
-            hint = f"{missing} has moved: import {MOVED[missing]} instead"
-        elif missing and f"{name}.".startswith(f"{missing}."):
+        if missing and f"{name}.".startswith(f"{missing}."):
             message = f"no module {name!r}{beside and f'{beside} or'} on Python's path"
             hint = f"put {name.replace('.', '/')}.py beside the spec file, or install the package that has it"
         elif missing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
-import re
 import secrets
 import subprocess
 import sys
@@ -340,23 +339,6 @@ def test_resume_of_a_run_whose_journal_is_gone_or_damaged(tmp_path: Path) -> Non
     assert "--without-journal" in refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
     (run.path / FILE).unlink()
     assert "the run's journal is gone" in refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
-
-
-@pytest.mark.slow
-def test_resume_of_a_run_of_an_earlier_version(tmp_path: Path) -> None:
-    run = resumable(tmp_path / "runs", step=10, phase="interrupted")
-    recorded = run.path / "spec.yaml"
-    old, retired = re.subn("max_failed_share: .*", "max_failures: 16", recorded.read_text())
-    assert retired == 1
-    recorded.write_text(old)
-    shown = refused(asyncrl("resume", "run-1", "--steps", "7", cwd=tmp_path), 2)
-    assert "10 steps" in shown and "\n --> run-1\n" in shown
-    shown = asyncrl("replay", "run-1", "--from", "11", cwd=tmp_path).stderr
-    assert shown.startswith("error: cannot replay from step 11: the run has trained 10 steps\n --> run-1\n")
-    shown = refused(asyncrl("resume", "run-1", "--set", "rollout.max_failures=3", cwd=tmp_path), 2)
-    assert "rollout.max_failed_share" in shown
-    shown = refused(asyncrl("validate-spec", str(recorded), cwd=tmp_path), 2)
-    assert "replaced by `rollout.max_failed_share`" in shown
 
 
 def test_resume_of_a_run_that_is_driven(tmp_path: Path) -> None:

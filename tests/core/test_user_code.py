@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import signal
 import threading
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.core.errors import ConfigError, TaskError
-from asyncrl_cli.core.user_code import MOVED, as_import, import_named, user_code
+from asyncrl_cli.core.user_code import as_import, import_named, user_code
 
 
 @pytest.mark.parametrize(
@@ -55,16 +53,6 @@ def test_an_exit_is_an_error_with_its_line(tmp_path: Path, call: str, shown: str
         f"{tmp_path}/leaving.py:3",
         f"importing the task called {shown}",
     )
-
-
-@pytest.mark.parametrize("name", MOVED)
-def test_a_module_that_has_moved_is_named_with_its_present_name(tmp_path: Path, name: str) -> None:
-    (tmp_path / "older.py").write_text(f"import {name}\n")
-    present = MOVED[name]
-    with pytest.raises(ConfigError, match=re.escape(f"{name} has moved: import {present} instead")):
-        import_named("older:task", tmp_path, "task.use", "name a task")
-    assert importlib.util.find_spec(name.rpartition(".")[0]), "its package still exists"
-    assert importlib.util.find_spec(present)
 
 
 def test_a_name_may_have_dots_and_one_that_is_missing_is_described(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import yaml
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.monitors.base import Ending, EvaluationResult
 from asyncrl_cli.monitors.console import QuietView
-from asyncrl_cli.monitors.load import load_monitors
+from asyncrl_cli.monitors.extras import load_monitors
 from asyncrl_cli.monitors.reporter import LOG, Reporter
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
@@ -181,7 +181,7 @@ def test_invalid_monitors_are_refused_before_the_start(name: str, message: str, 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
 def test_an_extra_that_is_missing_is_named_before_the_start(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.monitors.load.find_spec", lambda _: None)
+    monkeypatch.setattr("asyncrl_cli.monitors.extras.find_spec", lambda _: None)
     tracking = TrackingSpec.model_validate({package: True if package == "tensorboard" else {}})
     with pytest.raises(ConfigError) as refused:
         load_monitors(tracking, Path())
@@ -190,7 +190,7 @@ def test_an_extra_that_is_missing_is_named_before_the_start(package: str, monkey
 
 
 def test_without_a_key_weights_and_biases_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("asyncrl_cli.monitors.load.find_spec", lambda _: object())
+    monkeypatch.setattr("asyncrl_cli.monitors.extras.find_spec", lambda _: object())
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     tracking = TrackingSpec.model_validate({"wandb": {}})

@@ -129,10 +129,10 @@ def test_what_has_arrived_of_a_large_model_is_not_sent_again(
     with pytest.raises(ConnectionError):
         Sender(run, target).send("FINISHED")
     assert Logged(target.uri).client.search_registered_models() == [], "the version comes last"
-    assert f"{PLACE}/model/model.safetensors" in sent(run)["uploaded"]
+    assert f"{PLACE}/model: model/model.safetensors" in sent(run)["files"]
     monkeypatch.setattr(MlflowClient, "log_artifact", counted)
     Sender(run, target).send("FINISHED")
-    assert arrived == ["tokenizer.json", "tokenizer.json"], "for the model, and for its tokenizer"
+    assert arrived == ["tokenizer.json", "config.json", "tokenizer.json"], "for the model, and both for its tokenizer"
     assert list(versions(target.uri)) == ["1"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.monitors.mlflow import outbox as module
-from asyncrl_cli.monitors.mlflow.outbox import EVALUATIONS, FILE, Outbox
+from asyncrl_cli.monitors.mlflow.outbox import FILE, Outbox
 from asyncrl_cli.runs.directory import RunDirectory
 
 
@@ -34,7 +34,6 @@ def write(run: RunDirectory, step: int, time: float) -> None:
 
 def test_an_empty_folder_owes_nothing(run: RunDirectory) -> None:
     assert opened(run).steps() == []
-    assert opened(run).files(EVALUATIONS, {}) == {}
 
 
 def test_steps_after_the_last_one_sent(run: RunDirectory) -> None:
@@ -78,12 +77,13 @@ def test_the_file_is_read_from_its_end(run: RunDirectory, block: int, monkeypatc
 
 def test_files_that_are_new_or_written_again(run: RunDirectory) -> None:
     run.write_text("evaluations/step-1.jsonl", "{}\n")
-    outbox = opened(run)
-    first = outbox.files(EVALUATIONS, {})
-    assert list(first) == ["evaluations/step-1.jsonl"]
-    assert outbox.files(EVALUATIONS, first) == {}
-    os.utime(run.path / "evaluations/step-1.jsonl", (1.0, 1.0))
-    assert outbox.files(EVALUATIONS, first) == {"evaluations/step-1.jsonl": 10**9}
+    path = run.path / "evaluations/step-1.jsonl"
+    assert next(opened(run).files("metrics", [path])) == path
+    assert list(opened(run).files("metrics", [path])) == [path], "whoever stopped at it has not sent it"
+    assert list(opened(run).files("metrics", [path])) == []
+    assert list(opened(run).files("artifact", [path])) == [path], "as something else"
+    os.utime(path, (1.0, 1.0))
+    assert list(opened(run).files("metrics", [path])) == [path]
 
 
 def test_another_server_has_got_nothing(run: RunDirectory) -> None:

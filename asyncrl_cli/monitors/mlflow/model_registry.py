@@ -58,39 +58,28 @@ def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
             location=str(config),
             hint=f"restore it: asyncrl checkpoint export {run.argument} --to {run.path / MODEL}",
         )
-    with _patience():
-        _upload(client, outbox, run.path / MODEL, path)
+    files = [file for file in (run.path / MODEL).iterdir() if file.is_file()]
+    folders = {
+        f"{path}/model": files,
+        f"{path}/components/tokenizer": [f for f in files if not f.name.endswith(WEIGHTS)],
+    }
+    with _patience(), TemporaryDirectory() as description:
+        for folder, wanted in folders.items():
+            for file in outbox.files(folder, wanted):
+                client.log_artifact(outbox.sent.run_id, str(file), artifact_path=folder)
+        size = sum(file.stat().st_size for wanted in folders.values() for file in wanted)
+        _describe(json.loads(config.read_text()), size, Path(description))
+        client.log_artifacts(outbox.sent.run_id, description, artifact_path=path)
     version = _find(client, run, name) or _create(client, outbox.sent.run_id, run, name, path)
     outbox.note(registered={**outbox.sent.registered, key: version})
 
 
-def _upload(client: Any, outbox: Outbox, model: Path, artifact: str) -> None:
-    for path, folder in _files(model):
-        target = f"{artifact}/{folder}/{path.name}"
-        changed = path.stat().st_mtime_ns
-        if outbox.sent.uploaded.get(target) != changed:
-            client.log_artifact(outbox.sent.run_id, str(path), artifact_path=f"{artifact}/{folder}")
-            outbox.note(uploaded={**outbox.sent.uploaded, target: changed})
-    with TemporaryDirectory() as folder:
-        _describe(model, Path(folder))
-        client.log_artifacts(outbox.sent.run_id, folder, artifact_path=artifact)
-
-
-def _files(model: Path) -> Iterator[tuple[Path, str]]:
-    """Files of a Hugging Face directory, each with the folder of the artifact that it goes to."""
-    for path in sorted(entry for entry in model.iterdir() if entry.is_file()):
-        yield path, "model"
-        if not path.name.endswith(WEIGHTS):
-            yield path, "components/tokenizer"
-
-
-def _describe(model: Path, folder: Path) -> None:
-    """Write what MLflow wants to know of a model, as its own transformers flavor would."""
+def _describe(config: dict[str, Any], size: int, folder: Path) -> None:
+    """Write MLflow's description of a model of so many bytes, as its own transformers flavor would."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, Schema
 
-    config = json.loads((model / "config.json").read_text())
     texts = Schema([ColSpec("string")])
     described = Model(signature=ModelSignature(inputs=texts, outputs=texts))
     described.add_flavor(
@@ -107,7 +96,7 @@ def _describe(model: Path, folder: Path) -> None:
         components=["tokenizer"],
     )
     pyfunc.add_to_model(described, loader_module="mlflow.transformers", python_env="python_env.yaml")
-    described.model_size_bytes = sum(path.stat().st_size for path, _ in _files(model))
+    described.model_size_bytes = size
     described.save(str(folder / "MLmodel"))
     # A version's part after `+` names a local build, which no package index has.
     packages = [f"{package}=={installed(package).partition('+')[0]}\n" for package in PACKAGES]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -35,8 +35,7 @@ BLOCK = 2**16
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The record of the data that has been sent. Files are named by their path in the run's folder, each with the time
-    of the version that was sent (mtime, ns)."""
+    """The record of the data that has been sent."""
 
     uri: str
     experiment: str
@@ -46,14 +45,10 @@ class Sent:
     step: int = 0
     time: float = 0.0
     """Number and time (unix time, s) of the last step."""
-    logged: Mapping[str, int] = field(default_factory=dict)
-    """Files whose numbers were sent."""
-    uploaded: Mapping[str, int] = field(default_factory=dict)
-    """Files that were sent; the model's by the path of their artifact."""
-    reported: Mapping[str, int] = field(default_factory=dict)
-    """What the report was made of."""
     sampled: float = 0.0
     """Time (unix time, s) of the machine's last sample."""
+    files: Mapping[str, int] = field(default_factory=dict)
+    """Files by what they were sent as and their path in the run's folder, with the time of the version (mtime, ns)."""
     registered: Mapping[str, str] = field(default_factory=dict)
     """Versions of registered models, by the model's name and artifact."""
     problem: str = ""
@@ -95,11 +90,14 @@ class Outbox:
         """Rows of system.jsonl that have not been sent, in order."""
         return self._new_rows(SAMPLES, lambda row: row["time"] > self.sent.sampled)
 
-    def files(self, pattern: str, known: Mapping[str, int]) -> dict[str, int]:
-        """Files, with their versions, that are not in ``known`` or were written again since."""
-        folder = self.run.path
-        versions = {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in sorted(folder.glob(pattern))}
-        return {name: version for name, version in versions.items() if known.get(name) != version}
+    def files(self, purpose: str, paths: Iterable[Path]) -> Iterator[Path]:
+        """Files that were not sent for this purpose, or were written again since. Each is noted as sent when the next
+        one is asked for, and not if the caller raises or leaves the loop."""
+        for path in sorted(paths):
+            name, version = f"{purpose}: {path.relative_to(self.run.path)}", path.stat().st_mtime_ns
+            if self.sent.files.get(name) != version:
+                yield path
+                self.note(files={**self.sent.files, name: version})
 
     def _new_rows(self, name: str, is_new: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
         return list(takewhile(is_new, _rows_from_the_end(self.run.path / name)))[::-1]

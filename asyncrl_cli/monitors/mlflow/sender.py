@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from fnmatch import fnmatch
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -180,7 +179,7 @@ class Sender:
 
     def _send_parameters(self) -> None:
         """MLflow keeps a parameter as it was first logged; what a resumed run changed is in its spec.yaml."""
-        for name, version in self.outbox.files(SPEC, self.outbox.sent.logged).items():
+        for _ in self.outbox.files("parameters", self._run.path.glob(SPEC)):
             from mlflow.entities import Param
 
             known = self._client.get_run(self.mlflow_run_id).data.params
@@ -188,15 +187,13 @@ class Sender:
             entries = [Param(key, value) for key, value in values.items() if key not in known]
             for params in _chunks(entries, PARAMETERS_AT_ONCE):
                 self._client.log_batch(self.mlflow_run_id, params=params, synchronous=True)
-            self._note_logged(name, version)
 
     def _send_evaluations(self) -> None:
-        for name, version in self.outbox.files(EVALUATIONS, self.outbox.sent.logged).items():
-            with (self._run.path / name).open() as file:
+        for path in self.outbox.files("metrics", self._run.path.glob(EVALUATIONS)):
+            at = path.stat().st_mtime
+            with path.open() as file:
                 result = json.loads(file.readline())
-            at = version / 1e9  # when the file was written
             self._log((metric, value, at, result["step"]) for metric, value in evaluation_metrics(result))
-            self._note_logged(name, version)
             self.evaluations += 1
 
     def _send_status(self, status: str) -> None:
@@ -210,33 +207,28 @@ class Sender:
         self.outbox.note(status=status)
 
     def _upload(self) -> None:
-        for name, version in self.outbox.files(SPEC, self.outbox.sent.uploaded).items():
-            self._client.log_text(self.mlflow_run_id, spec_text(self._run), name)
-            self._note_uploaded(name, version)
-        for name, version in self.outbox.files(EVALUATIONS, self.outbox.sent.uploaded).items():
-            path = self._run.path / name
-            self._client.log_artifact(self.mlflow_run_id, str(path), artifact_path=name.rpartition("/")[0])
-            self._client.log_text(self.mlflow_run_id, table(path), _table_name(name))
-            sent = [one for one in self.outbox.sent.uploaded if fnmatch(one, EVALUATIONS)]
-            tables = sorted({_table_name(one) for one in (name, *sent)})
-            self._client.set_tag(self.mlflow_run_id, TABLES_TAG, tables_tag(tables))
-            self._note_uploaded(name, version)
+        for path in self.outbox.files("artifact", self._run.path.glob(SPEC)):
+            self._client.log_text(self.mlflow_run_id, spec_text(self._run), path.name)
+        tables = []
+        for path in sorted(self._run.path.glob(EVALUATIONS)):
+            tables.append(f"{path.parent.name}/{path.stem}.json")
+            for _ in self.outbox.files("artifact", [path]):
+                self._client.log_artifact(self.mlflow_run_id, str(path), artifact_path=path.parent.name)
+                self._client.log_text(self.mlflow_run_id, table(path), tables[-1])
+                self._client.set_tag(self.mlflow_run_id, TABLES_TAG, tables_tag(tables))
 
     def _upload_report(self, ended: RunDirectory) -> None:
-        source = self.outbox.files(STEPS, self.outbox.sent.reported)
-        if not source:
-            return
-        from asyncrl_cli.inspect.report.page import render
-        from asyncrl_cli.inspect.report.summary import summarize
+        for _ in self.outbox.files("report", self._run.path.glob(STEPS)):
+            from asyncrl_cli.inspect.report.page import render
+            from asyncrl_cli.inspect.report.summary import summarize
 
-        try:
-            page = render([summarize(ended)])
-        except Exception as error:  # trying again would not help, and `asyncrl report` says more
-            self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            return
-        self._client.log_text(self.mlflow_run_id, page, REPORT)
-        self.outbox.note(reported=source)
-        self.reported = True
+            try:
+                page = render([summarize(ended)])
+            except Exception as error:  # trying again would not help, and `asyncrl report` says more
+                self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                return
+            self._client.log_text(self.mlflow_run_id, page, REPORT)
+            self.reported = True
 
     def _log(self, numbers: Iterable[Number]) -> None:
         from mlflow.entities import Metric
@@ -244,12 +236,6 @@ class Sender:
         entries = [Metric(name, value, int(at * 1000), step) for name, value, at, step in numbers]
         for metrics in _chunks(entries, METRICS_AT_ONCE):
             self._client.log_batch(self.mlflow_run_id, metrics=metrics, synchronous=True)
-
-    def _note_logged(self, name: str, version: int) -> None:
-        self.outbox.note(logged={**self.outbox.sent.logged, name: version})
-
-    def _note_uploaded(self, name: str, version: int) -> None:
-        self.outbox.note(uploaded={**self.outbox.sent.uploaded, name: version})
 
 
 def send_rest(run: RunDirectory, target: Target) -> Sender:
@@ -309,10 +295,6 @@ def _cell(value: Any) -> Any:
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _table_name(evaluation: str) -> str:
-    return evaluation.removesuffix(".jsonl") + ".json"
 
 
 def tables_tag(tables: Iterable[str]) -> str:

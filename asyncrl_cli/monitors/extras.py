@@ -1,0 +1,170 @@
+"""The monitors that a spec names: TensorBoard, Weights & Biases, and classes of the user's.
+
+Metrics of steps have their own names, evaluations those of MLflow. A resumed run writes a further file for TensorBoard;
+steps that it repeats are there twice. In Weights & Biases it continues its run, which has the run's id.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.core.user_code import import_named
+from asyncrl_cli.monitors.base import Ending, EvaluationResult, Monitor, RunInfo, evaluation_metrics
+from asyncrl_cli.spec.sections import TrackingSpec, WandbSpec
+
+PROTOCOL = f"{Monitor.__module__}.{Monitor.__name__}"
+INIT_S = 60.0
+"""Seconds that Weights & Biases may take to begin a run."""
+UPLOAD_S = 10.0
+"""Seconds that its last uploads may take; `wandb sync` sends what is left."""
+
+
+def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
+    """One of each, not started. ``search_path``: the folder of the user's modules. Raises ``ConfigError``, with the key
+    of the spec, for one that cannot be made."""
+    monitors: list[Monitor] = []
+    if tracking.tensorboard:
+        _require("tensorboard", "tracking.tensorboard")
+        monitors.append(TensorBoard())
+    if tracking.wandb is not None:
+        _require("wandb", "tracking.wandb")
+        if tracking.wandb.mode == "online":
+            _check_key()
+        monitors.append(WeightsAndBiases(tracking.wandb))
+    for index, name in enumerate(tracking.monitors):
+        monitors.append(_own(name, search_path, f"tracking.monitors.{index}"))
+    return monitors
+
+
+def _require(package: str, location: str) -> None:
+    if find_spec(package) is None:
+        raise ConfigError(
+            f"the package {package} is not installed", location=location, hint=f"pip install 'asyncrl[{package}]'"
+        )
+
+
+def _own(name: str, search_path: Path, location: str) -> Monitor:
+    """The user's monitor that a spec calls ``module:Class``."""
+    hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
+    found = import_named(name, search_path, location, hint)
+    if not (isinstance(found, type) and issubclass(found, Monitor)):
+        raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)
+    try:
+        return found()
+    except Exception as error:
+        raise ConfigError(f"{name}() failed: {type(error).__name__}: {error}", location=location, hint=hint) from error
+
+
+class TensorBoard(Monitor):
+    """Writes every number as a scalar to event files in the run's folder."""
+
+    name = "TensorBoard"
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+
+    def started(self, run: RunInfo) -> None:
+        from tensorboard.summary import Writer
+
+        self._folder = run.folder / "tensorboard"
+        self._writer = Writer(str(self._folder))
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        self._write(step, {"version": version, **metrics}.items())
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self._write(result.step, evaluation_metrics(asdict(result)))
+
+    def finish(self, ending: Ending) -> str:
+        self._writer.close()
+        return f"tensorboard --logdir {self._folder}"
+
+    def _write(self, step: int, numbers: Iterable[tuple[str, float]]) -> None:
+        for name, value in numbers:
+            if math.isfinite(value):
+                self._writer.add_scalar(name, value, step)
+        self._writer.flush()  # so that a killed run loses nothing
+
+
+class WeightsAndBiases(Monitor):
+    """Logs every number. The library's process uploads; ``offline`` it only writes to the run's folder."""
+
+    name = "W&B"
+
+    def __init__(self, spec: WandbSpec) -> None:
+        self._spec = spec
+        self._run: Any = None
+
+    def started(self, run: RunInfo) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # read when the library is imported
+        import wandb
+
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,  # MLflow's monitor measures the machine
+            init_timeout=INIT_S,
+            # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0032).
+            finish_timeout=UPLOAD_S,
+        )
+        self._run = wandb.init(
+            project=self._spec.project,
+            entity=self._spec.entity,
+            mode=self._spec.mode,
+            id=run.run_id,
+            name=run.run_id,
+            resume="allow",
+            dir=run.folder,
+            config=dict(run.spec),
+            settings=settings,
+        )
+        self._run.define_metric(
+            "*", step_metric="step"
+        )  # W&B's own counter refuses the steps that a resumed run repeats
+
+    def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, "version": version, **metrics})
+
+    def evaluated(self, result: EvaluationResult) -> None:
+        self._run.log({"step": result.step, **dict(evaluation_metrics(asdict(result)))})
+
+    def finish(self, ending: Ending) -> str:
+        import wandb
+
+        offline = self._spec.mode == "offline"
+        note = f"wandb sync {Path(self._run.settings.sync_dir)}" if offline else str(self._run.url)
+        code = 0 if ending.phase == "finished" else 1
+        self._run.finish(exit_code=code)
+        wandb.teardown(code)  # its process is one of the run's, which are killed before an exit hook could end it
+        return note
+
+
+def _check_key() -> None:
+    """Raises ``ConfigError`` when there is no API key: W&B would ask for one at the terminal."""
+    if not (os.environ.get("WANDB_API_KEY") or _is_logged_in()):
+        raise ConfigError(
+            "Weights & Biases has no API key",
+            location="tracking.wandb",
+            hint="set WANDB_API_KEY, call `wandb login`, or set tracking.wandb.mode to offline",
+        )
+
+
+def _is_logged_in() -> bool:
+    """Whether `wandb login` has kept a key: its entries have the login `user`, for any server."""
+    try:
+        hosts = netrc(os.environ.get("NETRC", Path.home() / ".netrc")).hosts
+    except FileNotFoundError:
+        return False
+    except (OSError, NetrcParseError):  # W&B itself may be able to read it
+        return True
+    return any(login == "user" for login, _, _ in hosts.values())
