@@ -75,7 +75,7 @@ def train(
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
     """The problems of the spec, then the findings of the start checks. Raises ``SpecError`` unless ``as_json``."""
-    from asyncrl_cli.checks.finding import Finding
+    from asyncrl_cli.checks.finding import Finding, Status
     from asyncrl_cli.spec.load import load_spec
     from asyncrl_cli.spec.problems import SpecError
 
