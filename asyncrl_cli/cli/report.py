@@ -31,8 +31,7 @@ def report(
 
     Reads the journals of runs that are running, stopped or dead.
     """
-    from asyncrl_cli.inspect.report.page import render, write
-    from asyncrl_cli.inspect.report.summary import summarize
+    from asyncrl_cli.inspect.report.page import render, summarize, write
     from asyncrl_cli.runs.catalogue import find_run
 
     found = list({run.path: run for run in (find_run(runs_dir, name) for name in runs or ["latest"])}.values())

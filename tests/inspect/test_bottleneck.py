@@ -21,7 +21,7 @@ from asyncrl_cli.inspect.report.evidence import (
     split_wait,
     trainer_time,
 )
-from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.inspect.report.page import summarize
 from asyncrl_cli.journal.ledger import Batch, Ledger
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE

@@ -20,10 +20,16 @@ from asyncrl_cli.inspect.report.charts import SERIES, STALENESS, curve_charts, s
 from asyncrl_cli.inspect.report.curves import Axis, Curves, Points, curves, smoothed
 from asyncrl_cli.inspect.report.facts import clock
 from asyncrl_cli.inspect.report.findings import failed
-from asyncrl_cli.inspect.report.page import embedded, render, short_labels, write
-from asyncrl_cli.inspect.report.recorded_files import GPU, PROCESSOR, evaluation_files, machine_samples, newest
-from asyncrl_cli.inspect.report.samples import held_out_samples, samples
-from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.inspect.report.page import embedded, render, short_labels, summarize, write
+from asyncrl_cli.inspect.report.samples import (
+    GPU,
+    PROCESSOR,
+    evaluation_files,
+    held_out_samples,
+    machine_samples,
+    newest,
+    samples,
+)
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.rollouts import (
     distinct_rewards,

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import TypeVar
 
 from asyncrl_cli.inspect.report.findings import wilson
-from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, MachineSample
+from asyncrl_cli.inspect.report.samples import EvaluationFile, MachineSample
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.history import evaluations, first_start
 from asyncrl_cli.journal.step_timeline import StepSpan

@@ -13,7 +13,7 @@ from asyncrl_cli.inspect.pages import count_range, number
 from asyncrl_cli.inspect.report.curves import mean
 from asyncrl_cli.inspect.report.evidence import Activity
 from asyncrl_cli.inspect.report.findings import leading_series, with_interval
-from asyncrl_cli.inspect.report.recorded_files import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
+from asyncrl_cli.inspect.report.samples import GPU, GPU_MEMORY, MEMORY, PROCESSOR, EvaluationFile, MachineSample
 from asyncrl_cli.inspect.resolved import engine_counts, value_at
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.history import History, Work

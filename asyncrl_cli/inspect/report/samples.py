@@ -1,20 +1,34 @@
-"""Rollouts to read: some that were trained, from different parts of the run, and held-out ones before and after."""
+"""Rollouts to read, and a run's files beside its journal: evaluations with their samples, samples of the machine.
+
+A line of a file that cannot be read is skipped: a run that was killed leaves half a line, and a report of the rest is
+worth having.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
+from pathlib import Path
 from typing import Any, get_args
 
 from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, reference_text, tokens_of
-from asyncrl_cli.inspect.report.recorded_files import EvaluationFile, evaluation_samples
 from asyncrl_cli.journal.queries import group_record
-from asyncrl_cli.journal.rollouts import Extreme, TrainedRollout, extreme_rollouts, trained_steps
+from asyncrl_cli.journal.rollouts import Extreme, extreme_rollouts, trained_steps
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.training import CORRECT
+from asyncrl_cli.runs.directory import RunDirectory
 
+PROCESSOR, MEMORY = "Processor (share)", "Memory used (GB)"
+GPU, GPU_MEMORY = "GPU (share)", "GPU memory used (GB)"
+_SCALES = {
+    "system/cpu_utilization_percentage": (PROCESSOR, 0.01),
+    "system/system_memory_usage_megabytes": (MEMORY, 1e-3),
+}
+_OF_GPUS = {"utilization_percentage": (GPU, 0.01), "memory_usage_megabytes": (GPU_MEMORY, 1e-3)}
 EACH = 3
 """Rollouts of a kind, each from another part of the run."""
 LOOKED_AT = 50
@@ -29,21 +43,108 @@ KINDS: tuple[Extreme, ...] = get_args(Extreme)
 
 
 @dataclass(frozen=True, slots=True)
+class EvaluationFile:
+    """The first line of an evaluation's file: accuracy and the like. ``pass_at`` is empty with one sample a prompt."""
+
+    path: Path
+    kind: str
+    step: int
+    pass_at: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineSample:
+    """What the machine did at the unix time ``at``, by the titles of charts; GPUs are averaged."""
+
+    at: float
+    values: Mapping[str, float]
+
+
+def evaluation_files(run: RunDirectory) -> list[EvaluationFile]:
+    """All evaluations, by step."""
+    found = []
+    for path in run.path.glob("evaluations/*.jsonl"):
+        for head in _rows(path, 1):
+            try:
+                numbers = tuple(float(value) for value in head.get("pass_at") or ())
+                found.append(EvaluationFile(path, str(head["kind"]), int(head["step"]), numbers))
+            except (KeyError, TypeError, ValueError):
+                continue
+    return sorted(found, key=lambda one: (one.step, one.kind))
+
+
+def evaluation_samples(file: EvaluationFile) -> Iterator[Mapping[str, Any]]:
+    """The samples of an evaluation, as they were written."""
+    rows = _rows(file.path)
+    next(rows, None)
+    return rows
+
+
+def machine_samples(run: RunDirectory) -> list[MachineSample]:
+    """All samples, oldest first."""
+    found = []
+    for row in _rows(run.path / "system.jsonl"):
+        at = row.get("time")
+        if isinstance(at, int | float) and (values := dict(_readings(row))):
+            found.append(MachineSample(float(at), values))
+    return found
+
+
+def _readings(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    gpus: dict[str, list[float]] = {}
+    for name, value in row.items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if name in _SCALES:
+            title, scale = _SCALES[name]
+            yield title, value * scale
+        elif name.startswith("system/gpu_"):
+            quantity = name.removeprefix("system/gpu_").partition("_")[2]  # after the GPU's number
+            if quantity in _OF_GPUS:
+                title, scale = _OF_GPUS[quantity]
+                gpus.setdefault(title, []).append(value * scale)
+    for title, values in gpus.items():
+        yield title, math.fsum(values) / len(values)
+
+
+def _rows(path: Path, most: int | None = None) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a file's lines, of the first ``most`` lines."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in islice(lines, most):
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+def newest(files: Sequence[EvaluationFile], kind: str) -> tuple[EvaluationFile, EvaluationFile] | None:
+    """The first and the last evaluation of a kind; None without two."""
+    of_kind = [one for one in files if one.kind == kind]
+    return (of_kind[0], of_kind[-1]) if len(of_kind) > 1 else None
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
-    """One rollout, its first sequence. ``left_out`` tokens are not shown; ``staleness`` is in versions, ``step`` from
-    1; ``reference`` is the right answer, as far as the prompt's fields have it."""
+    """One rollout, its first sequence. Steps count from 1."""
 
     kind: str
     rollout_id: str
     uid: str
     prompt: str
     reference: str
+    """The right answer, as far as the prompt's fields have it."""
     reward: float
     tokens: int
     staleness: int
     step: int
     shown: tuple[TokenShown, ...]
     left_out: int
+    """Tokens that are not shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,31 +180,30 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
     for kind in KINDS:
         for begin, end in reversed(list(pairwise(borders))):
             rows = extreme_rollouts(connection, kind, range(begin, end), LOOKED_AT * EACH * len(KINDS))
-            if (row := next((row for row in rows if row.group_id not in known), None)) is not None:
-                known.add(row.group_id)
-                found.append(_sample(connection, decoder, kind, row))
+            row = next((row for row in rows if row.group_id not in known), None)
+            if row is None:
+                continue
+            known.add(row.group_id)
+            group = group_record(connection, row.group_id)
+            name = training_rollout_id(row.group_id, row.rollout_index)
+            rollout = next(one for one in group.rollouts if one.rollout_id == name)
+            shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
+            found.append(
+                Sample(
+                    kind=kind,
+                    rollout_id=name,
+                    uid=group.row.uid,
+                    prompt=content_text(group.prompt.content),
+                    reference=reference_text(group.prompt.fields),
+                    reward=row.reward,
+                    tokens=rollout.tokens,
+                    staleness=row.staleness,
+                    step=row.step + 1,
+                    shown=shown,
+                    left_out=left_out,
+                )
+            )
     return found
-
-
-def _sample(connection: sqlite3.Connection, decoder: Decoder | None, kind: Extreme, row: TrainedRollout) -> Sample:
-    group = group_record(connection, row.group_id)
-    rollout = next(
-        one for one in group.rollouts if one.rollout_id == training_rollout_id(row.group_id, row.rollout_index)
-    )
-    shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
-    return Sample(
-        kind=kind,
-        rollout_id=rollout.rollout_id,
-        uid=group.row.uid,
-        prompt=content_text(group.prompt.content),
-        reference=reference_text(group.prompt.fields),
-        reward=row.reward,
-        tokens=rollout.tokens,
-        staleness=row.staleness,
-        step=row.step + 1,
-        shown=shown,
-        left_out=left_out,
-    )
 
 
 def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
@@ -112,7 +212,17 @@ def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[Held
     earlier = {str(row.get("uid")): row for row in evaluation_samples(before)}
     wrong: list[HeldOutSample] = []
     learned: list[HeldOutSample] = []
-    for one in _pairs(earlier, before.step, evaluation_samples(after), after.step):
+    for row in evaluation_samples(after):
+        uid = str(row.get("uid"))
+        if uid not in earlier:
+            continue
+        one = HeldOutSample(
+            uid=uid,
+            prompt=content_text(row.get("prompt", "")),
+            reference=str(row.get("answer", ""))[:RESPONSE_SHOWN],
+            before=_response(earlier[uid], before.step),
+            after=_response(row, after.step),
+        )
         if not one.after.correct and len(wrong) < HELD_OUT_EACH:
             wrong.append(one)
         if one.after.correct and not one.before.correct and len(learned) < HELD_OUT_EACH:
@@ -120,21 +230,6 @@ def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[Held
         if len(wrong) == len(learned) == HELD_OUT_EACH:
             break
     return [*learned, *wrong]
-
-
-def _pairs(
-    earlier: Mapping[str, Mapping[str, Any]], step: int, later: Iterator[Mapping[str, Any]], later_step: int
-) -> Iterator[HeldOutSample]:
-    for row in later:
-        uid = str(row.get("uid"))
-        if uid in earlier:
-            yield HeldOutSample(
-                uid=uid,
-                prompt=content_text(row.get("prompt", "")),
-                reference=str(row.get("answer", ""))[:RESPONSE_SHOWN],
-                before=_response(earlier[uid], step),
-                after=_response(row, later_step),
-            )
 
 
 def _response(row: Mapping[str, Any], step: int) -> Response:

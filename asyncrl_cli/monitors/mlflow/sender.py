@@ -219,8 +219,7 @@ class Sender:
 
     def _upload_report(self, ended: RunDirectory) -> None:
         for _ in self.outbox.files("report", self._run.path.glob(STEPS)):
-            from asyncrl_cli.inspect.report.page import render
-            from asyncrl_cli.inspect.report.summary import summarize
+            from asyncrl_cli.inspect.report.page import render, summarize
 
             try:
                 page = render([summarize(ended)])

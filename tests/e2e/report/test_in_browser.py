@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.inspect.report.charts import SERIES
-from asyncrl_cli.inspect.report.page import render, write
-from asyncrl_cli.inspect.report.summary import summarize
+from asyncrl_cli.inspect.report.page import render, summarize, write
 from tests.e2e.report.browser import Page, installed, page
 from tests.inspect.made_runs import SITUATIONS, made_run, vary_metrics
 
