@@ -41,33 +41,31 @@ LABEL_WIDTH = len("held-out, sampled")
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A run at one moment.
-
-    Args:
-        now: what it is doing.
-        metrics: of the newest step; empty before the first. ``trends`` has the last values of those in ``TRENDS``.
-        accuracy: held-out accuracies by kind of evaluation, oldest first.
-        remaining_s: seconds to the last step, if that can be estimated.
-        trainer: what the trainer does, if that is known.
-        engines: how many serve, if that is known.
-        due: groups that are not taken, by their deadline; None where the buffer was not asked.
-        faults: the newest ones, a line each.
-    """
+    """A run at one moment. Empty or None: not known."""
 
     now: str
+    """What the run is doing."""
     step: int = 0
     steps: int = 0
     version: int = 0
     max_staleness: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """The newest step's."""
     trends: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """The last values of each metric in ``TRENDS``."""
     accuracy: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Held-out accuracies by kind of evaluation, oldest first."""
     remaining_s: float | None = None
+    """Seconds to the last step."""
     trainer: str = ""
+    """What the trainer does."""
     engines: str = ""
+    """How many serve."""
     counts: Counts | None = None
     due: Sequence[Due] | None = None
+    """Groups that are not taken, by their deadline."""
     faults: Sequence[str] = ()
+    """The newest ones, a line each."""
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -107,8 +105,10 @@ def panel(shown: Shown) -> RenderableType:
         table.add_row("", ProgressBar(total=shown.steps, completed=shown.step, width=40))
         for name, value in _rows(shown):
             table.add_row(line(name), line(value))
-    for name, value in (*_buffer(shown), *_faults(shown)):
+    for name, value in _buffer(shown):
         table.add_row(line(name), line(value))
+    for at, fault in enumerate(shown.faults[-FAULTS:]):
+        table.add_row("" if at else "last faults", line(" ".join(fault.split())))
     return table
 
 
@@ -161,11 +161,6 @@ def _buffer(shown: Shown) -> Iterator[tuple[str, str]]:
         )
     if more := shown.due[DUE_ROWS:]:
         yield "", f"and {sum(due.finished + due.running for due in more)} groups with later deadlines"
-
-
-def _faults(shown: Shown) -> Iterator[tuple[str, str]]:
-    for at, fault in enumerate(shown.faults[-FAULTS:]):
-        yield "" if at else "last faults", " ".join(fault.split())
 
 
 def _clock(seconds: float) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,11 @@ class Decoder:
 
 def open_decoder(run: RunDirectory) -> Decoder | None:
     """The decoder for a run's tokens; None when neither its folder nor the model it names has a ``tokenizer.json``."""
-    for path in _candidates(run):
+    folders = [run.model_stub]
+    saved = value_at(resolved_spec(run), "model.path")
+    if isinstance(saved, str):  # a saved model is used from its own folder, and has no model stub
+        folders.append(Path(saved))
+    for path in (folder / "tokenizer.json" for folder in folders):
         if path.is_file():
             from tokenizers import Tokenizer
 
@@ -70,13 +74,6 @@ def open_decoder(run: RunDirectory) -> Decoder | None:
             except Exception:  # the library raises nothing narrower for a file that it cannot read
                 continue
     return None
-
-
-def _candidates(run: RunDirectory) -> Iterator[Path]:
-    yield run.model_stub / "tokenizer.json"
-    saved = value_at(resolved_spec(run), "model.path")
-    if isinstance(saved, str):  # a saved model is used from its own folder, and has no model stub
-        yield Path(saved) / "tokenizer.json"
 
 
 REFERENCE_SHOWN = 600

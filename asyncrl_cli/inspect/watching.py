@@ -116,10 +116,11 @@ def _trainer(connection: sqlite3.Connection, steps: int, now: float) -> str:
 
 
 class Pager:
-    """Goes through a run's rollouts, from the newest on; ``colouring`` says what the tokens' colours mean."""
+    """Goes through a run's rollouts, from the newest on."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.colouring: Colouring = "log-prob"
+        """The meaning of the tokens' colours."""
         self.wanted: Wanted = "all"
         self._run = run
         self._shown: RolloutIndex | None = None
@@ -128,8 +129,8 @@ class Pager:
         self._decoder_sought = False
 
     def turn(self, older: bool) -> None:
-        """Go to the next older rollout that is wanted, or newer one; stay where there is none. First the newest that
-        has ended."""
+        """Go to the next older or newer wanted rollout; stay if there is none. Begins with the newest one that has
+        ended."""
         self._find(lambda connection: next_rollout(connection, self._shown, older, WANTED[self.wanted]))
 
     def filter(self) -> None:

@@ -31,39 +31,38 @@ PASS_AT = 4
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Positions of points: after a step (from 1), in trained tokens, in hours."""
+    """Positions of points on each x axis."""
 
     steps: tuple[float, ...]
+    """Steps done, from 1."""
     tokens: tuple[float, ...]
+    """Trained tokens."""
     hours: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Points:
-    """A series with points of its own; ``spans`` are their 95 % intervals, where these are known."""
+    """A series with its own points."""
 
     axis: Axis
     values: tuple[float, ...]
     spans: tuple[tuple[float, float], ...] = ()
+    """95 % intervals, if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What a run measured over its course.
-
-    Args:
-        axis, series: by the name of the metric, with None where a step has no value.
-        evaluations: accuracies by kind and number of prompts: evaluations on other prompts do not compare.
-        pass_at: by k, as ``pass@4``.
-        machine: by title.
-        max_staleness: the bound.
-    """
+    """What a run measured over its course."""
 
     axis: Axis
     series: Mapping[str, tuple[float | None, ...]]
+    """Metrics by name; None where a step has no value."""
     evaluations: Mapping[tuple[str, int], Points]
+    """Accuracies by kind and number of prompts: evaluations on other prompts do not compare."""
     pass_at: Mapping[str, Points] = field(default_factory=dict)
+    """By k, as ``pass@4``."""
     machine: Mapping[str, Points] = field(default_factory=dict)
+    """By title."""
     max_staleness: int = 0
 
 
@@ -74,21 +73,17 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 def smoothed(values: Sequence[float | None]) -> list[float | None] | None:
-    """The running mean over the neighbours on both sides, about an eighth of all points and fewer at the ends;
-    None for few points.
-
-    It is as long as ``values``, and None where these are.
-    """
+    """The running mean over about an eighth of all points, fewer at the ends. It is None where a value is None, and
+    None altogether for few points."""
     if len(values) < SMOOTHED_FROM:
         return None
     most = max(2, len(values) // 16)
-    reaches = [min(most, max(2, min(at, len(values) - 1 - at))) for at in range(len(values))]
-    return [
-        None
-        if value is None
-        else mean(near for near in values[max(0, at - reach) : at + reach + 1] if near is not None)
-        for at, (value, reach) in enumerate(zip(values, reaches, strict=True))
-    ]
+    found: list[float | None] = []
+    for at, value in enumerate(values):
+        reach = min(most, max(2, min(at, len(values) - 1 - at)))
+        near = [other for other in values[max(0, at - reach) : at + reach + 1] if other is not None]
+        found.append(None if value is None else mean(near))
+    return found
 
 
 def in_parts(values: Sequence[Value], most: int) -> list[Sequence[Value]]:
@@ -107,44 +102,37 @@ def curves(
     points: int = POINTS,
 ) -> Curves:
     """The metrics of these ``names``, the accuracies of all evaluations, and what the machine did."""
-    begun, evaluated = first_start(connection), evaluations(connection)
-    tokens = list(accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans))
-    ranges = in_parts(range(len(spans)), points)
-    axis = Axis(
-        steps=tuple(spans[part[-1]].step + 1.0 for part in ranges),
-        tokens=tuple(tokens[part[-1]] for part in ranges),
-        hours=tuple((spans[part[-1]].reported_at - begun) / 3600 for part in ranges),
-    )
-    series = {
-        name: tuple(mean(spans[at].metrics.get(name, math.nan) for at in part) for part in ranges) for name in names
-    }
-    course = _Course([span.step for span in spans], [span.reported_at for span in spans], tokens, begun)
+    evaluated = evaluations(connection)
+    course = _Course(spans, first_start(connection))
+    parts = in_parts(spans, points)
+    series = {name: tuple(mean(span.metrics.get(name, math.nan) for span in part) for part in parts) for name in names}
+    ends = [part[-1] for part in parts]
     return Curves(
-        axis,
-        {name: values for name, values in series.items() if any(value is not None for value in values)},
-        _evaluations(evaluated, course),
-        _pass_at(evaluated, files, course),
-        _machine(samples, course, points),
-        max_staleness,
+        axis=course.axis([span.step + 1.0 for span in ends], [span.reported_at for span in ends]),
+        series={name: values for name, values in series.items() if any(value is not None for value in values)},
+        evaluations=_evaluations(evaluated, course),
+        pass_at=_pass_at(evaluated, files, course),
+        machine=_machine(samples, course, points),
+        max_staleness=max_staleness,
     )
 
 
-@dataclass(frozen=True, slots=True)
 class _Course:
-    """The trained steps: their numbers (from 0), when they were reported, and the tokens trained by then."""
+    """The trained steps, to place points on the axes."""
 
-    steps: Sequence[int]
-    reported: Sequence[float]
-    tokens: Sequence[float]
-    begun: float
+    def __init__(self, spans: Sequence[StepSpan], begun: float) -> None:
+        self.begun = begun
+        self.reported = [span.reported_at for span in spans]
+        self._steps = [span.step for span in spans]
+        self._tokens = [0.0, *accumulate(span.metrics.get("tokens/trained", 0.0) for span in spans)]
 
     def axis(self, steps: Sequence[float], times: Sequence[float]) -> Axis:
         """Points at so many done steps, and at these unix times."""
-        trained = []
-        for step in steps:
-            done = bisect_left(self.steps, step)
-            trained.append(self.tokens[done - 1] if done else 0.0)
-        return Axis(tuple(steps), tuple(trained), tuple((at - self.begun) / 3600 for at in times))
+        return Axis(
+            steps=tuple(steps),
+            tokens=tuple(self._tokens[bisect_left(self._steps, step)] for step in steps),
+            hours=tuple((at - self.begun) / 3600 for at in times),
+        )
 
 
 def _evaluations(evaluated: Sequence[Evaluation], course: _Course) -> dict[tuple[str, int], Points]:
