@@ -74,7 +74,7 @@ def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
 def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
     """The checks of a start of the spec on the cluster. ``address`` takes precedence over the spec's."""
     from asyncrl_cli.checks.start import CLUSTER_CHECKS
-    from asyncrl_cli.cli.running import start_checks
+    from asyncrl_cli.cli.output import start_checks
     from asyncrl_cli.spec.load import load_spec
 
     spec = load_spec(file, () if address is None else (f"cluster.address={address}",)).spec

@@ -1,4 +1,4 @@
-"""How commands print: text without control characters for the terminal, and valid JSON."""
+"""How commands print: text without control characters for the terminal, valid JSON, notices of checks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,9 @@ from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.runs.directory import DEFAULT_RUNS
 
 if TYPE_CHECKING:
+    from asyncrl_cli.checks.start import StartChecks
     from asyncrl_cli.inspect.pages import Page
+    from asyncrl_cli.spec.sections import ExperimentSpec
 
 _COMMAND = re.compile(
     r"asyncrl (?:(?:inspect|checkpoint) \w+|"
@@ -54,3 +57,15 @@ def show(page: Page, as_json: bool) -> None:
         echo_json(page.document)
     else:
         echo("\n".join(page.lines))
+
+
+def start_checks(
+    spec: ExperimentSpec,
+    search_path: Path,
+    thorough: bool = False,
+    references: Mapping[tuple[str, ...], str] | None = None,
+) -> StartChecks:
+    """All checks of a start. Checks that take long print a notice to standard error."""
+    from asyncrl_cli.checks.start import StartChecks
+
+    return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)

@@ -135,7 +135,8 @@ def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
 
 def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     """Train a few steps of a spec with one engine and as few trainer ranks as possible; batches are scaled to these."""
-    from asyncrl_cli.cli.running import drive, start_checks
+    from asyncrl_cli.cli.output import start_checks
+    from asyncrl_cli.cli.running import drive
     from asyncrl_cli.orchestrator.launch import Start
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.directory import RunDirectory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from asyncrl_cli.cli.arguments import Overrides, RunName, RunsDir, Step
-from asyncrl_cli.cli.output import debugging, echo, in_runs_dir
+from asyncrl_cli.cli.output import debugging, echo, in_runs_dir, start_checks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
 
 if TYPE_CHECKING:
     from asyncrl_cli.checks.finding import Finding
-    from asyncrl_cli.checks.start import StartChecks
     from asyncrl_cli.monitors.outlet import Terminal
     from asyncrl_cli.orchestrator.experiment import Experiment
     from asyncrl_cli.orchestrator.launch import Outcome, Start
@@ -153,18 +152,6 @@ def resume(
         echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
     run.begin(dump_spec(spec, loaded.references), spec.stop.steps)
     drive(experiment, run, start, quiet)
-
-
-def start_checks(
-    spec: ExperimentSpec,
-    search_path: Path,
-    thorough: bool = False,
-    references: Mapping[tuple[str, ...], str] | None = None,
-) -> StartChecks:
-    """All checks of a start. Checks that take long print a notice to standard error."""
-    from asyncrl_cli.checks.start import StartChecks
-
-    return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
 
 
 def search_path(run: RunDirectory) -> Path:

@@ -155,7 +155,7 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
 def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:
     """The checks that show the first prompt, and the checks that they depend on."""
     from asyncrl_cli.checks.start import PROMPT_CHECKS
-    from asyncrl_cli.cli.running import start_checks
+    from asyncrl_cli.cli.output import start_checks
 
     with start_checks(loaded.spec, Path(spec).absolute().parent, thorough=True, references=loaded.references) as checks:
         return tuple(checks.findings(PROMPT_CHECKS))
