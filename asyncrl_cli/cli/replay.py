@@ -61,12 +61,11 @@ def replay(
     earlier = [found.step for found in complete_checkpoints(run.path / "checkpoints") if found.step < first]
     checkpoint = verified_checkpoint(run, earlier[-1]) if earlier and not changed else None
     differing: list[int] = []
-    compared = outdated = 0
+    compared = 0
 
     def show(step: ReplayedStep) -> None:
-        nonlocal compared, outdated
+        nonlocal compared
         compared += step.equal is not None
-        outdated += step.outdated
         if step.equal is False:
             differing.append(step.step + 1)
         echo(json.dumps(asdict(step) | {"step": step.step + 1}) if as_json else _line(step))
@@ -84,21 +83,18 @@ def replay(
         echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:
         echo(f"{len(differing)} of {compared} published versions differ; the first: step {differing[0]}", err=True)
-        reasons = changes_since(run, spec, checkpoint.step if checkpoint else 0)
+        reasons = changes_since(run, checkpoint.step if checkpoint else 0)
         for reason in reasons:
             echo(f"{reason}, and a replay uses the settings of the last start for all steps", err=True)
         if reasons:
             echo("hint: compare later steps with --from, which starts from a checkpoint before them", err=True)
         raise typer.Exit(1)
-    elif outdated:
-        text = "of an earlier release, which cannot be compared with those of this one"
-        echo(f"replayed steps {first} to {end}; {outdated} recorded checksums are {text}", err=as_json)
     else:
         echo(f"all {compared} published versions of steps {first} to {end} are equal", err=as_json)
 
 
 def _line(step: Any) -> str:
-    verdict = {True: "equal", False: "DIFFER", None: "not comparable" if step.outdated else "not published"}[step.equal]
+    verdict = {True: "equal", False: "DIFFER", None: "not published"}[step.equal]
     numbers = [_number(value) for value in (step.recorded_loss, step.loss, step.gradient_norm)]
     return f"{step.step + 1:>6}  {step.version:>7}  {numbers[0]:>13}  {numbers[1]:>10}  {numbers[2]:>8}  {verdict}"
 

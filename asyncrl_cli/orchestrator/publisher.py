@@ -38,7 +38,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorLost, seconds_for, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.weights.layout import size_of
-from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone, comparable
+from asyncrl_cli.weights.manifest import Manifest, Pulled, PullFailed, ReplicaGone
 
 LATE_S = 10.0
 """A host is late when it takes more than twice as long as the fastest host plus this many seconds."""
@@ -150,7 +150,7 @@ class Publisher:
             record = await self._deliver(written)
         if checksum is None:
             await self._buffer.publish(record)
-        elif record.checksum != checksum and comparable(record.checksum, checksum):
+        elif record.checksum != checksum:
             await self._budget.note(
                 "weights",
                 "trainer-0",

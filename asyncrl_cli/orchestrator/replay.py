@@ -7,7 +7,6 @@ equal bit for bit. With another objective, a replay shows its effect on the same
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,13 +26,12 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.changes import training_changes
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
-from asyncrl_cli.weights.manifest import comparable
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
     """One step trained again. ``equal``: whether the weights are those of the version published after it; None if no
-    version was published then, the journal lacks it, or its checksum is of an earlier release (``outdated``)."""
+    version was published then, or the journal lacks it."""
 
     step: int
     version: int
@@ -41,7 +39,6 @@ class ReplayedStep:
     recorded_loss: float | None
     gradient_norm: float | None
     equal: bool | None
-    outdated: bool
 
 
 def recorded_steps(run: RunDirectory) -> int:
@@ -50,17 +47,13 @@ def recorded_steps(run: RunDirectory) -> int:
         return steps_trained(connection)
 
 
-def changes_since(run: RunDirectory, spec: ExperimentSpec, first: int) -> list[str]:
+def changes_since(run: RunDirectory, first: int) -> list[str]:
     """Why a replay from step ``first`` on may give other weights than recorded: the resumes that changed settings of
-    the training, each with its step. Earlier releases stretched the schedule to a new `stop.steps`."""
-    schedule = spec.trainer.schedule
-    stretched = schedule.kind != "constant" and schedule.steps is None
+    the training, each with its step."""
     reasons = []
     with reading(run.path / FILE) as connection:
         for start in Start.read(connection):
             changed = training_changes(start.note)
-            if stretched:
-                changed += re.findall(r"(?:^|, )(stop\.steps=\d+)", start.note)
             if start.process == "resume" and changed and start.steps_taken > first:
                 reasons.append(f"the resume after step {start.steps_taken} changed {', '.join(changed)}")
     return reasons
@@ -68,22 +61,15 @@ def changes_since(run: RunDirectory, spec: ExperimentSpec, first: int) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay.
-
-    Args:
-        logs: the folder for the logs of the processes.
-        checkpoint: where the trainer starts; None for the initial model.
-        first: the first step to show, counted from 0 like all steps in the journal.
-        last: the step to stop before.
-    """
+    """What to replay."""
 
     run: RunDirectory
     spec: ExperimentSpec
     search_path: Path
-    logs: Path
-    checkpoint: Checkpoint | None
-    first: int
-    last: int
+    logs: Path  # the folder for the logs of the processes
+    checkpoint: Checkpoint | None  # where the trainer starts; None for the initial model
+    first: int  # the first step to show, counted from 0 like all steps in the journal
+    last: int  # the step to stop before
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
@@ -121,12 +107,11 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                 progress(f"on the way to step {plan.first + 1}: step {step + 1}")
                 continue
             version, rest = divmod(step + 1, spec.pipeline.publish_every)
-            equal, outdated = None, False
-            if not rest:
+            recorded = None if rest else checksum(connection, version)
+            equal = None
+            if recorded is not None:
                 manifest = await replicas.manifest(await replicas.write(ranks, version))
-                recorded = checksum(connection, version)
-                outdated = recorded is not None and not comparable(recorded, manifest.checksum)
-                equal = None if recorded is None or outdated else recorded == manifest.checksum
+                equal = recorded == manifest.checksum
             show(
                 ReplayedStep(
                     step=step,
@@ -135,7 +120,6 @@ async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Calla
                     recorded_loss=step_metrics(connection, step).get("train/loss"),
                     gradient_norm=report.metrics.get("train/gradient_norm"),
                     equal=equal,
-                    outdated=outdated,
                 )
             )
     except TrainerLost as lost:

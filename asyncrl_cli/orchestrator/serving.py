@@ -11,6 +11,7 @@ import secrets
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError, UserError
@@ -30,23 +31,15 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What to serve.
+    """What to serve."""
 
-    Args:
-        spec: how the engines run.
-        name: the model's name for clients.
-        what: a description of the model for the user.
-        version: the weight version that the weights count as.
-        logs: the folder for the logs of the processes.
-        model: returns the model's folder; it may write the model into the folder that it gets as its argument.
-    """
-
-    spec: ExperimentSpec
-    name: str
-    what: str
-    version: int
-    logs: Path
+    spec: ExperimentSpec  # how the engines run
+    name: str  # the model's name for clients
+    what: str  # a description of the model for the user
+    version: int  # the weight version that the weights count as
+    logs: Path  # the folder for the logs of the processes
     model: Callable[[Path], Path]
+    """Returns the model's folder; it may write the model into the folder that it gets as its argument."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +71,7 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
                 f"{run.path / 'spec.yaml'}",
             )
         trained = checkpoint.step
-        what, model = f"step {trained} of {run.run_id}", lambda folder: _exported(run, spec, checkpoint, folder)
+        what, model = f"step {trained} of {run.run_id}", partial(_export, run, spec, checkpoint)
     logs = writable_folder(run.path / "logs" / "serve")
     return Served(spec, run.run_id, what, trained // spec.pipeline.publish_every, logs, model)
 
@@ -173,7 +166,7 @@ class _OwnWeights:
         engine.serving = True
 
 
-def _exported(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
+def _export(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
     from asyncrl_cli.train.model.export import export_model
     from asyncrl_cli.train.model.initial import model_stub_path
 

@@ -93,8 +93,3 @@ class Manifest:
         layout = [(slot.name, slot.dtype, slot.shape, slot.offset, slot.itemsize) for slot in self.slots]
         text = json.dumps([layout, self.ranks, self.digests], separators=(",", ":"))
         return f"{KIND}:{blake3(text.encode()).hexdigest()}"
-
-
-def comparable(one: str, other: str) -> bool:
-    """Whether equal checksums mean equal bytes: journals of earlier releases have BLAKE3 of all bytes in a row."""
-    return one.rpartition(":")[0] == other.rpartition(":")[0]
