@@ -333,7 +333,7 @@ def test_steps_that_are_trained_again_with_other_settings_are_announced_and_repo
     DurableLedger.begin(run.path / FILE, buffer_settings(SPEC), "resume", start_again.note).journal.close()
     (reason,) = changes_since(run, 2)
     assert reason == "the resume after step 4 changed trainer.optimizer.learning_rate=0.1"
-    assert changes_since(run, SPEC, 4) == [], "a checkpoint of step 4 has the weights of the new settings"
+    assert changes_since(run, 4) == [], "a checkpoint of step 4 has the weights of the new settings"
 
 
 @pytest.mark.parametrize("note", ["stop.steps=8", "rollout.engines=2"])
