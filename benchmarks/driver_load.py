@@ -278,12 +278,16 @@ class Driver:
             retries=0,
             hang_s=NEVER_S,
             decode=encoder.decode,
+            on_engine_request=buffer.note_request,
         )
         self._tasks = asyncio.TaskGroup()
         self._scheduler = RolloutScheduler(
-            *(spec, self._buffer, self._client, self._scoring),
-            PromptSource(PromptLoader(prompts, 0, True), encoder),
-            self._tasks.create_task,
+            spec,
+            buffer=self._buffer,
+            client=self._client,
+            scoring=self._scoring,
+            prompts=PromptSource(PromptLoader(prompts, 0, True), encoder),
+            spawn=self._tasks.create_task,
         )
         self._trainer = ray.remote(Trainer).options(num_cpus=0).remote()
         self._journal = folder / FILE
@@ -295,7 +299,7 @@ class Driver:
         await self._scoring.start()
         try:
             async with self._tasks as tasks:
-                for work in (self._scheduler.keep_full(), self._train(opening), self._watch()):
+                for work in (self._scheduler.run(), self._train(opening), self._watch()):
                     tasks.create_task(work)
                 await asyncio.sleep(self._load.warm_up)
                 counted, used, began = self._counted(), cpu_seconds(), time.monotonic()
@@ -335,7 +339,7 @@ class Driver:
             await self._buffer.trained(StepRecord(step, hashlib.sha256(str(step).encode()).hexdigest(), {}))
             step += 1
             await self._publish(step)
-            self._scheduler.fill()
+            self._client.room.set()
 
     async def _publish(self, step: int) -> None:
         await asyncio.gather(*(engine.process.actor.serve.remote(step) for engine in self._client.engines))

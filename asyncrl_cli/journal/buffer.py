@@ -26,9 +26,9 @@ from asyncrl_cli.journal.file import Statement
 from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.generation import EngineRequest, Rollout, Segment
 from asyncrl_cli.records.groups import (
-    Admission,
     BufferSettings,
     Candidate,
+    Group,
     Opening,
     Outcome,
     PublishRecord,
@@ -141,28 +141,30 @@ class Buffer:
         """Number of groups that may be admitted now."""
         return self._book.ledger.room()
 
-    async def admit(self, candidates: Sequence[Candidate]) -> tuple[Admission, ...]:
+    async def admit(self, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
         """Admit these prompts. Raises ``LedgerError`` if there is no ``room`` for all of them."""
-        admissions = self._book.admit(candidates)
+        groups = self._book.admit(candidates)
         # Commit before the answer: no token may be generated for a group that a kill could remove (decision 0013).
         await self._commit()
-        return admissions
+        return groups
 
     async def record(
         self,
         rollouts: Sequence[Rollout] = (),
         segments: Sequence[Segment] = (),
         outcomes: Sequence[Outcome] = (),
-        requests: Sequence[EngineRequest] = (),
     ) -> Settled:
-        """Record finished rollouts, new tokens of unfinished ones, rewards and failures of recorded rollouts, and
-        requests that have left their engines. Returns the groups that the outcomes have ended."""
-        self._book.journal.requested(requests)
+        """Record finished rollouts, new tokens of unfinished ones, and rewards and failures of recorded rollouts.
+        Returns the groups that the outcomes have ended."""
         self._book.grown(segments)
         settled = self._book.record(rollouts, outcomes)
         self._changed.set()
         await self._commit(LAZY_S)
         return settled
+
+    def note_request(self, request: EngineRequest) -> None:
+        """Have a request that has left its engine recorded with the next commit."""
+        self._book.journal.requested(request)
 
     async def take(self, step: int, patience_s: float = PATIENCE_S) -> Taken | Waiting:
         """The batch of a step, or after ``patience_s`` seconds what it waits for."""

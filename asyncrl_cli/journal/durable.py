@@ -20,9 +20,9 @@ from asyncrl_cli.journal.schema import JournalError, sound
 from asyncrl_cli.journal.writer import Journal
 from asyncrl_cli.records.generation import Rollout, Segment, group_and_index
 from asyncrl_cli.records.groups import (
-    Admission,
     BufferSettings,
     Candidate,
+    Group,
     Opening,
     Outcome,
     PublishRecord,
@@ -105,7 +105,7 @@ class DurableLedger:
         """The run's state. Call it before the first event."""
         with sound(self._path):
             groups = self.journal.open_groups()
-        self._finished = {(group.admission.group_id, index) for group in groups for index in group.unscored}
+        self._finished = {(group.group_id, index) for group in groups for index in group.unscored}
         return Opening(
             step=self.ledger.step,
             version=self.ledger.version,
@@ -121,17 +121,17 @@ class DurableLedger:
             solved=self.journal.read(progress.solved_streaks) if self._settings.note_solved else {},
         )
 
-    def admit(self, candidates: Sequence[Candidate]) -> tuple[Admission, ...]:
+    def admit(self, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
         """Admit these prompts. Raises ``LedgerError`` if there is no room."""
-        admissions = []
+        groups = []
         for candidate in candidates:
             # First, because memory must never have an event that cannot be written.
             self.journal.check_prompt(candidate)
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
             self._rewards[entry.group_id] = {}
-            admissions.append(Admission(entry.group_id, entry.version, candidate.prompt, candidate.prompt_ids))
-        return tuple(admissions)
+            groups.append(Group(entry.group_id, entry.version, candidate.prompt, candidate.prompt_ids))
+        return tuple(groups)
 
     def grown(self, segments: Iterable[Segment]) -> None:
         """New tokens of unfinished rollouts."""

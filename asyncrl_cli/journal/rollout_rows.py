@@ -24,21 +24,18 @@ from asyncrl_cli.records.generation import (
     branch_id,
     training_rollout_id,
 )
-from asyncrl_cli.records.groups import Admission, Candidate, OpenGroup
+from asyncrl_cli.records.groups import Candidate, Group
 from asyncrl_cli.records.prompt import Prompt, prompt_from
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 PROMPT = -1
 """The value of ``start`` in a row of ``experts`` that belongs to the prompt instead of a segment."""
+REQUEST_COLUMNS = (
+    "request, engine, begun_at, ended_at, ending, tokens, context_tokens, cached_tokens, running_from, running_until, "
+    "first_token_s"
+)
+"""The columns of ``engine_requests``, in the order of ``EngineRequest``."""
 TOKENS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
-
-
-class RecordedPrompt(NamedTuple):
-    """The prompt of a group, and the version at which it was admitted."""
-
-    version: int
-    prompt: Prompt
-    prompt_ids: tuple[int, ...]
 
 
 class RolloutRow(NamedTuple):
@@ -97,8 +94,8 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
     )
 
 
-def read_group(connection: sqlite3.Connection, group_id: int) -> RecordedPrompt:
-    """What is recorded of a group's prompt. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
+def read_group(connection: sqlite3.Connection, group_id: int) -> Group:
+    """A group with its prompt, without its rollouts. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
     row = connection.execute(
         "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
         (group_id,),
@@ -109,7 +106,8 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> RecordedPrompt:
     if crc is not None and row_crc(group_id, *columns) != crc:
         raise _malformed(f"the prompt of group {group_id} has another checksum")
     uid, content, fields, prompt_ids, version, *_ = columns
-    return RecordedPrompt(version, prompt_of(uid, content, fields), tuple(np.frombuffer(prompt_ids, TOKENS).tolist()))
+    ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
+    return Group(group_id, version, prompt_of(uid, content, fields), ids)
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
@@ -125,31 +123,28 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
     return rollouts
 
 
-def open_groups(connection: sqlite3.Connection) -> tuple[OpenGroup, ...]:
+def open_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
     """The running groups, in admission order. Raises ``sqlite3.DatabaseError`` for damage."""
     found = connection.execute(
         "SELECT id FROM groups WHERE state IN ('running', 'finished') AND state = 'running' ORDER BY id"
     ).fetchall()
-    return tuple(_open_group(connection, group_id) for (group_id,) in found)
+    return tuple(_with_rollouts(connection, read_group(connection, group_id)) for (group_id,) in found)
 
 
-def _open_group(connection: sqlite3.Connection, group_id: int) -> OpenGroup:
-    group = read_group(connection, group_id)
+def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
     scored: set[int] = set()
     unscored: dict[int, Rollout] = {}
     prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
-    for index, row in read_rollouts(connection, group_id).items():
-        name = training_rollout_id(group_id, index)
+    for index, row in read_rollouts(connection, group.group_id).items():
         if row.reward is not None:
             scored.add(index)
         elif row.finish_reason is not None:
-            branches = segments_of(connection, group_id, index)
-            unscored[index] = _rollout(connection, group_id, index, row, branches, group.prompt_ids)
+            branches = segments_of(connection, group.group_id, index)
+            unscored[index] = _rollout(connection, group.group_id, index, row, branches, group.prompt_ids)
         else:
-            prefixes[index] = segments_of(connection, group_id, index)
-            joined(prefixes[index], name, row.tokens)  # for its checks
-    admission = Admission(group_id, group.version, group.prompt, group.prompt_ids)
-    return OpenGroup(admission, frozenset(scored), unscored, prefixes)
+            prefixes[index] = segments_of(connection, group.group_id, index)
+            joined(prefixes[index], training_rollout_id(group.group_id, index), row.tokens)  # for its checks
+    return replace(group, scored=frozenset(scored), unscored=unscored, prefixes=prefixes)
 
 
 def _rollout(

@@ -14,13 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from asyncrl_cli.journal.events import metrics_of
+from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
 from asyncrl_cli.records.generation import EngineRequest
 
-REQUESTS = (
-    "SELECT request, engine, begun_at, ended_at, ending, tokens, context_tokens, cached_tokens, running_from, "
-    "running_until, first_token_s FROM engine_requests"
-)
-"""What an ``EngineRequest`` consists of, in its order."""
 HELD = "time/publish_s"
 """The metric of a step that says for how many seconds the publish after it kept the trainer."""
 
@@ -140,4 +136,7 @@ def rollout_times(connection: sqlite3.Connection) -> Iterator[RolloutTimes]:
 
 def engine_requests(connection: sqlite3.Connection) -> Iterator[EngineRequest]:
     """Every request that an engine had, in the order in which they began."""
-    return (EngineRequest(*row) for row in connection.execute(f"{REQUESTS} ORDER BY begun_at"))
+    return (
+        EngineRequest(*row)
+        for row in connection.execute(f"SELECT {REQUEST_COLUMNS} FROM engine_requests ORDER BY begun_at")
+    )

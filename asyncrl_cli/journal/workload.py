@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from asyncrl_cli.journal.step_timeline import REQUESTS
+from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
 from asyncrl_cli.records.generation import EngineRequest
 
 EVALUATION = "eval"
@@ -66,7 +66,9 @@ def group_spans(connection: sqlite3.Connection, first: int) -> Iterator[GroupSpa
 
 def requests_since(connection: sqlite3.Connection, since: float) -> list[EngineRequest]:
     """The requests that ended after ``since``, by their begin."""
-    rows = connection.execute(f"{REQUESTS} WHERE ended_at > ? ORDER BY begun_at", (since,))
+    rows = connection.execute(
+        f"SELECT {REQUEST_COLUMNS} FROM engine_requests WHERE ended_at > ? ORDER BY begun_at", (since,)
+    )
     return [EngineRequest(*row) for row in rows]
 
 

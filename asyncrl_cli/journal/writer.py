@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from asyncrl_cli.journal.ledger import Batch, GroupEntry
 from asyncrl_cli.journal.progress import kept_checkpoints
 from asyncrl_cli.journal.rollout_rows import (
     PROMPT,
+    REQUEST_COLUMNS,
     columns_of,
     experts_columns,
     key_crc,
@@ -44,7 +45,7 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.groups import (
     BufferSettings,
     Candidate,
-    OpenGroup,
+    Group,
     Outcome,
     PublishRecord,
     StepRecord,
@@ -202,17 +203,11 @@ class Journal(JournalFile):
             *(group_id, index, *verdict, time.time(), row_crc(group_id, index, 0, None, *verdict, None, None)),
         )
 
-    def requested(self, requests: Iterable[EngineRequest]) -> None:
-        """Requests have left their engines. One that is recorded twice changes nothing."""
-        for request in requests:
-            self._note(
-                "INSERT OR IGNORE INTO engine_requests (request, begun_at, ended_at, engine, ending, tokens, "
-                "context_tokens, cached_tokens, running_from, running_until, first_token_s) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                *(request.request_id, request.begun_at, request.ended_at, request.engine, request.ending),
-                *(request.tokens, request.context_tokens, request.cached_tokens),
-                *(request.running_from, request.running_until, request.first_token_s),
-            )
+    def requested(self, request: EngineRequest) -> None:
+        """A request has left its engine."""
+        values = astuple(request)
+        marks = ", ".join("?" * len(values))
+        self._note(f"INSERT OR IGNORE INTO engine_requests ({REQUEST_COLUMNS}) VALUES ({marks})", *values)
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
         """A group is ``finished`` or ``rejected``."""
@@ -299,11 +294,11 @@ class Journal(JournalFile):
         noted, self._noted = self._noted, []
         return noted
 
-    def open_groups(self) -> tuple[OpenGroup, ...]:
+    def open_groups(self) -> tuple[Group, ...]:
         """The running groups, in admission order. Call it before the first event: ``grown`` continues their tokens."""
         groups = self.read(open_groups)
         for group in groups:
-            self._in_part[group.admission.group_id] = {
+            self._in_part[group.group_id] = {
                 index: {
                     branch: {
                         part.start: _Piece(part.start, part.end, part.version, columns_of(part)[-1]) for part in parts

@@ -203,7 +203,7 @@ class EnginePool:
     def _joined(self, engine: EngineState) -> None:
         self._said_waiting, self._retry_s = False, RETRY_S
         self._tasks.create_task(self._buffer.engine_changed(engine.name, "join", ""))
-        self._client.on_room()
+        self._client.room.set()
         self._changed.set()
 
     # -- leaving

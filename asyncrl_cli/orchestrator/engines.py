@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from asyncrl_cli.core.errors import RunError, UserError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
+from asyncrl_cli.records.generation import EngineRequest
 from asyncrl_cli.rollout.client import EngineLost, GenerationClient
 from asyncrl_cli.rollout.open_requests import EngineState
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -111,6 +112,7 @@ def client_of(
     engines: Sequence[EngineProcess],
     decode: Callable[[Any], str],
     on_progress: Callable[[], None] = lambda: None,
+    on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
 ) -> GenerationClient:
     """A client for these engines, with the spec's limits; the other arguments are those of ``GenerationClient``."""
     rollout = spec.rollout
@@ -121,6 +123,7 @@ def client_of(
         hang_s=rollout.hang_seconds,
         decode=decode,
         on_progress=on_progress,
+        on_engine_request=on_engine_request,
     )
 
 

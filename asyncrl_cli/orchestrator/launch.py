@@ -273,7 +273,7 @@ async def _start(
         ranks.probe_prompt_ids = prompt_tokens(first_prompts(experiment.train_prompts, encoder))
     watchdog = Watchdog(limit_s, warn=reporter.stalled, record=lambda wait: buffer.failed(STALL, wait.who, str(wait)))
     decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), spec.task.special_tokens == "shown")
-    client = client_of(spec, engines, decode, watchdog.progress)
+    client = client_of(spec, engines, decode, watchdog.progress, buffer.note_request)
     loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)

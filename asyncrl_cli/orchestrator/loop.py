@@ -110,10 +110,10 @@ class Orchestrator:
         )
         self._scheduler = RolloutScheduler(
             spec,
-            buffer,
-            client,
-            scoring,
-            prompts,
+            buffer=buffer,
+            client=client,
+            scoring=scoring,
+            prompts=prompts,
             spawn=self._spawn,
             episodes=episodes,
             warn=reporter.warn,
@@ -141,7 +141,7 @@ class Orchestrator:
         try:
             async with self._tasks as tasks:
                 endless = [
-                    tasks.create_task(self._scheduler.keep_full()),
+                    tasks.create_task(self._scheduler.run()),
                     tasks.create_task(self._watchdog.watch()),
                     tasks.create_task(self._trainer.guard()),
                     tasks.create_task(self._publisher.guard()),
@@ -228,7 +228,6 @@ class Orchestrator:
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
         await self._finish_evaluation("the evaluation after training")
-        await self._scheduler.record_engine_requests()
         await self.checkpoint()
         self._reporter.status("saving the model")
         await self._trainer.at(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
@@ -242,7 +241,7 @@ class Orchestrator:
             while True:
                 answer = await self._buffer.take(self._step)
                 if isinstance(answer, Taken):
-                    self._scheduler.fill()  # pipeline.ahead has room again
+                    self._client.room.set()  # pipeline.ahead has room again
                     return answer
                 if answer.overdue:
                     await self._scheduler.requeue(answer.overdue)
@@ -282,7 +281,7 @@ class Orchestrator:
 
     def _note_published(self, record: PublishRecord) -> None:
         self._published = record
-        self._scheduler.fill()
+        self._client.room.set()
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
         """A recorded step was trained again. The loop itself reports the steps whose batches this driver has taken."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from asyncrl_cli.orchestrator.episodes import Episodes, Recorded
 from asyncrl_cli.orchestrator.prompt_source import PromptSource
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import (
-    EngineRequest,
     Rollout,
     RolloutFailure,
     RolloutRequest,
@@ -28,7 +27,7 @@ from asyncrl_cli.records.generation import (
     group_and_index,
     training_rollout_id,
 )
-from asyncrl_cli.records.groups import Admission, OpenGroup, Opening, Outcome, Settled
+from asyncrl_cli.records.groups import Group, Opening, Outcome, Settled
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import Ended
@@ -43,8 +42,6 @@ SETTLE_S = 0.02
 """Largest number of seconds that finished rollouts wait while others are scored, to be settled together."""
 SCORE_PATIENCE_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
-RECORD_S = 0.25
-"""Seconds that new tokens of episodes wait for others, to be recorded with them."""
 WINDOW = 100
 """The number of most recently ended groups from which the share of failures is computed."""
 LEAST = 8
@@ -92,13 +89,18 @@ class RecentFailures:
 class RolloutScheduler:
     """Starts groups while the buffer has room and the engines have slots, and follows their rollouts to their end.
 
-    ``failures`` counts groups recently lost to failed rollouts, ``rejected_in_a_row`` rejections since a group
-    finished.
+    A rollout passes two consumers: ``_admit`` requests it, ``_settle`` has it scored and recorded. Episodes are played
+    by a task each, which does both.
+
+    Attributes:
+        failures: groups recently lost to failed rollouts.
+        rejected_in_a_row: rejections since a group finished.
     """
 
     def __init__(
         self,
         spec: ExperimentSpec,
+        *,
         buffer: Buffer,
         client: GenerationClient,
         scoring: Scoring,
@@ -107,8 +109,8 @@ class RolloutScheduler:
         episodes: Episodes | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays groups whose prompts have no
-        token ids, because the task calls the model itself. ``warn`` gets warnings for the user."""
+        """``spawn`` starts a coroutine; its failure ends the run. ``episodes`` plays groups without prompt ids, because
+        their task calls the model itself. ``warn`` gets warnings for the user."""
         self._spec = spec
         self._buffer = buffer
         self._client = client
@@ -120,38 +122,15 @@ class RolloutScheduler:
         self._lost = 0  # number of groups lost to failed rollouts
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
         self._to_begin = 0  # number of episodes whose coroutine has not begun
-        self._finished: list[Rollout] = []  # to be scored
-        self._settling = False
-        self._unrecorded: list[Segment] = []
-        self._engine_requests: list[EngineRequest] = []  # to be recorded with the next call that records something
+        self._generated: asyncio.Queue[Rollout] = asyncio.Queue()
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
             max_tokens=spec.rollout.max_response_tokens,
             stop=tuple(spec.rollout.sampling.stop),
         )
-        self._open: dict[int, Admission] = {}
-        self._wanted = asyncio.Event()
-        # Engines report tokens and free slots.
-        client.on_segments = self.note_segments
-        client.on_engine_request = self.note_engine_request
-        client.on_room = self.fill
+        self._open: dict[int, Group] = {}
         self.failures = RecentFailures(spec.rollout.max_failed_share)
         self.rejected_in_a_row = 0
-
-    def fill(self) -> None:
-        """Have ``keep_full`` check for room."""
-        self._wanted.set()
-
-    async def keep_full(self) -> None:
-        """Admit groups whenever there is room for them. Never ends."""
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            if count := min(self._free_groups(), self._buffer.room()):
-                candidates = [self._prompts.candidate() for _ in range(count)]
-                for admission in await self._buffer.admit(candidates):
-                    self._start(OpenGroup(admission, frozenset()))
-                await asyncio.sleep(ADMIT_S)
 
     def resume(self, opening: Opening) -> None:
         """At the start: continue the groups of the journal."""
@@ -160,144 +139,120 @@ class RolloutScheduler:
             self._prompts.filter.restore(opening.solved)
         for group in opening.groups:
             self._start(group)
-        self.fill()
+        self._client.room.set()
+
+    async def run(self) -> None:
+        """Admit groups whenever there is room for them, and settle their rollouts. Never ends."""
+        await asyncio.gather(self._admit(), self._settle())
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
         """With the policy ``requeue``: abandon the groups that delay a batch, and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
             old = self._open.pop(old_id)
             # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
-            self._start(OpenGroup(replace(old, group_id=group_id, version=version), frozenset()))
+            self._start(Group(group_id, version, old.prompt, old.prompt_ids))
             await self._cancel(old_id)
 
-    def note_segments(self, segments: list[Segment]) -> None:
-        """New tokens of unfinished rollouts, to be recorded."""
-        self._spawn(self._record(segments=segments))
+    async def _admit(self) -> None:
+        while True:
+            await self._client.room.wait()
+            self._client.room.clear()
+            resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
+            slots = max(0, self._client.free - resting)
+            if count := min(slots // self._spec.rollout.group_size, self._buffer.room()):
+                candidates = [self._prompts.candidate() for _ in range(count)]
+                for group in await self._buffer.admit(candidates):
+                    self._start(group)
+                await asyncio.sleep(ADMIT_S)
 
-    def note_engine_request(self, request: EngineRequest) -> None:
-        """A request has left its engine."""
-        self._engine_requests.append(request)
-
-    async def record_engine_requests(self) -> None:
-        """Record the engine requests that were not recorded with something else."""
-        await self._record()
-
-    def _free_groups(self) -> int:
-        resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
-        return max(0, self._client.free - resting) // self._spec.rollout.group_size
-
-    def _start(self, group: OpenGroup) -> None:
+    def _start(self, group: Group) -> None:
         """Request the missing rollouts of a group, and have its finished rollouts without a reward scored."""
-        admission = group.admission
-        self._open[admission.group_id] = admission
+        self._open[group.group_id] = Group(group.group_id, group.version, group.prompt, group.prompt_ids)
         for index in range(self._spec.rollout.group_size):
-            if index not in group.scored and index not in group.unscored:
-                recorded = group.prefixes.get(index, {})
-                sampling = replace(self._sampling, seed=rollout_seed(self._spec.seed, admission.group_id, index))
-                rollout_id = training_rollout_id(admission.group_id, index)
-                if admission.prompt_ids:
-                    self._request(admission, rollout_id, sampling, recorded.get(0, ()))
-                elif self._episodes is not None:
-                    self._to_begin += 1
-                    self._spawn(self._play(self._episodes, admission, rollout_id, sampling, recorded))
-        if group.unscored:
-            finished = [
-                replace(rollout, text=cut(self._client.decode(rollout.ids), self._sampling.stop))
-                for rollout in group.unscored.values()
-            ]
-            self._settle_soon(finished)
+            if index in group.scored or index in group.unscored:
+                continue
+            recorded = group.prefixes.get(index, {})
+            request = RolloutRequest(
+                training_rollout_id(group.group_id, index),
+                group.prompt_ids,
+                replace(self._sampling, seed=rollout_seed(self._spec.seed, group.group_id, index)),
+                recorded.get(0, ()),
+                priority=group.group_id,
+                affinity=str(group.group_id),
+            )
+            if group.prompt_ids:
+                self._client.enqueue([request], self._on_end, self._record_segments)
+            elif self._episodes is not None:
+                self._to_begin += 1
+                self._spawn(self._play(self._episodes, group, request, recorded))
+        for rollout in group.unscored.values():
+            text = cut(self._client.decode(rollout.ids), self._sampling.stop)
+            self._generated.put_nowait(replace(rollout, text=text))
 
-    def _request(self, admission: Admission, rollout_id: str, sampling: Sampling, prefix: tuple[Segment, ...]) -> None:
-        request = RolloutRequest(
-            rollout_id,
-            admission.prompt_ids,
-            sampling,
-            prefix,
-            priority=admission.group_id,
-            affinity=str(admission.group_id),
-        )
-        self._client.enqueue([request], self._on_end)
-
-    async def _play(
-        self, episodes: Episodes, admission: Admission, rollout_id: str, sampling: Sampling, recorded: Recorded
-    ) -> None:
+    async def _play(self, episodes: Episodes, group: Group, request: RolloutRequest, recorded: Recorded) -> None:
         """Play an episode to its end. Its tokens are recorded as they arrive, and again in full with its outcome."""
         self._to_begin -= 1
-        group_id = admission.group_id
         task = asyncio.current_task()
-        if group_id not in self._open or task is None:  # it was abandoned at once
+        if group.group_id not in self._open or task is None:  # it was abandoned at once
             return
-        self._episode_tasks[rollout_id] = task
+        self._episode_tasks[request.rollout_id] = task
         try:
             rollout, score = await episodes.play(
-                rollout_id, admission.prompt, sampling, group_id, recorded, self._record_soon
+                request.rollout_id,
+                group.prompt,
+                request.sampling,
+                group.group_id,
+                recorded,
+                self._record_segments,
             )
         finally:
-            del self._episode_tasks[rollout_id]
-        if group_id in self._open:
+            del self._episode_tasks[request.rollout_id]
+        if group.group_id in self._open:
             finished = [rollout] if rollout is not None and isinstance(score, Scored) else []
-            await self._conclude(finished, [Outcome(rollout_id, score)])
+            await self._conclude(finished, [Outcome(request.rollout_id, score)])
 
-    def _record_soon(self, segments: list[Segment]) -> None:
-        if not self._unrecorded:
-            asyncio.get_running_loop().call_later(RECORD_S, self._record_segments)
-        self._unrecorded += segments
-
-    def _record_segments(self) -> None:
-        segments, self._unrecorded = self._unrecorded, []
-        self.note_segments(segments)
+    def _record_segments(self, segments: list[Segment]) -> None:
+        self._spawn(self._buffer.record(segments=segments))
 
     def _on_end(self, ended: Ended) -> None:
+        for _, result in ended:
+            if isinstance(result, Rollout):
+                self._generated.put_nowait(result)
         if failed := [result for _, result in ended if isinstance(result, RolloutFailure)]:
             self._spawn(
                 self._conclude([], [Outcome(failure.rollout_id, RewardFailure(failure.reason)) for failure in failed])
             )
-        self._settle_soon([result for _, result in ended if isinstance(result, Rollout)])
 
-    def _settle_soon(self, finished: list[Rollout]) -> None:
-        """Have finished rollouts scored and recorded."""
-        self._finished += finished
-        if self._finished and not self._settling:
-            self._settling = True
-            self._spawn(self._settle_finished())
-
-    async def _settle_finished(self) -> None:
+    async def _settle(self) -> None:
         """Begin at once; rollouts that finish meanwhile are settled together afterwards. So a single rollout does not
-        wait, and the slower the calls are, the fewer are made (decision 0052)."""
-        while self._finished:
-            rollouts = [each for each in self._finished if group_and_index(each.rollout_id)[0] in self._open]
-            self._finished = []
+        wait, and the slower the calls of the scorer are, the fewer are made (decision 0052)."""
+        while True:
+            generated = [await self._generated.get()]
+            while not self._generated.empty():
+                generated.append(self._generated.get_nowait())
+            rollouts = [rollout for rollout in generated if group_and_index(rollout.rollout_id)[0] in self._open]
             if rollouts:
                 responses = [
                     (self._open[group_and_index(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
                     for rollout in rollouts
                 ]
                 scoring = asyncio.ensure_future(self._scoring.score(responses))
-                self._spawn(self._settle(rollouts, scoring))
+                self._spawn(self._record(rollouts, scoring))
                 await asyncio.wait([scoring], timeout=SETTLE_S)
-        self._settling = False
 
-    async def _settle(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:
+    async def _record(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:
+        unrecorded = rollouts
         if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
             # Rewards may take long: record the tokens now, so that a kill loses none of them (decision 0025).
-            await self._record(rollouts)
+            await self._buffer.record(rollouts)
+            unrecorded = []
         scores = zip(rollouts, await scoring, strict=True)
-        await self._conclude(rollouts, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
-
-    async def _record(
-        self,
-        rollouts: Sequence[Rollout] = (),
-        segments: Sequence[Segment] = (),
-        outcomes: Sequence[Outcome] = (),
-    ) -> Settled:
-        requests, self._engine_requests = self._engine_requests, []
-        rollouts = [replace(rollout, prompt_ids=()) for rollout in rollouts]  # the journal has that of their group
-        return await self._buffer.record(rollouts, segments, outcomes, requests)
+        await self._conclude(unrecorded, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
 
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
         """Record the outcomes of rollouts, and handle the groups that they have ended."""
         # Record first, before anything depends on it: the buffer decides which groups have ended (decision 0013).
-        settled = await self._record(rollouts, outcomes=outcomes)
+        settled = await self._buffer.record(rollouts, outcomes=outcomes)
         failures = {
             group_and_index(outcome.rollout_id)[0]: outcome.score
             for outcome in outcomes
@@ -324,12 +279,12 @@ class RolloutScheduler:
                         f"the last {self.rejected_in_a_row} groups are rejected: all rewards of a group are equal"
                     )
         self._check()
-        self.fill()
+        self._client.room.set()
 
     def _visited(self, group_id: int, settled: Settled) -> None:
         """Tell the prompt source that a group has ended, for its filter."""
-        if (admission := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
-            self._prompts.visited(admission.prompt.uid, group_id in settled.solved)
+        if (group := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
+            self._prompts.visited(group.prompt.uid, group_id in settled.solved)
 
     async def _cancel(self, group_id: int) -> None:
         ids = [training_rollout_id(group_id, index) for index in range(self._spec.rollout.group_size)]

@@ -63,76 +63,61 @@ class LedgerState:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A prompt that may be admitted.
-
-    Args:
-        serial: counts the run's prompts, from 1; a prompt is admitted once, and prompts in the order of serials.
-        loader: the data loader's position once it is admitted.
-    """
+    """A prompt that may be admitted."""
 
     serial: int
+    """Counts the run's prompts, from 1. Prompts are admitted in this order, each once."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     loader: Mapping[str, int]
+    """The data loader's position after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
-    """An admitted group and its prompt."""
+class Group:
+    """A running group, and the records of its rollouts by their index (0, 1, ...). An index in none of ``scored``,
+    ``unscored`` and ``prefixes`` has to start from nothing."""
 
     group_id: int
     version: int
+    """The weight version at admission."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class OpenGroup:
-    """A running group as the journal knows it, by the index of its rollouts (0, 1, ...).
-
-    ``unscored`` are finished rollouts without a reward, their texts left empty; ``prefixes`` the tokens of
-    unfinished ones, by branch: an episode may have several sequences, any other rollout has branch 0 alone. An index in
-    none of the three has to start from nothing.
-    """
-
-    admission: Admission
-    scored: frozenset[int]
+    scored: frozenset[int] = frozenset()
     unscored: Mapping[int, Rollout] = field(default_factory=dict)
+    """Finished rollouts without a reward. Their texts are empty."""
     prefixes: Mapping[int, Mapping[int, tuple[Segment, ...]]] = field(default_factory=dict)
+    """The tokens of unfinished rollouts, by branch: only an episode has others than branch 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The run's state when the buffer opens.
-
-    Args:
-        step: batches taken so far.
-        version: weight versions published so far.
-        trained: steps whose training has been reported.
-        checksum: of the bytes of version ``version``, if its publish is recorded.
-        serial: of the newest prompt admitted; 0 before the first.
-        loader: the data loader's position after it; None before the first.
-        groups: the running groups, in admission order.
-        waiting: prompts to be admitted before the loader's next one.
-        evaluated: greedy held-out accuracy by step.
-        counts: all groups by what became of them.
-        evaluations: step and kind of all evaluations that are done.
-        solved: by uid, in how many of its groups in a row, up to the newest, every rollout was right; prompts whose
-            newest group was not are excluded. Empty unless ``BufferSettings.note_solved``.
-    """
+    """The run's state when the buffer opens."""
 
     step: int
+    """Batches taken so far."""
     version: int
+    """Weight versions published so far."""
     trained: int
+    """Steps that were reported as trained."""
     checksum: str | None
+    """The checksum of the bytes of ``version``, if its publish is recorded."""
     serial: int
+    """The newest admitted prompt's; 0 before the first."""
     loader: Mapping[str, int] | None
-    groups: tuple[OpenGroup, ...]
+    """The data loader's position after that prompt; None before the first."""
+    groups: tuple[Group, ...]
+    """The running groups, in admission order."""
     waiting: tuple[Prompt, ...]
+    """Prompts to be admitted before the loader's next one."""
     evaluated: Mapping[int, float]
+    """Greedy held-out accuracy by step."""
     counts: Counts
     evaluations: frozenset[tuple[int, str]] = frozenset()
+    """Step and kind of all evaluations that are done."""
     solved: Mapping[str, int] = field(default_factory=dict)
+    """By uid, in how many of its groups in a row, up to the newest, every rollout was right; prompts that failed in
+    their newest group are excluded. Empty unless ``BufferSettings.note_solved``."""
 
 
 @dataclass(frozen=True, slots=True)

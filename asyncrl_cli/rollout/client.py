@@ -25,7 +25,6 @@ from typing import Any
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.generation import (
-    EVALUATION,
     Delivery,
     EngineActivity,
     EngineRequest,
@@ -68,11 +67,13 @@ class GenerationClient:
         hang_s: float,
         decode: Callable[[Any], str],
         on_progress: Callable[[], None] = lambda: None,
+        on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
     ) -> None:
         """``slots``: requests that an engine runs at once.
 
         ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
-        ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated.
+        ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated,
+        and ``on_engine_request`` with every request that has left an engine.
         """
         self.engines: list[EngineState] = [EngineState(process) for process in engines]
         self._slots = slots
@@ -81,12 +82,9 @@ class GenerationClient:
         self._hang_s = hang_s
         self.decode = decode
         self._on_progress = on_progress
-        # Set by the rollout scheduler before the first request. ``on_segments`` gets new tokens of unfinished training
-        # rollouts that were enqueued, ``on_room`` is called when there may be room for more requests, and
-        # ``on_engine_request`` gets every request that has left an engine.
-        self.on_room: Callable[[], None] = lambda: None
-        self.on_segments: OnSegments = lambda _: None
-        self.on_engine_request: Callable[[EngineRequest], None] = lambda _: None
+        self._on_engine_request = on_engine_request
+        self.room = asyncio.Event()
+        """Set when there may be room for more requests; the rollout scheduler clears it."""
         self._removed = EngineActivity()  # the activity of engines that were removed
         self._open: dict[str, OpenRequest] = {}
         self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped
@@ -123,13 +121,12 @@ class GenerationClient:
             raise GenerationFailed(result.reason)
         return result
 
-    def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd) -> None:
+    def enqueue(self, requests: Iterable[RolloutRequest], on_end: OnEnd, on_segments: OnSegments | None = None) -> None:
         """Have these generated; they are sent in the event loop's next turn. A request replaces an open one with its
-        id."""
+        id. ``on_segments`` gets new tokens of unfinished rollouts."""
         for request in requests:
             self._drop(request.rollout_id)
-            recorded = not request.rollout_id.startswith(EVALUATION)
-            self._add(request, on_end, self.on_segments if recorded else None)
+            self._add(request, on_end, on_segments)
 
     async def cancel(self, rollout_ids: Iterable[str]) -> None:
         """Forget these requests and stop generating them."""
@@ -159,7 +156,7 @@ class GenerationClient:
         """Send waiting requests again."""
         self._paused = False
         self._dispatch_soon()
-        self.on_room()
+        self.room.set()
 
     # -- state
 
@@ -413,7 +410,7 @@ class GenerationClient:
             return False
         left = entry.left(engine.name, ending, end)
         entry.residence = None  # before another engine gets it
-        self.on_engine_request(left)
+        self._on_engine_request(left)
         return True
 
     def _end(self, ended: Iterable[tuple[OpenRequest, Rollout | RolloutFailure]]) -> None:
@@ -428,4 +425,4 @@ class GenerationClient:
         for on_end, batch in by_owner.items():
             on_end(batch)
         if by_owner:
-            self.on_room()
+            self.room.set()

@@ -75,7 +75,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
         {"step": 3, "kind": "greedy", "accuracy": 0.5, "mean_reward": math.inf, "mean_length": 4}
         | {"prompts": 8, "oldest": 0, "newest": 3}
     )
-    journal.requested(STAYS)
+    for stay in STAYS:
+        journal.requested(stay)
     recorded.commit()
     return run
 

@@ -12,7 +12,7 @@ import numpy as np
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import Ledger
 from asyncrl_cli.records.generation import Rollout, Segment, training_rollout_id
-from asyncrl_cli.records.groups import Admission, BufferSettings, Candidate, OnStale, Outcome, PublishRecord
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Group, OnStale, Outcome, PublishRecord
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
@@ -140,7 +140,7 @@ def group_outcomes(group_id: int) -> list[Outcome]:
     return [Outcome(training_rollout_id(group_id, index), Scored(float(index))) for index in range(SETTINGS.group_size)]
 
 
-def fill(book: DurableLedger, first: int) -> tuple[Admission, ...]:
+def fill(book: DurableLedger, first: int) -> tuple[Group, ...]:
     """Admit the prompts of the serials from ``first`` on, as many as there is room for."""
     return book.admit(candidates(first, book.ledger.room()))
 

@@ -108,14 +108,14 @@ def test_calls_share_commits_and_return_after_their_own(tmp_path: Path) -> None:
         gate.release()
         await first
         found = opening_of(tmp_path, settings_of_50)
-        assert [group.admission.group_id for group in found.groups if group.unscored] == [0]
+        assert [group.group_id for group in found.groups if group.unscored] == [0]
         await gate.begun()
         assert not any(task.done() for task in [*others, failure])
         gate.release()
         await asyncio.gather(*others, failure)
         assert len(gate.commits) == 2
         found = opening_of(tmp_path, settings_of_50)
-        assert [group.admission.group_id for group in found.groups if group.unscored] == list(range(50))
+        assert [group.group_id for group in found.groups if group.unscored] == list(range(50))
 
     run(test())
 

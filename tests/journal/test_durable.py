@@ -58,7 +58,7 @@ def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
 
 
 def prefix(opening: Opening, group_id: int, index: int, branch: int = 0) -> tuple[Segment, ...]:
-    (group,) = (group for group in opening.groups if group.admission.group_id == group_id)
+    (group,) = (group for group in opening.groups if group.group_id == group_id)
     return group.prefixes.get(index, {}).get(branch, ())
 
 
@@ -246,7 +246,7 @@ def test_a_requeued_group_runs_again_under_a_new_index(path: Path) -> None:
     book.grown(pieces(rollout("0-0"), 1))
     book, opening = reopened(book, path)
     (group,) = opening.groups
-    assert (group.admission.group_id, group.admission.version, group.admission.prompt.uid) == (3, 1, "p1")
+    assert (group.group_id, group.version, group.prompt.uid) == (3, 1, "p1")
     assert (group.scored, group.unscored, group.prefixes) == (frozenset(), {}, {})
     assert (opening.serial, opening.loader) == (3, {"epoch": 0, "position": 3}), "a replacement is not a new prompt"
     assert opening.counts.requeued == 1
@@ -387,8 +387,8 @@ def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
     prompt = replace(one.prompt, content=messages, fields={"answer": 4, "nested": {"list": [1, None]}})
     book.admit([replace(one, prompt=prompt)])
     _, opening = reopened(book, path)
-    assert opening.groups[0].admission.prompt == prompt
-    assert opening.groups[0].admission.prompt_ids == one.prompt_ids
+    assert opening.groups[0].prompt == prompt
+    assert opening.groups[0].prompt_ids == one.prompt_ids
 
 
 def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:

@@ -283,10 +283,10 @@ class Crashes(RuleBasedStateMachine):
         assert (opening.step, opening.version) == (known.ledger.step, known.ledger.version)
         assert opening.serial == known.serial
         assert opening.loader == ({"epoch": 0, "position": known.serial} if known.serial else None)
-        assert [group.admission.group_id for group in opening.groups] == list(self.book.ledger.running)
+        assert [group.group_id for group in opening.groups] == list(self.book.ledger.running)
         for group in opening.groups:
-            group_id = group.admission.group_id
-            assert group.admission.prompt.uid == known.uids[group_id]
+            group_id = group.group_id
+            assert group.prompt.uid == known.uids[group_id]
             for index, name in enumerate(self._names(group_id)):
                 assert (index in group.scored) == (name in known.scores)
                 assert (index in group.unscored) == (name in known.recorded and name not in known.scores)

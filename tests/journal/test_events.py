@@ -39,7 +39,7 @@ def five_steps(recorded: RecordedRun, path: Path) -> None:
     )
     journal.failed("engine", "engine-1", "the process died")
     journal.failed("stall", "the trainer", "the trainer waits")
-    journal.requested([EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop")] * 2)
+    journal.requested(EngineRequest("0-0", "engine-0", STARTED + 1, STARTED + 5, "stop"))
     journal.engine_changed("engine-1", "join", "")
     journal.engine_changed("engine-1", "leave", "its node is gone")
     recorded.commit()
@@ -114,7 +114,7 @@ def test_a_following_reader_gets_the_same_as_one_at_the_end(recorded: RecordedRu
         recorded.commit()
         look()
         journal = recorded.book.journal
-        journal.requested([EngineRequest(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop")])
+        journal.requested(EngineRequest(f"{step}-0", "engine-0", recorded.now - 4, recorded.now, "stop"))
         recorded.commit()
         look()
     with snapshot(path) as connection:

@@ -159,13 +159,13 @@ def test_pruning_keeps_what_is_still_needed(path: Path) -> None:
     book = DurableLedger(path, SETTINGS)
     assert book.ledger.snapshot() == snapshot
     (half, *_) = book.opening().groups
-    name = f"{half.admission.group_id}-0"
+    name = f"{half.group_id}-0"
     assert contents(half.unscored[0]) == contents(rollout(name))
     assert half.prefixes.keys() == {1}
     pruned(book, 100)
     with pytest.raises(LookupError, match="the tokens of step 3 are pruned"):
         book.journal.batch(3)
-    finish(book, half.admission.group_id)
+    finish(book, half.group_id)
     assert book.take(4) is None
     commit(book)
     assert contents(book.journal.batch(4).groups[0].rollouts[0]) == contents(rollout(name))
@@ -319,7 +319,8 @@ REQUESTS = [
 
 def test_the_work_of_engines_and_what_a_publish_kept_waiting(path: Path) -> None:
     book, pauses = book_with_steps(path, 1), {"engine-0": (1.5, 2.0), "engine-1": (1.25, 1.5)}
-    book.journal.requested([*REQUESTS, *REQUESTS])
+    for one in REQUESTS:
+        book.journal.requested(one)
     book.journal.published(
         PublishRecord(2, 2, "sum", 1.0, 0.5, 0.0, 0.0, write_s=0.25, transfer_s=0.125, waited_s=3.0, pauses=pauses)
     )

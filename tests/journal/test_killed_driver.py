@@ -28,7 +28,7 @@ from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.records.generation import training_rollout_id
-from asyncrl_cli.records.groups import OpenGroup, Opening, Outcome, StepRecord, Taken
+from asyncrl_cli.records.groups import Opening, Outcome, StepRecord, Taken
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.records.training import TrainingBatch
 from tests.e2e.faults.audit import audit
@@ -61,7 +61,7 @@ class Driver:
         self._opening = opening
         self._log = log
         self._version, self._step, self._serial = opening.version, opening.step, opening.serial
-        self._running = {group.admission.group_id: group for group in opening.groups}
+        self._running = {group.group_id: group for group in opening.groups}
 
     async def run(self) -> None:
         if self._opening.checksum is None:
@@ -87,7 +87,7 @@ class Driver:
         self._serial += len(offered)
         for admission in await self._buffer.admit(offered):
             self._log.note("admitted", admission.group_id, admission.prompt.uid)
-            self._running[admission.group_id] = OpenGroup(admission, frozenset())
+            self._running[admission.group_id] = admission
 
     async def _generate(self, group_id: int) -> None:
         """Generate a group's missing tokens; half of them are reported first."""

@@ -552,7 +552,7 @@ class Simulation:
         processes: list[Any] = [
             cluster.engine(f"engine-{index}", started=True) for index in range(spec.rollout.min_engines)
         ]
-        client = client_of(spec, processes, Encoder().decode, dog.progress)
+        client = client_of(spec, processes, Encoder().decode, dog.progress, buffer.note_request)
         scorer: Any = Scorer()
         encoder, data = Encoder(), prompts(PROMPTS)
         held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]

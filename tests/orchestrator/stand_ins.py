@@ -23,6 +23,7 @@ from asyncrl_cli.orchestrator.watchdog import Watchdog
 from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
+    EngineRequest,
     Residence,
     Rollout,
     RolloutFailure,
@@ -287,11 +288,18 @@ def client_over(
     on_progress: Callable[[], None] = lambda: None,
     make_actor: Callable[[], Actor] = StandInEngine,
     slots: int = 256,
+    on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
 ) -> GenerationClient:
     """A client with serving engines, whose names are ``engine-0``, ``engine-1``, ..."""
     processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
     client = GenerationClient(
-        processes, slots=slots, retries=retries, hang_s=hang_s, decode=text_of, on_progress=on_progress
+        processes,
+        slots=slots,
+        retries=retries,
+        hang_s=hang_s,
+        decode=text_of,
+        on_progress=on_progress,
+        on_engine_request=on_engine_request,
     )
     for engine in client.engines:
         engine.serving = True

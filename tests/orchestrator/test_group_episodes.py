@@ -73,7 +73,6 @@ def play(folder: Path, test: Callable[[Harness, Episodes], Coroutine[Any, Any, N
         with (
             patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
             patch("asyncrl_cli.journal.buffer.Disk", Here),
-            patch("asyncrl_cli.orchestrator.rollout_scheduler.RECORD_S", 0.0),
             patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
         ):
             async with asyncio.TaskGroup() as tasks:
@@ -110,7 +109,7 @@ def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
 def test_episodes_that_rest_take_room(tmp_path: Path) -> None:
     async def test(harness: Harness, episodes: Episodes) -> None:
         assert sorted(episodes.open) == ["0-0", "0-1", "1-0", "1-1"]
-        harness.groups.fill()
+        harness.client.room.set()
         await harness.settled()
         assert len(episodes.asked) == 4
         for place in range(2):

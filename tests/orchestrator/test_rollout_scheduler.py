@@ -95,16 +95,16 @@ class Harness:
         self.buffer, opening = await Buffer.open(self.journal, buffer_settings(self.spec), "train", limit_s=600.0)
         self.groups = RolloutScheduler(
             self.spec,
-            self.buffer,
-            self.client,
-            self.scorer,  # type: ignore[arg-type]
-            self.stream,
-            lambda work: self.spawned.append(tasks.create_task(work)),
-            self.episodes,
-            self.warned.append,
+            buffer=self.buffer,
+            client=self.client,
+            scoring=self.scorer,  # type: ignore[arg-type]
+            prompts=self.stream,
+            spawn=lambda work: self.spawned.append(tasks.create_task(work)),
+            episodes=self.episodes,
+            warn=self.warned.append,
         )
         self.groups.resume(opening)
-        self.spawned.append(tasks.create_task(self.groups.keep_full()))
+        self.spawned.append(tasks.create_task(self.groups.run()))
         await self.settled()
 
     async def settled(self) -> None:
@@ -151,7 +151,7 @@ class Harness:
             return []
         version = taken.batch.step + 1
         await self.buffer.publish(PublishRecord(version, version, "sum", 0.0, 0.0, 0.0, 0.0))
-        self.groups.fill()
+        self.client.room.set()
         await self.settled()
         return [group.group_id for group in taken.batch.groups]
 
@@ -249,7 +249,7 @@ def test_groups_stay_together_and_fill_the_buffers_room(tmp_path: Path) -> None:
             ["0-0", "0-1", "2-0", "2-1"],
             ["1-0", "1-1", "3-0", "3-1"],
         ]
-        harness.groups.fill()
+        harness.client.room.set()
         await harness.settled()
         assert len(harness.ids) == 8
         await harness.finish(1, 0)

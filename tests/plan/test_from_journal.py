@@ -139,7 +139,7 @@ def with_requests(run: RecordedRun, path: Path) -> Calibration:
             running_from=since,
             running_until=until,
         )
-        run.book.journal.requested([request])
+        run.book.journal.requested(request)
     run.commit()
     return measured(path)
 

@@ -359,10 +359,10 @@ def test_callers_get_their_own_tokens_and_the_journal_those_of_enqueued_requests
         (engine,) = actors(client)
         received: list[Segment] = []
         recorded: list[Segment] = []
-        client.on_segments = recorded.extend
         calls = await begun(client, request("7-0/0"), request("quiet"), on_segments=None)
         calls += await begun(client, request("7-1/0"), on_segments=received.extend)
-        client.enqueue([request("7-2"), request(f"{EVALUATION}0")], lambda ended: None)
+        client.enqueue([request("7-2")], lambda ended: None, recorded.extend)
+        client.enqueue([request(f"{EVALUATION}0")], lambda ended: None)
         await turns()
         news = [segment(name, 0, 2) for name in ("7-0/0", "7-1/0", "7-2", f"{EVALUATION}0")]
         await engine.deliver(segments=news)

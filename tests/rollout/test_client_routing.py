@@ -132,13 +132,11 @@ def test_a_failed_rollout_continues_from_its_tokens() -> None:
     run(check())
 
 
-def test_results_that_end_together_are_reported_together_to_each_owner_and_room_once() -> None:
+def test_results_that_end_together_are_reported_together_to_each_owner() -> None:
     async def check() -> None:
         client = client_over(1)
         (engine,) = actors(client)
         one, other = Owner(), Owner()
-        room: list[int] = []
-        client.on_room = lambda: room.append(client.running)
         await asked(client, one, "a", "b")
         await asked(client, other, "c")
         async with collecting(client):
@@ -146,7 +144,7 @@ def test_results_that_end_together_are_reported_together_to_each_owner_and_room_
             await engine.deliver(rollout("unknown"))
         assert one.batches == [["a", "b"]]
         assert other.batches == [["c"]]
-        assert room == [0]
+        assert client.room.is_set()
 
     run(check())
 
@@ -196,8 +194,8 @@ def test_new_tokens_of_known_rollouts_are_passed_on() -> None:
         client = client_over(1)
         (engine,) = actors(client)
         noted: list[Segment] = []
-        client.on_segments = noted.extend
-        await asked(client, Owner(), "a")
+        client.enqueue([request("a")], Owner().on_end, noted.extend)
+        await client.flush()
         parts = [segment("a", 0, 2), segment("a", 2, 1, version=1)]
         async with collecting(client):
             await engine.deliver(segments=[*parts, segment("cancelled", 0, 7)])
@@ -443,10 +441,9 @@ def test_a_dead_engine_is_found_by_its_collector() -> None:
 
 def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
     async def check() -> None:
-        client = client_over(1)
-        (engine,) = actors(client)
         stays: list[EngineRequest] = []
-        client.on_engine_request = stays.append
+        client = client_over(1, on_engine_request=stays.append)
+        (engine,) = actors(client)
         await asked(client, Owner(), "a", "b")
         async with collecting(client):
             await engine.deliver(segments=[segment("a", 0, 3)])
@@ -479,10 +476,10 @@ def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
 
 def test_a_rollout_that_was_complete_when_its_engine_was_lost_is_counted_once() -> None:
     async def check() -> None:
-        client = client_over(1)
+        owner = Owner()
+        stays: list[EngineRequest] = []
+        client = client_over(1, on_engine_request=stays.append)
         (engine,) = actors(client)
-        owner, stays = Owner(), []
-        client.on_engine_request = stays.append
         client.enqueue([request("a", max_tokens=3)], owner.on_end)
         await client.flush()
         async with collecting(client):
@@ -508,13 +505,12 @@ def test_a_rollout_that_was_complete_when_its_engine_was_lost_is_counted_once() 
 @settings(deadline=None, max_examples=60)
 def test_every_request_ends_exactly_once(data: st.DataObject, engines: int, retries: int, sizes: list[int]) -> None:
     async def check() -> None:
-        client = client_over(engines, retries)
+        stays: list[EngineRequest] = []
+        client = client_over(engines, retries, on_engine_request=stays.append)
         owner = Owner()
         generated: Counter[str] = Counter()
         failed: Counter[str] = Counter()
         cancelled: set[str] = set()
-        stays: list[EngineRequest] = []
-        client.on_engine_request = stays.append
         for group, size in enumerate(sizes):
             requests = [request(f"{group}-{i}", max_tokens=10_000) for i in range(size)]
             client.enqueue(requests, owner.on_end)
