@@ -91,7 +91,7 @@ def _text_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
 def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
     with Path(form.source).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line := line.strip():
+            if line.strip():
                 try:
                     row: Any = json.loads(line.decode("utf-8-sig"))
                 except UnicodeDecodeError as error:
@@ -106,7 +106,7 @@ def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
                     form.refuse(number, "lists or objects are nested too deeply", "flatten the row")
                 if not isinstance(row, dict):
                     form.refuse(number, f"not a JSON object but {kind(row)}", 'write rows as {"prompt": …}')
-                yield number, form.prompt(row, number, line)
+                yield number, form.prompt(row, number, line.strip())
 
 
 def _csv_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
