@@ -103,13 +103,16 @@ def _suspects(table: pa.Table, form: RowForm) -> Iterator[int]:
         yield 0
     masks = [pc.invert(pc.is_finite(floats)) for column in table.columns for floats in _float_columns(column)]
     masks += [pc.is_null(table.column(name)) for name in form.needed]
-    read = {form.uid_column} if form.template is not None else {form.uid_column, form.prompt_column}
-    for name in read & set(table.column_names):
-        column = table.column(name)
-        if (length := _length(column)) is not None:
-            masks.append(pc.equal(length, 0))
-        elif name == form.prompt_column or not pa.types.is_integer(column.type):
-            masks.append(pc.is_valid(column))
+    if form.template is None:
+        prompts = table.column(form.prompt_column)
+        length = _length(prompts)
+        masks.append(pc.is_valid(prompts) if length is None else pc.equal(length, 0))
+    if form.uid_column in table.column_names:
+        uids = table.column(form.uid_column)
+        if pa.types.is_string(uids.type) or pa.types.is_large_string(uids.type):
+            masks.append(pc.equal(pc.utf8_length(uids), 0))
+        elif not pa.types.is_integer(uids.type):
+            masks.append(pc.is_valid(uids))
     for mask in masks:
         if (row := pc.index(mask, True).as_py()) >= 0:
             yield row

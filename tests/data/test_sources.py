@@ -243,6 +243,7 @@ def test_rows_with_images_are_refused(tmp_path: Path, column: str) -> None:
         ([{"prompt": "a"}, {"prompt": None}], {}, ":2", "`prompt` is null"),
         ([{"prompt": "a"}, {"prompt": "b"}, {"prompt": ""}], {}, ":3", "`prompt` is empty"),
         ([{"prompt": "a", "uid": None}, {"prompt": "b", "uid": 1.5}], {}, ":2", "`uid` is a number"),
+        ([{"prompt": "a", "uid": ["b"]}], {}, ":1", "`uid` is a list"),
         ([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": None}], {"uid_column": "id"}, ":2", "`id` is null"),
         ([{"prompt": "a", "uid": "x"}, {"prompt": "b", "uid": "x"}], {}, ":2", "'x' is also the uid of row 1"),
         ([{"prompt": "a", "x": None}, {"prompt": "b", "x": float("nan")}], {}, ":2", "`x` is NaN or infinite"),
