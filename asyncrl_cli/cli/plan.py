@@ -131,7 +131,7 @@ def _predicted(
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.manifest import SPEED
     from asyncrl_cli.spec.load import load_recorded
-    from asyncrl_cli.system.processor_speed import processor_speed
+    from asyncrl_cli.system.processors import processor_speed
 
     memory = source.memory(spec)
     planned = source.planned(spec, memory.cache.tokens if memory and memory.cache else None)

@@ -142,7 +142,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
     from asyncrl_cli.spec.load import dump_spec, load_spec
-    from asyncrl_cli.system.processor_speed import processor_speed
+    from asyncrl_cli.system.processors import processor_speed
 
     spec = load_spec(path, overrides).spec
     pipeline, trainer = spec.pipeline, spec.trainer

@@ -60,7 +60,7 @@ def train(
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
-    from asyncrl_cli.system.processor_speed import processor_speed
+    from asyncrl_cli.system.processors import processor_speed
 
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()

@@ -22,7 +22,7 @@ from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.system.cpu_time import HostTime, host_time
+from asyncrl_cli.system.processors import HostTime, host_time
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 NO_UPDATES = "no_updates"

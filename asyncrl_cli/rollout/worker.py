@@ -37,9 +37,9 @@ from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
-from asyncrl_cli.system.cpu_time import ProcessorTime
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.main_thread import handle_in_main_thread
+from asyncrl_cli.system.processors import ProcessorTime
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import ReplicaGone
 

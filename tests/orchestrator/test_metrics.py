@@ -17,7 +17,7 @@ from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
 from asyncrl_cli.rollout.client import GenerationClient
-from asyncrl_cli.system.cpu_time import HostTime
+from asyncrl_cli.system.processors import HostTime
 
 
 class Clock:

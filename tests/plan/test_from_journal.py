@@ -20,7 +20,7 @@ from asyncrl_cli.plan.from_journal import Calibration, calibrate
 from asyncrl_cli.plan.prediction import NOTICEABLE, Devices, advice, predict, spans
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.generation import EngineRequest
-from asyncrl_cli.system.processor_speed import processor_speed
+from asyncrl_cli.system.processors import processor_speed
 from tests.journal.recorded_run import PUBLISH_S, TRAIN_S, RecordedRun, make_run, settings
 from tests.plan.scenarios import lengths, scenario
 from tests.plan.scenarios import settings as small
@@ -251,7 +251,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     """Run a command line in this process: its exit code, stdout and stderr."""
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("asyncrl_cli.system.processor_speed.SECONDS", 0.01)
+    monkeypatch.setattr("asyncrl_cli.system.processors.SECONDS", 0.01)
     (tmp_path / "spec.yaml").write_text(SPEC)
 
     def run(*arguments: str) -> tuple[object, str, str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.system.keeper import with_keeper
+from asyncrl_cli.system.process_tree import with_keeper
 from tests.system.test_reaper import is_alive
 
 LEAVES = """
@@ -31,7 +31,7 @@ def test_sigterm_while_it_kills_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", LEAVES.replace("PATH", repr(str(left)))]
     keeper = f"""
 import os, signal, sys
-from asyncrl_cli.system import keeper
+from asyncrl_cli.system import process_tree as keeper
 kill_descendants = keeper.kill_descendants
 def interrupted():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -10,7 +10,7 @@ With ``task.sandbox`` it runs inside: the folder of the spec file can be read th
 folder, and of the environment here it gets none but these variables and ``env``.
 
 Invariant: when ``run`` returns or is cancelled, no process lives that the command has started. One exception: processes
-of a command that has killed its keeper (``system.keeper``) live until the process that plays episodes ends.
+of a command that has killed its keeper (``system.process_tree``) live until the process that plays episodes ends.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.spec.base import YEAR_S
-from asyncrl_cli.system.keeper import with_keeper
-from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S
+from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S, with_keeper
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, RewardResult, Use
 from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables

@@ -9,15 +9,14 @@ import time
 import psutil
 import pytest
 
-from asyncrl_cli.system import cpu_time
-from asyncrl_cli.system.cpu_time import ProcessorTime, host_time
+from asyncrl_cli.system.processors import ProcessorTime, host_time
 
 WORK = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
 """A program that uses 0.3 s of processor time and then waits."""
 
 
 def test_the_work_of_children_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_time, "READ_S", 0.0)
+    monkeypatch.setattr("asyncrl_cli.system.processors.READ_S", 0.0)
     with subprocess.Popen([sys.executable, "-c", WORK], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None and child.stdin is not None
         own = time.process_time()
@@ -36,7 +35,7 @@ def test_two_looks_have_some_time_between(monkeypatch: pytest.MonkeyPatch) -> No
     processors = ProcessorTime()
     monkeypatch.setattr(processors, "total", lambda: 1e6)
     assert processors.read() == 0.0
-    monkeypatch.setattr(cpu_time, "READ_S", 0.0)
+    monkeypatch.setattr("asyncrl_cli.system.processors.READ_S", 0.0)
     assert processors.read() > 0
     assert processors.read() == 0.0
 

@@ -1,4 +1,9 @@
-"""Processor time of processes and of the host, as totals in seconds; only differences of totals are meaningful."""
+"""Processors: the time that processes and the host have used, and their speed.
+
+Times are totals in seconds; only differences of totals are meaningful. Rented machines change their speed within an
+hour, and all times of a run on CPUs change with it. `train` and `plan --calibrate` record the speed in the manifest,
+before any other process starts; `plan` measures it again and compares.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,10 @@ import psutil
 
 READ_S = 0.2
 """Smallest number of seconds between two reads: on a busy host each takes 0.1 ms per process."""
+SECONDS = 2.0
+"""Shorter measurements of the speed differ by several percent from one to the next."""
+NUMBERS = 100_000
+"""Sorting so many numbers uses the first two levels of cache, like most of a small model's work."""
 
 
 class ProcessorTime:
@@ -54,3 +63,19 @@ def host_time() -> HostTime:
     idle = times.idle + getattr(times, "iowait", 0.0)
     # Guests are counted as users, too.
     return HostTime(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle)
+
+
+def processor_speed(seconds: float | None = None) -> float:
+    """Return how often one core does a fixed computation in a second of processor time, measured for ``seconds``.
+
+    Waiting for a core does not count, so other processes disturb the measurement little.
+    """
+    import numpy as np
+
+    numbers = np.random.default_rng(0).random(NUMBERS)
+    until = time.monotonic() + (SECONDS if seconds is None else seconds)
+    began, count = time.thread_time(), 0
+    while time.monotonic() < until or not count:
+        np.sort(numbers)
+        count += 1
+    return count / (time.thread_time() - began)
