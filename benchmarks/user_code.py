@@ -23,7 +23,7 @@ from unittest.mock import patch
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.workers.reward_actor import RewardActor
+from asyncrl_cli.workers.actors import RewardActor
 from asyncrl_cli.workers.scoring import Response
 
 REWARD = """
@@ -79,7 +79,7 @@ async def main(seconds: float) -> None:
             load = f"1 in {hangs}, {held_mb:,} MiB" if hangs else "none"
             task = TaskSpec(use="reward_of_benchmark:reward", reward_workers=2, reward_timeout_s=1.0)
             settings = ("scorer", task, folder, folder)
-            with patch("asyncrl_cli.workers.actor.redirect_output"):
+            with patch("asyncrl_cli.workers.actors.redirect_output"):
                 here: Any = RewardActor(*settings)
             await here.start()
             print(f"| the driver | {load} | {await measure(here.score, seconds, hangs, held_mb)} |")

@@ -23,7 +23,7 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
-from asyncrl_cli.workers.actor import BLOCKED_S
+from asyncrl_cli.workers.actors import BLOCKED_S
 from asyncrl_cli.workers.messages import Load, Work
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
 from asyncrl_cli.workers.scoring import Response, awaits, reward_location

@@ -117,7 +117,7 @@ class ActorFactory:
     def scorer(self, task: TaskSpec) -> Any:
         import ray
 
-        from asyncrl_cli.workers.reward_actor import RewardActor
+        from asyncrl_cli.workers.actors import RewardActor
 
         # On the driver's node, which has the user's files.
         options = ray.remote(RewardActor).options(num_cpus=0, scheduling_strategy=on_node())
@@ -126,7 +126,7 @@ class ActorFactory:
     def episode_worker(self, task: TaskSpec, name: str) -> Any:
         import ray
 
-        from asyncrl_cli.workers.episode_actor import EpisodeActor
+        from asyncrl_cli.workers.actors import EpisodeActor
 
         # On the driver's node, which has the gateway. The driver waits for calls, and limits how many there are.
         options = ray.remote(EpisodeActor).options(num_cpus=0, scheduling_strategy=on_node(), max_concurrency=MANY)

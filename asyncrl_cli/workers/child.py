@@ -1,7 +1,6 @@
 """The program of a worker process: it runs the user's code.
 
-    WorkerProcess (workers/process.py)  <- a socket ->  python -m asyncrl_cli.workers.child SOCKET PULSE OWNER
-                                       <- the pulse -
+    WorkerProcess (workers/process.py)  <- a socket ->  python -m asyncrl_cli.workers.child SOCKET OWNER
 
 Plain rewards run in the main thread, one at a time. Async rewards and episodes share an event loop there. The user's
 code may print, hang, or end the process; dealing with that is the owner's part.
@@ -13,6 +12,7 @@ import asyncio
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -24,12 +24,31 @@ from asyncrl_cli.system.process_tree import adopt_orphans, descendants, die_with
 from asyncrl_cli.tasks.base import SPEC_FOLDER
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mix import MixTask
-from asyncrl_cli.workers.episode_player import EpisodePlayer, Pulse, display_name
-from asyncrl_cli.workers.messages import Cancel, Load, Loaded, Play, Score, Work
+from asyncrl_cli.workers.episode_player import EpisodePlayer, display_name
+from asyncrl_cli.workers.messages import BEAT_S, Beat, Blocked, Cancel, Load, Loaded, Play, Score, Work
 from asyncrl_cli.workers.scoring import Response, awaits, reward_name, score, score_async, took_too_long
 
 ORPHANS_S = 60.0
 """Seconds that a child which has ended must have been waiting to be taken for an adopted one."""
+
+
+class Owner:
+    """The socket to the owner. Any thread may send."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._connection: Connection[Any, Any] = Connection(descriptor)
+        self._sending = threading.Lock()
+
+    def receive(self) -> tuple[int, Any]:
+        """The next request and its number. Raises ``EOFError`` once the owner has closed the socket."""
+        number, message = self._connection.recv()
+        return number, message
+
+    def send(self, number: int | None, message: object) -> None:
+        """Answer the request with this number, or send a message without a request."""
+        with self._sending:
+            self._connection.send((number, message))
 
 
 class Orphans:
@@ -53,26 +72,61 @@ class Orphans:
         self._ended = ended
 
 
-def main(descriptor: int, pulse: int, owner_pid: int) -> None:
+class Pulse(threading.Thread):
+    """Sends a ``Beat`` every ``BEAT_S`` while the event loop runs, and ``Blocked`` if it has not run for ``blocked_s``.
+
+    It counts its own beats, not seconds: on a machine that was suspended no loop is blocked.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        blocked_s: float,
+        blocked_by: Callable[[asyncio.AbstractEventLoop], int | None] | None,
+    ) -> None:
+        """``blocked_by``: the episode that runs in the loop; None: a blocked loop is not reported."""
+        super().__init__(name="pulse", daemon=True)
+        self._owner = owner
+        self._patience = max(1, round(blocked_s / BEAT_S))
+        self._blocked_by = blocked_by
+        self._orphans = Orphans()
+        self._loop = asyncio.get_running_loop()
+        self._ran = True
+
+    def run(self) -> None:
+        missed = 0
+        while True:
+            if self._ran:
+                self._ran, missed = False, 0
+                self._loop.call_soon_threadsafe(setattr, self, "_ran", True)
+                self._owner.send(None, Beat())
+            else:
+                missed += 1
+                if missed == self._patience and self._blocked_by is not None:
+                    self._owner.send(self._blocked_by(self._loop), Blocked())
+            self._orphans.reap()
+            time.sleep(BEAT_S)
+
+
+def main(descriptor: int, owner_pid: int) -> None:
     """Load the task, then do what is asked until the owner closes the socket."""
     die_with(owner_pid)
     adopt_orphans()  # so that orphans of user code end with this process, not with another's (decision 0034)
-    for inherited in (descriptor, pulse):
-        os.set_inheritable(inherited, False)
+    os.set_inheritable(descriptor, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    owner: Connection[Any, Any] = Connection(descriptor)
-    number, load = owner.recv()
+    owner = Owner(descriptor)
+    number, load = owner.receive()
     try:
         task, loaded = _load(load)
     except TaskError as error:
-        owner.send((number, error))
+        owner.send(number, error)
         return
     if loaded.work is Work.PLAIN:
-        owner.send((number, loaded))
+        owner.send(number, loaded)
         _score_in_turn(task, owner)
     else:
-        asyncio.run(_serve(task, loaded.work, load, owner, pulse, lambda: owner.send((number, loaded))))
+        asyncio.run(_serve(task, loaded.work, load, owner, lambda: owner.send(number, loaded)))
 
 
 def _load(load: Load) -> tuple[object, Loaded]:
@@ -94,40 +148,37 @@ def _load(load: Load) -> tuple[object, Loaded]:
     return task, Loaded(work, {name: reward_name(member) for name, member in members.items()}, async_rewards)
 
 
-def _score_in_turn(task: object, owner: Connection[Any, Any]) -> None:
+def _score_in_turn(task: object, owner: Owner) -> None:
     orphans = Orphans()
     while True:
         try:
-            number, message = owner.recv()
+            number, message = owner.receive()
         except EOFError:
             return
         if isinstance(message, Score):
-            owner.send((number, score(*_resolved(task, message.response))))
+            owner.send(number, score(*_resolved(task, message.response)))
             orphans.reap()
 
 
-async def _serve(
-    task: object, work: Work, load: Load, owner: Connection[Any, Any], pulse: int, ready: Callable[[], None]
-) -> None:
+async def _serve(task: object, work: Work, load: Load, owner: Owner, ready: Callable[[], None]) -> None:
     """Do what is asked, in the event loop. ``ready`` is called when everything for it is imported and started."""
     loop = asyncio.get_running_loop()
     running: dict[int, asyncio.Task[None]] = {}
     player = EpisodePlayer(task, load.spec.episode.timeout_s, load.spec.sandbox) if work is Work.EPISODES else None
-    blocked_by = player.traces.holder if player is not None else None
-    Pulse(pulse, load.blocked_s, blocked_by, Orphans().reap).start()
+    Pulse(owner, load.blocked_s, None if player is None else player.traces.holder).start()
     ready()  # only now: what fails until here, such as an import without memory, is an error of the start
 
     async def answer(number: int, message: Score | Play) -> None:
         if isinstance(message, Play):
             assert player is not None
-            owner.send((number, await player.play(number, message)))
+            owner.send(number, await player.play(number, message))
         else:
-            owner.send((number, await _score(task, message)))
+            owner.send(number, await _score(task, message))
 
     def receive() -> None:
         # The owner writes a message at once, so the rest of it is there, or about to be.
         try:
-            number, message = owner.recv()
+            number, message = owner.receive()
         except (EOFError, OSError):
             os._exit(0)  # threads of the user's code may hang, and tasks refuse to end
         if not isinstance(message, Cancel):
@@ -138,7 +189,7 @@ async def _serve(
         elif number in running:
             running[number].cancel()
 
-    loop.add_reader(owner.fileno(), receive)
+    loop.add_reader(owner.descriptor, receive)
     await asyncio.Event().wait()
 
 

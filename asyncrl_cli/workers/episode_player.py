@@ -1,20 +1,18 @@
 """Playing episodes in a worker process, many at a time in its event loop.
 
-Environments, and whatever agents hand to ``asyncio.to_thread``, run in threads. Another thread gives the pulse.
+Environments, and whatever agents hand to ``asyncio.to_thread``, run in threads.
 
-Invariant: an episode that was begun ends within its time and ``GRACE_S``, or the event loop is blocked and the pulse
-says by whom. What an episode has left running in the loop is cancelled when it ends; if something does not stop then,
-the episode's end says ``stuck``.
+Invariant: an episode that was begun ends within its time and ``GRACE_S``, or the event loop is blocked and ``Pulse``
+(workers/child.py) says by which episode. Whatever an episode has left running in the loop is cancelled when it ends; if
+something does not stop then, the episode's end says ``stuck``.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from typing import Any
@@ -28,7 +26,7 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
 from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
 from asyncrl_cli.tasks.play import play, try_environment
-from asyncrl_cli.workers.messages import BEAT, BEAT_S, BLOCKED, GRACE_S, Play, Played, Retry
+from asyncrl_cli.workers.messages import GRACE_S, Play, Played, Retry
 from asyncrl_cli.workers.scoring import checked, failed
 
 THREADS = 512
@@ -175,47 +173,6 @@ class EpisodePlayer:
         if access is None:
             return await asyncio.to_thread(try_environment, environment)
         return await play(environment, access, self._http)
-
-
-class Pulse(threading.Thread):
-    """Writes every ``BEAT_S`` that the event loop runs, and who blocks it once it has not run for ``blocked_s``.
-
-    It counts its own beats, not seconds: on a machine that was suspended no loop is blocked.
-    """
-
-    def __init__(
-        self,
-        descriptor: int,
-        blocked_s: float,
-        blocked_by: Callable[[asyncio.AbstractEventLoop], int | None] | None,
-        each_beat: Callable[[], None],
-    ) -> None:
-        """``blocked_by`` None: a blocked loop is not reported. ``each_beat`` is called at every beat."""
-        super().__init__(name="pulse", daemon=True)
-        self._descriptor = descriptor
-        self._patience = max(1, round(blocked_s / BEAT_S))
-        self._blocked_by = blocked_by
-        self._each_beat = each_beat
-        self._loop = asyncio.get_running_loop()
-        self._ran = True
-
-    def run(self) -> None:
-        missed = 0
-        while True:
-            if self._ran:
-                self._ran, missed = False, 0
-                self._loop.call_soon_threadsafe(self._note_run)
-                os.write(self._descriptor, BEAT)
-            else:
-                missed += 1
-                if missed == self._patience and self._blocked_by is not None:
-                    number = self._blocked_by(self._loop)
-                    os.write(self._descriptor, BLOCKED + b"%s\n" % (b"" if number is None else b"%d" % number))
-            self._each_beat()
-            time.sleep(BEAT_S)
-
-    def _note_run(self) -> None:
-        self._ran = True
 
 
 def _location(task: object) -> str:

@@ -1,4 +1,4 @@
-"""What a worker process and its owner send each other: numbered messages over a socket, and the pulse over a pipe.
+"""The numbered messages that a worker process and its owner send each other over a socket.
 
 A message is the pickle of ``(number, message)`` after its length (``multiprocessing.connection``'s form). The owner
 numbers its requests; ``Load`` is the first of them. Each is answered once, with its number:
@@ -7,6 +7,8 @@ numbers its requests; ``Load`` is the first of them. Each is answered once, with
     Score  -> Scored or RewardFailure
     Play   -> Played
     Cancel -> no answer: it stops the request with its number, which is then answered
+
+Without a request, a process with an event loop sends ``Beat`` every ``BEAT_S``, and ``Blocked`` once.
 """
 
 from __future__ import annotations
@@ -25,9 +27,7 @@ from asyncrl_cli.workers.scoring import Response
 GRACE_S = 5.0
 """Seconds that a cancelled episode gets to clean up."""
 BEAT_S = 1.0
-"""Seconds between two bytes of the pulse."""
-BEAT, BLOCKED = b".", b"!"
-"""The pulse: the event loop runs; an episode (its number, then a line feed; no number: unknown) blocks it."""
+"""Seconds between two beats."""
 
 
 class Work(StrEnum):
@@ -113,3 +113,13 @@ class Played:
     score: Scored | RewardFailure | None
     retry: Retry = Retry.NONE
     stuck: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The event loop runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The episode with this message's number blocks the event loop; it is unknown which one without a number."""

@@ -1,7 +1,6 @@
 """A worker process, seen from its owner: it runs the user's code, and can be killed at any moment.
 
     WorkerProcess  <- a socket ->  python -m asyncrl_cli.workers.child ...   (workers/child.py)
-                  <- the pulse -
                   <- output ---
 
 A thread that hangs cannot be stopped, and one that computes in C with the interpreter's lock held (a regular expression
@@ -19,16 +18,20 @@ Invariants, whatever the user's code does to the process:
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
@@ -37,11 +40,11 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.system.logs import bound_log
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, ModelAccess
 from asyncrl_cli.tasks.mix import task_name
-from asyncrl_cli.workers.folder import WorkerFolder
 from asyncrl_cli.workers.messages import (
     BEAT_S,
-    BLOCKED,
     GRACE_S,
+    Beat,
+    Blocked,
     Cancel,
     Load,
     Loaded,
@@ -69,6 +72,8 @@ hung: some code holds the interpreter's lock."""
 CHUNK = 2**16
 LARGEST = 2**28
 """Bytes of the longest answer: a number, or a line of text."""
+FOLDER, UNLOCKED = "asyncrl-work-", "asyncrl-new-"
+"""How names of temporary folders begin, and of folders that are not locked yet."""
 
 
 class ProcessLost(Exception):
@@ -95,7 +100,6 @@ class WorkerProcess:
         self._tasks: list[asyncio.Task[None]] = []
         self._readers: list[int] = []
         self._silent_s = 0.0
-        self._pulse_text = b""
         self._output = 0
         self.loaded = Loaded(Work.PLAIN, {})
         self.retired = False
@@ -108,7 +112,6 @@ class WorkerProcess:
         # Its own, so that what a killed process leaves there is removed during the run.
         self._folder = WorkerFolder()
         mine, theirs = socket.socketpair()
-        pulse, their_pulse = os.pipe()
         their_output: int | None = None  # rewards print to the log themselves, as much as they like
         if self._quiet:
             their_output = subprocess.DEVNULL
@@ -116,8 +119,8 @@ class WorkerProcess:
             self._output, their_output = os.pipe()
         # The kernel ends the process together with the thread that starts it, so this thread must outlive it.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", CHILD, *map(str, (theirs.fileno(), their_pulse, os.getpid()))],
-            pass_fds=(theirs.fileno(), their_pulse),
+            [sys.executable, "-P", "-m", CHILD, str(theirs.fileno()), str(os.getpid())],
+            pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=their_output,
             stderr=their_output,
@@ -132,14 +135,12 @@ class WorkerProcess:
         )
         self.pid = self._process.pid
         theirs.close()
-        os.close(their_pulse)
         self._exited: asyncio.Future[None] = self._loop.create_future()
         self._exit = os.pidfd_open(self.pid)
         self._watch(self._exit, self._on_exit)
         if their_output is not None and not self._quiet:
             os.close(their_output)
             self._watch(self._output, self._on_output)
-        self._watch(pulse, self._on_pulse)
         reader, self._writer = await asyncio.open_connection(sock=mine)
         listening = asyncio.create_task(self._listen(reader))
         self._tasks += [listening, asyncio.create_task(self._close_at_end(listening))]
@@ -279,6 +280,15 @@ class WorkerProcess:
         try:
             while (size := int.from_bytes(await reader.readexactly(4), "big")) <= LARGEST:
                 number, answer = pickle.loads(await reader.readexactly(size))
+                self._silent_s = 0.0
+                if isinstance(answer, Beat):
+                    continue
+                if isinstance(answer, Blocked):
+                    what = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
+                    if number is not None:
+                        self._answer(number, Played(RewardFailure(f"{self.loaded.names['']}: the episode {what}")))
+                    self.close(f"another episode {what}", Retry.ISOLATED if number is None else Retry.RESUME)
+                    return
                 if isinstance(answer, Played) and answer.stuck:
                     self.retired = True
                 self._answer(number, answer)
@@ -300,7 +310,7 @@ class WorkerProcess:
         self.close("its process closed its socket", Retry.ISOLATED)
 
     async def _close_if_silent(self) -> None:
-        """Close a process without a pulse. Seconds are counted by turns of this loop: while the machine is suspended,
+        """Close a process that sends nothing. This loop's turns count the seconds: while the machine is suspended,
         nothing is silent."""
         limit_s = self._load.blocked_s + SILENT_S
         self._silent_s = 0.0
@@ -318,23 +328,6 @@ class WorkerProcess:
         self._loop.remove_reader(exited)
         if not self._exited.done():
             self._exited.set_result(None)
-
-    def _on_pulse(self, pulse: int) -> None:
-        self._silent_s = 0.0
-        with suppress(BlockingIOError):
-            if not (chunk := os.read(pulse, CHUNK)):
-                self._loop.remove_reader(pulse)
-            self._pulse_text += chunk
-        _, blocked, number = self._pulse_text.partition(BLOCKED)
-        number, complete, _ = number.partition(b"\n")
-        if not blocked:
-            self._pulse_text = b""
-        elif complete:
-            what = f"blocked the event loop for {self._load.blocked_s:g} s (a call that waits without await?)"
-            if number:
-                name = self.loaded.names[""]
-                self._answer(int(number), Played(RewardFailure(f"{name}: the episode {what}")))
-            self.close(f"another episode {what}", Retry.RESUME if number else Retry.ISOLATED)
 
     def _on_output(self, output: int) -> None:
         with suppress(OSError):
@@ -356,3 +349,37 @@ class WorkerProcess:
         by_signal = ended.si_code != os.CLD_EXITED
         how = f"signal {signal.Signals(ended.si_status).name}" if by_signal else f"exit status {ended.si_status}"
         return f"its process ended ({how})"
+
+
+class WorkerFolder:
+    """The temporary folder of a worker process. The kernel unlocks it when the owner ends, however it does.
+
+    A run that starts Ray itself has one folder for all temporary files, and the reaper removes it. In a cluster that a
+    run has joined, the next worker process on the same host removes the folders without an owner.
+    """
+
+    def __init__(self) -> None:
+        remove_abandoned(Path(tempfile.gettempdir()))
+        new = Path(tempfile.mkdtemp(prefix=UNLOCKED))
+        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Renamed when it is locked: another process would take an unlocked one for abandoned.
+        self.path = new.rename(new.with_name(FOLDER + new.name.removeprefix(UNLOCKED)))
+
+    def remove(self) -> None:
+        """Remove the folder with its contents, as far as that is possible."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def remove_abandoned(parent: Path) -> None:
+    """Remove this user's worker folders in ``parent`` whose owner is gone."""
+    for folder in parent.glob(f"{FOLDER}*"):
+        with suppress(OSError):  # of another user, locked, or removed meanwhile
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.getuid():
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)

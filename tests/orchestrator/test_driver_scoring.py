@@ -24,7 +24,7 @@ from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.workers.reward_actor import RewardActor
+from asyncrl_cli.workers.actors import RewardActor
 from asyncrl_cli.workers.scoring import Response
 
 SPEC = TaskSpec(use="user_rewards:reward")

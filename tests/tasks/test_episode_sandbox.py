@@ -282,7 +282,7 @@ import asyncio, sys
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.workers.episode_actor import EpisodeActor
+from asyncrl_cli.workers.actors import EpisodeActor
 
 async def main(folder, kind):
     options = {"command": "setsid sleep 141421 & sleep 141421"}

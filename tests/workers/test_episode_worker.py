@@ -18,7 +18,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import ModelAccess
-from asyncrl_cli.workers.episode_actor import EpisodeActor
+from asyncrl_cli.workers.actors import EpisodeActor
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.process import CHUNK
 
@@ -88,7 +88,7 @@ async def episode_worker(
     folder: Path, use: str = "agents:agent", blocked_s: float = 30.0, **limits: Any
 ) -> AsyncIterator[Harness]:
     (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
-    with patch("asyncrl_cli.workers.actor.redirect_output"):
+    with patch("asyncrl_cli.workers.actors.redirect_output"):
         one = EpisodeActor("episode-worker-0", TaskSpec(use=use, episode=limits), str(folder), "", blocked_s)
     try:
         yield Harness(one)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl_cli.workers.folder import UNLOCKED, WorkerFolder, remove_abandoned
+from asyncrl_cli.workers.process import UNLOCKED, WorkerFolder, remove_abandoned
 
 OWNER = """
 import sys
-from asyncrl_cli.workers.folder import WorkerFolder
+from asyncrl_cli.workers.process import WorkerFolder
 folder = WorkerFolder()
 (folder.path / "file").touch()
 print(folder.path, flush=True)

@@ -14,7 +14,7 @@ import pytest
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
-from asyncrl_cli.workers.reward_actor import RewardActor
+from asyncrl_cli.workers.actors import RewardActor
 from asyncrl_cli.workers.scoring import Response
 
 pytestmark = pytest.mark.slow
@@ -60,7 +60,7 @@ REWARDS = """
 def score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Scored | RewardFailure]]:
     """A function with which a new actor scores responses, all at the same time."""
     (tmp_path / "user_rewards.py").write_text(textwrap.dedent(REWARDS))
-    monkeypatch.setattr("asyncrl_cli.workers.actor.redirect_output", lambda *_: None)
+    monkeypatch.setattr("asyncrl_cli.workers.actors.redirect_output", lambda *_: None)
 
     def score_all(texts: list[str], **task: Any) -> list[Scored | RewardFailure]:
         def response(index: int, text: str) -> Response:

@@ -1,0 +1,243 @@
+"""The Ray actors that own worker processes, apart from engines, trainer and driver: one for rewards, one for episodes.
+
+They run none of the user's code themselves, so they always answer; a reward or an episode that hangs or ends its
+process costs a ``WorkerProcess``, which is replaced.
+
+Invariants:
+
+- Of a worker process that is gone no descendant lives, not even one that left its session: all of them come to the
+  actor's process, which adopts orphans. In the driver they could not be distinguished from Ray's (decision 0034).
+- A response costs two processes at most, and none loses its reward for what another did to a process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.system.process_tree import adopt_orphans, descendants, kill_descendants
+from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.mix import reward_limit_s, task_name
+from asyncrl_cli.workers.messages import Load, Played, Retry, Work
+from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
+from asyncrl_cli.workers.scoring import Response
+
+BLOCKED_S = 30.0
+"""Seconds that an episode may block the event loop, and with it all other episodes."""
+
+
+class WorkerActor:
+    """What the actors of rewards and of episodes have in common."""
+
+    def __init__(self, name: str, spec: TaskSpec, search_path: str, log_dir: str, blocked_s: float = BLOCKED_S) -> None:
+        """``name`` is that of the log file in ``log_dir``."""
+        redirect_output(log_dir, name)
+        adopt_orphans()
+        self.spec = spec
+        self._search_path = Path(search_path)
+        self._blocked_s = blocked_s
+        self._others = [process.pid for process in descendants([os.getpid()])]
+        self._processes: list[WorkerProcess] = []
+
+    async def ping(self) -> None:
+        """Answer, which shows that the actor is at work."""
+
+    async def stop(self) -> None:
+        """End all processes, with everything that came from them."""
+        for process in list(self._processes):
+            process.close("the run ends")
+
+    async def start_process(self, work: Work | None) -> WorkerProcess:
+        """A process that has loaded the task. Raises ``TaskError``."""
+        process = WorkerProcess(Load(self.spec, self._search_path, work, self._blocked_s), self._kill_orphans)
+        self._processes.append(process)
+        await process.start()
+        return process
+
+    def _kill_orphans(self) -> None:
+        """Kill whatever came from processes that are gone."""
+        self._processes = [process for process in self._processes if not process.closed]
+        kill_descendants([*self._others, *(process.pid for process in self._processes)])
+
+
+class EpisodeActor(WorkerActor):
+    """Plays as many episodes at a time as it is asked to."""
+
+    def __init__(self, *settings: Any, **named: Any) -> None:
+        super().__init__(*settings, **named)
+        self._common: WorkerProcess | None = None
+        self._idle: list[WorkerProcess] = []
+        """Of those that play one episode at a time."""
+        self._starting = asyncio.Lock()
+        self._playing: dict[str, asyncio.Task[Played]] = {}
+
+    async def start(self) -> str:
+        """Have the task loaded; returns what the user calls it. Raises ``TaskError``."""
+        return (await self._common_process()).loaded.names[""]
+
+    async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
+        """Play one episode, ``isolated`` in a process that it has to itself. ``key`` names it.
+
+        Raises ``TaskError`` when the task can no longer be loaded.
+        """
+        work = self._play_isolated(prompt, access) if isolated else self._play(prompt, access)
+        playing = self._playing[key] = asyncio.create_task(work)
+        try:
+            return await playing
+        except asyncio.CancelledError:
+            return Played(RewardFailure("it was cancelled"))
+        finally:
+            del self._playing[key]
+
+    async def cancel(self, keys: list[str]) -> None:
+        """Stop these episodes, those of them that are being played here."""
+        for key in keys:
+            if (playing := self._playing.get(key)) is not None:
+                playing.cancel()
+
+    async def _play(self, prompt: Prompt, access: ModelAccess) -> Played:
+        process = await self._common_process()
+        played = await process.play(prompt, access)
+        process.close_if_idle()
+        return played
+
+    async def _play_isolated(self, prompt: Prompt, access: ModelAccess) -> Played:
+        while self._idle and not self._idle[-1].usable:
+            self._idle.pop()
+        process = self._idle.pop() if self._idle else await self.start_process(Work.EPISODES)
+        try:
+            played = await process.play(prompt, access)
+        except asyncio.CancelledError:
+            process.retired = True
+            raise
+        process.close_if_idle()
+        if process.usable:
+            self._idle.append(process)
+        # There is no other episode that may have ended the process.
+        return Played(played.score, Retry.RESTART) if played.retry is Retry.ISOLATED else played
+
+    async def _common_process(self) -> WorkerProcess:
+        async with self._starting:
+            if self._common is None or self._common.retired:
+                self._common = await self.start_process(Work.EPISODES)
+            return self._common
+
+
+class RewardActor(WorkerActor):
+    """Scores as many responses at a time as its processes take; others wait their turn.
+
+    Plain and async rewards of a mix have a pool each, so that neither delays the other.
+    """
+
+    async def start(self) -> None:
+        """Load the task in all processes. Raises ``TaskError``."""
+        first = await self.start_process(None)
+        loaded = first.loaded
+        self._async_rewards = loaded.async_rewards
+        self._pools = {
+            work: RewardPool(self.spec, work, self.start_process, first if work is loaded.work else None)
+            for work in sorted(map(self._work, loaded.names))
+        }
+        await asyncio.gather(*(pool.start() for pool in self._pools.values()))
+
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        """What every response scores, in order. Raises ``TaskError`` when the task can no longer be loaded."""
+        return list(await asyncio.gather(*map(self._score, responses)))
+
+    async def _score(self, response: Response) -> Scored | RewardFailure:
+        name = task_name(response[0]) if self.spec.mix else ""
+        return await self._pools[self._work(name)].score(response)
+
+    def _work(self, name: str) -> Work:
+        return Work.ASYNC if name in self._async_rewards else Work.PLAIN
+
+
+class _Slot:
+    def __init__(self, process: WorkerProcess | None) -> None:
+        self.process = process
+        self.running = 0
+        self.lost = 0
+        self.starting = asyncio.Lock()
+
+
+class RewardPool:
+    """The processes for one kind of rewards."""
+
+    def __init__(
+        self,
+        spec: TaskSpec,
+        work: Work,
+        start_process: Callable[[Work], Awaitable[WorkerProcess]],
+        first: WorkerProcess | None,
+    ) -> None:
+        """``first`` is a process to begin with."""
+        self._spec = spec
+        self._work = work
+        self._start_process = start_process
+        self._at_once = spec.reward_concurrency if work is Work.ASYNC else 1
+        self._slots = [_Slot(first if index == 0 else None) for index in range(spec.reward_workers)]
+        self._changed = asyncio.Condition()
+
+    async def start(self) -> None:
+        """Have all processes load the task. Raises ``TaskError``."""
+        await asyncio.gather(*map(self._process, self._slots))
+
+    async def score(self, response: Response) -> Scored | RewardFailure:
+        """The reward of one response, when its turn has come. Raises ``TaskError``."""
+
+        def free() -> _Slot | None:
+            usable = (slot for slot in self._slots if not slot.lost and slot.running < self._at_once)
+            return min(usable, key=lambda slot: slot.running, default=None)
+
+        slot = await self._take(free)
+        try:
+            return await self._ask(slot, response)
+        except ProcessLost:
+            # Before any other response takes the slot: what was lost is settled first, one by one.
+            slot.lost += 1
+        try:
+            await self._take(lambda: None if slot.running else slot)
+            return await self._ask(slot, response)
+        except ProcessLost as lost:
+            assert slot.process is not None
+            name = slot.process.name_for(response[0])
+            return RewardFailure(f"{name} failed twice on prompt {response[0].uid!r}: {lost}")
+        finally:
+            slot.lost -= 1
+            await self._notify()
+
+    async def _take(self, choose: Callable[[], _Slot | None]) -> _Slot:
+        """A turn in a slot, as soon as ``choose`` finds one."""
+        async with self._changed:
+            while (slot := choose()) is None:
+                await self._changed.wait()
+            slot.running += 1
+            return slot
+
+    async def _ask(self, slot: _Slot, response: Response) -> Scored | RewardFailure:
+        try:
+            process = await self._process(slot)
+            return await process.score(response, reward_limit_s(self._spec, response[0]))
+        finally:
+            slot.running -= 1
+            await self._notify()
+
+    async def _process(self, slot: _Slot) -> WorkerProcess:
+        """The slot's process, a new one if it has lost its own."""
+        async with slot.starting:
+            if slot.process is None or not slot.process.usable:
+                if slot.process is not None:
+                    slot.process.close("it was replaced")
+                slot.process = await self._start_process(self._work)
+            return slot.process
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
