@@ -96,8 +96,6 @@ class News:
 
 
 class Crossing:
-    """The gateway's end of the two calls."""
-
     def __init__(self) -> None:
         self._numbers = count()
         self._open: dict[int, tuple[asyncio.Future[Rollout | RolloutFailure], OnSegments | None]] = {}
@@ -124,7 +122,6 @@ class Crossing:
         return generated
 
     def record(self, session: int, segments: list[Segment]) -> None:
-        """Report new tokens of a session to the driver."""
         self._news.segments.append((session, segments))
         self._has_news.set()
 
@@ -134,7 +131,6 @@ class Crossing:
         self._has_news.set()
 
     def answer(self, orders: Orders) -> None:
-        """Deliver what the driver generated."""
         for number, segments in orders.segments:
             if number in self._open and (on_segments := self._open[number][1]) is not None:
                 on_segments(segments)
@@ -211,7 +207,6 @@ class GatewayActor:
         return os.getpid(), self._server.url
 
     async def tell(self, orders: Orders) -> None:
-        """Handle what the driver sent."""
         for change in orders.sessions:
             if isinstance(change, SessionOpening):
                 self._open(change)
@@ -224,7 +219,6 @@ class GatewayActor:
         return await self._crossing.collect(timeout_s)
 
     async def stop(self) -> None:
-        """End every request."""
         if hasattr(self, "_server"):
             await self._server.stop()
 

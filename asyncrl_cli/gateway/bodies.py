@@ -54,7 +54,6 @@ class Bodies:
             yield body, render
 
     def close(self) -> None:
-        """Start no further rendering."""
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 

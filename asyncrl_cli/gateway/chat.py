@@ -27,8 +27,6 @@ _FIXED_REPLY = "the-reply-of-before"
 
 
 class ChatFormat:
-    """One model's chat format."""
-
     def __init__(
         self,
         tokenizer: Any,
@@ -48,7 +46,6 @@ class ChatFormat:
         """
         self._tokenizer = tokenizer
         self.template_kwargs: Mapping[str, Any] = template_kwargs or {}
-        """``model.chat_template_kwargs``."""
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
@@ -65,7 +62,6 @@ class ChatFormat:
         self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())
         """Token ids are below this."""
         self.token_text = lru_cache(maxsize=2**16)(lambda token: self.decode([token]))
-        """The text of a single token."""
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token: a text has at least its length over this of tokens."""
 

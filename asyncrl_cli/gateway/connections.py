@@ -47,7 +47,6 @@ class Connections:
         self._idle: dict[Connection, None] = {}  # the longest idle first
 
     def protocol(self, **arguments: Any) -> Connection:
-        """Makes the protocol of a new connection, for uvicorn."""
         return Connection(self, **arguments)
 
     def opened(self, connection: Connection) -> None:
@@ -58,14 +57,12 @@ class Connections:
             next(iter(self._idle)).abort()
 
     def note(self, connection: Connection) -> None:
-        """Update whether a connection is idle."""
         if connection.serving:
             self._idle.pop(connection, None)
         elif connection in self._open:
             self._idle.setdefault(connection)
 
     def closed(self, connection: Connection) -> None:
-        """Forget a connection."""
         self._open.discard(connection)
         self._idle.pop(connection, None)
 
@@ -81,11 +78,9 @@ class Connection(H11Protocol):
 
     @property
     def serving(self) -> bool:
-        """Whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def abort(self) -> None:
-        """Close it at once."""
         self._connections.closed(self)
         self.transport.abort()
 

@@ -52,8 +52,6 @@ class ErrorDetail(TypedDict):
 
 
 class ErrorAnswer(TypedDict):
-    """An error, as OpenAI's API has it."""
-
     error: ErrorDetail
 
 
@@ -64,16 +62,12 @@ class MessagesErrorCode(TypedDict):
 
 
 class MessagesErrorDetail(TypedDict):
-    """What went wrong."""
-
     type: str
     message: str
     details: MessagesErrorCode | None
 
 
 class MessagesError(TypedDict):
-    """An error, as Anthropic's API has it."""
-
     type: Literal["error"]
     error: MessagesErrorDetail
     request_id: str
@@ -119,7 +113,6 @@ class ApiError(Exception):
 
 
 def invalid_value(message: str, param: str | None = None) -> ApiError:
-    """A request with a wrong value."""
     return ApiError(400, message, code="invalid_value", param=param)
 
 

@@ -40,7 +40,6 @@ class History:
     thoughts: Thought | None = None
 
     def then(self, message: Message) -> History:
-        """With another message."""
         same = normalized(message)
         count = self.count + 1
         thoughts = self.thoughts

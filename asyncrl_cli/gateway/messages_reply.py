@@ -28,8 +28,6 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class TextOut(TypedDict):
-    """Text of the model."""
-
     type: Literal["text"]
     text: str
 
@@ -43,8 +41,6 @@ class ThinkingOut(TypedDict):
 
 
 class ToolUseOut(TypedDict):
-    """A call of a tool."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -77,14 +73,10 @@ class MessageAnswer(TypedDict):
 
 
 class TokenCount(TypedDict):
-    """The answer of `/v1/messages/count_tokens`."""
-
     input_tokens: int
 
 
 class ModelEntry(TypedDict):
-    """A served model, as Anthropic's API has it."""
-
     type: Literal["model"]
     id: str
     display_name: str
@@ -93,8 +85,6 @@ class ModelEntry(TypedDict):
 
 
 class ModelEntries(TypedDict):
-    """The answer of `/v1/models` to Anthropic's clients."""
-
     data: list[ModelEntry]
     has_more: bool
     first_id: str
@@ -102,8 +92,6 @@ class ModelEntries(TypedDict):
 
 
 class MessagesAnswer:
-    """Answers one request of `/v1/messages`."""
-
     def __init__(
         self, model: str, input_tokens: int, stop_sequences: Sequence[str], decode: Callable[[Sequence[int]], str]
     ) -> None:
@@ -127,7 +115,6 @@ class MessagesAnswer:
         self._thinking = ""
 
     def complete(self, prompts: Prompts) -> MessageAnswer:
-        """The answer to a request that is not streamed."""
         ((reply,),) = prompts
         reason, sequence = self._stop(reply)
         return {
@@ -139,7 +126,6 @@ class MessagesAnswer:
         }
 
     def piece(self, choice: int, part: Part) -> bytes:
-        """More of the reply; the first part of a kind begins a block."""
         before = b""
         if self._open != part.kind:
             before = self._begin() + self._close() + self._start(_EMPTY[part.kind])
@@ -164,15 +150,12 @@ class MessagesAnswer:
         return events + _event("message_delta", delta=delta, usage=self._usage(len(reply.token_ids)))
 
     def end(self, prompts: Prompts) -> bytes:
-        """The last event."""
         return _event("message_stop")
 
     def failed(self, error: ApiError) -> bytes:
-        """A failure in the middle of the stream."""
         return event(error.for_anthropic(self._request_id), "error")
 
     def _begin(self) -> bytes:
-        """The event before the first block."""
         if self._started:
             return b""
         self._started = True

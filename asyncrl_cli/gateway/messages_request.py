@@ -41,8 +41,6 @@ MANY: Any = Field(fail_fast=True)
 
 
 class TextBlock(Wire):
-    """A piece of text."""
-
     type: Literal["text"]
     text: Text
 
@@ -61,8 +59,6 @@ class RedactedThinkingBlock(Wire):
 
 
 class ToolUseBlock(Wire):
-    """A call of a tool in an earlier reply."""
-
     type: Literal["tool_use"]
     id: Text
     name: Text
@@ -73,8 +69,6 @@ TextContent = Annotated[Text | Annotated[list[TextBlock], MANY], only("text")]
 
 
 class ToolResultBlock(Wire):
-    """What a call of a tool returned."""
-
     type: Literal["tool_result"]
     tool_use_id: Text
     content: TextContent | None = None
@@ -95,8 +89,6 @@ class UserMessage(Wire):
 
 
 class AssistantMessage(Wire):
-    """A turn of the model."""
-
     role: Literal["assistant"]
     content: Annotated[
         Text | Annotated[list[AssistantBlock], MANY], only("text", "thinking", "redacted_thinking", "tool_use")
@@ -133,7 +125,6 @@ class MessageTool(Wire):
 
     @property
     def custom(self) -> bool:
-        """Whether the client has defined it."""
         return self.type in (None, "custom")
 
     @model_validator(mode="after")
@@ -144,8 +135,6 @@ class MessageTool(Wire):
 
 
 class ToolChoice(Wire):
-    """Which tools the model may call."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = Field(None, description="For type `tool`.")
 
@@ -230,8 +219,6 @@ class CountRequest(Request):
 
 
 class MessagesRequest(GenerationRequest, CountRequest):
-    """A request of `/v1/messages`."""
-
     max_tokens: Count = Field(description="Most tokens to generate. More than fits is as many as fit.")
     stop_sequences: Stops | None = Field(None, description="Strings that end the text, which does not have them.")
     output_config: Settings | None = None
@@ -268,12 +255,10 @@ def _assistant(text: str, blocks: Sequence[Any]) -> Message:
 
 
 def _parts(content: str | Sequence[Any] | None) -> list[str]:
-    """The texts in a content."""
     if isinstance(content, str):
         return [content]
     return [block.text for block in content or () if isinstance(block, TextBlock)]
 
 
 def _joined(texts: Iterable[str]) -> str:
-    """The text of several messages."""
     return "\n\n".join(filter(None, texts))

@@ -31,7 +31,6 @@ class Metrics:
         )
 
     def used(self, prompt_tokens: int, generated_tokens: int) -> None:
-        """Count a request's tokens."""
         self.prompt_tokens.inc(prompt_tokens)
         self.generated_tokens.inc(generated_tokens)
 

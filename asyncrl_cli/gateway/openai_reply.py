@@ -73,8 +73,6 @@ class TokenLogprob(TopLogprob):
 
 
 class ChatLogprobs(TypedDict):
-    """One entry per token."""
-
     content: list[TokenLogprob]
     refusal: None
 

@@ -36,14 +36,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 class StreamOptions(Settings):
-    """How a stream ends."""
-
     include_usage: Flag | None = Field(None, description="Send a last chunk with the tokens used.")
 
 
 class OpenAIRequest(GenerationRequest):
-    """What both kinds of generation share."""
-
     n: Annotated[int, Field(ge=1, le=128, strict=True)] | None = Field(None, description="Choices per prompt.")
     seed: Seed | None = Field(None, description="Equal seeds give equal tokens under equal weights.")
     stop: Stop | Stops | None = Field(None, description="Strings that end the text, which does not have them.")
@@ -59,7 +55,6 @@ class OpenAIRequest(GenerationRequest):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def options(self, max_tokens: int | None) -> CallOptions:
-        """What the session is asked for."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return CallOptions(
             max_tokens=max_tokens,
@@ -85,16 +80,12 @@ class Function(Wire):
 
 
 class ToolCall(Wire):
-    """One call of a tool, in an assistant's message."""
-
     id: Text
     type: Literal["function"] = "function"
     function: Function
 
 
 class ChatMessage(Wire):
-    """One message of a conversation."""
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, only("text")] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
@@ -121,21 +112,15 @@ class FunctionDefinition(Wire):
 
 
 class Tool(Wire):
-    """A tool that the model may call."""
-
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class NamedFunction(Wire):
-    """A function by its name."""
-
     name: Text
 
 
 class NamedTool(Wire):
-    """A tool by its name."""
-
     type: Literal["function"]
     function: NamedFunction
 
@@ -159,8 +144,6 @@ SPOKEN_OTHERWISE = ("audio", "function_call", "refusal")
 
 
 class ChatRequest(OpenAIRequest):
-    """A request of `/v1/chat/completions`."""
-
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -210,8 +193,6 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 
 
 class CompletionRequest(OpenAIRequest):
-    """A request of `/v1/completions`."""
-
     neutral = NEUTRAL | {"add_special_tokens": (True,)}
 
     prompt: (
@@ -231,7 +212,6 @@ class CompletionRequest(OpenAIRequest):
         return self
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):

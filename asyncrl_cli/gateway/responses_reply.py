@@ -35,8 +35,6 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(TypedDict):
-    """A message's text."""
-
     type: Literal["output_text"]
     text: str
     annotations: list[str]
@@ -44,15 +42,11 @@ class OutputText(TypedDict):
 
 
 class ReasoningText(TypedDict):
-    """A reasoning item's text."""
-
     type: Literal["reasoning_text"]
     text: str
 
 
 class OutputMessage(TypedDict):
-    """What the model says."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -73,8 +67,6 @@ class Reasoning(TypedDict):
 
 
 class OutputFunctionCall(TypedDict):
-    """A call of a function."""
-
     id: str
     type: Literal["function_call"]
     status: Status
@@ -85,8 +77,6 @@ class OutputFunctionCall(TypedDict):
 
 
 class OutputCustomToolCall(TypedDict):
-    """A call of a tool that takes text."""
-
     id: str
     type: Literal["custom_tool_call"]
     call_id: str
@@ -112,8 +102,6 @@ class OutputDetails(TypedDict):
 
 
 class ResponseUsage(TypedDict):
-    """Tokens of one response."""
-
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
@@ -122,8 +110,6 @@ class ResponseUsage(TypedDict):
 
 
 class Incomplete(TypedDict):
-    """Why a reply was cut."""
-
     reason: Literal["max_output_tokens"]
 
 
@@ -185,8 +171,6 @@ def begun_response(body: ResponsesRequest, model: str, fixed_sampling: bool) -> 
 
 
 class ResponsesAnswer:
-    """Answers one request of `/v1/responses`."""
-
     headers: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
@@ -211,12 +195,10 @@ class ResponsesAnswer:
         self._text = ""
 
     def complete(self, prompts: Prompts) -> ModelResponse:
-        """The answer to a request that is not streamed."""
         ((reply,),) = prompts
         return self._ended(reply, self._items(reply))
 
     def piece(self, choice: int, part: Part) -> bytes:
-        """More of the item that is open, or the beginning of the next one."""
         events = b""
         if self._open != part.kind:
             events = self._begin() + self._close() + self._begin_text(part.kind)
@@ -240,7 +222,6 @@ class ResponsesAnswer:
         return b""
 
     def failed(self, error: ApiError) -> bytes:
-        """The event of a failure."""
         failed: ModelResponse = {
             **self._begun,
             "status": "failed",
@@ -252,7 +233,6 @@ class ResponsesAnswer:
     # -- items of a stream
 
     def _begin(self) -> bytes:
-        """The events before the first item."""
         if self._number:
             return b""
         return self._event("response.created", response=self._begun) + self._event(
@@ -378,7 +358,6 @@ def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[
 
 
 def reasoning_item(item_id: str, text: str) -> Reasoning:
-    """A complete reasoning item."""
     return {
         "id": item_id,
         "type": "reasoning",
@@ -390,7 +369,6 @@ def reasoning_item(item_id: str, text: str) -> Reasoning:
 
 
 def message_item(item_id: str, text: str) -> OutputMessage:
-    """A complete message."""
     content: list[OutputText] = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
 

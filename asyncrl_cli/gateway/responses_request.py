@@ -72,8 +72,6 @@ class MessageItem(Wire):
 
 
 class ReasoningPart(Wire):
-    """A piece of the model's reasoning."""
-
     type: Literal["reasoning_text"]
     text: Text
 
@@ -107,8 +105,6 @@ class CustomToolCallItem(Wire):
 
 
 class ToolOutputItem(Wire):
-    """What a call returned."""
-
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
     output: Content
@@ -170,7 +166,6 @@ class OwnTool:
 
     @property
     def chat_name(self) -> str:
-        """The name that the model sees."""
         return chat_name(self.tool.name, self.namespace)
 
     def function(self) -> dict[str, Any]:
@@ -187,7 +182,6 @@ class OwnTool:
 
 
 def chat_name(name: str, namespace: str | None) -> str:
-    """The name that the model sees of a tool."""
     return f"{namespace}.{name}" if namespace else name
 
 
@@ -224,13 +218,10 @@ class ToolChoice(NamedTool):
     tools: Annotated[list[NamedTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
     def chosen(self) -> list[NamedTool]:
-        """The tools that it names."""
         return (self.tools or []) if self.type == ALLOWED else [self]
 
 
 class ResponsesRequest(GenerationRequest):
-    """A request of `/v1/responses`."""
-
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A user's text, or items: messages, calls of tools, their results, reasoning."
     )

@@ -51,8 +51,6 @@ class _Server(uvicorn.Server):
 
 
 class Gateway:
-    """A gateway that serves until ``stop``."""
-
     def __init__(self, service: Service, listener: socket.socket, limits: ConnectionLimits) -> None:
         self._service = service
         self._listener = listener
@@ -92,7 +90,8 @@ class Gateway:
         """End every request and stop serving, within ``STOP_S``."""
         assert self._task is not None, "it was started"
         self._server.should_exit = True
-        self._service.calls.cancel_all()
+        for generation in self._service.generations:  # their clients get an error that the server stops
+            generation.cancel()
         await asyncio.wait({self._task}, timeout=STOP_S)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)

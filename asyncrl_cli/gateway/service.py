@@ -41,8 +41,7 @@ class Answer(Protocol):
     """
 
     @property
-    def headers(self) -> Mapping[str, str]:
-        """Further headers."""
+    def headers(self) -> Mapping[str, str]: ...
 
     def complete(self, prompts: Prompts) -> Any:
         """The JSON of the answer to a request that is not streamed."""
@@ -58,25 +57,6 @@ class Answer(Protocol):
 
     def failed(self, error: ApiError) -> bytes:
         """The event of a failure after the first event."""
-
-
-class Calls:
-    """The generations under way."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Prompts]] = set()
-
-    def begin(self, request: Request, work: Coroutine[Any, Any, Prompts]) -> Call:
-        """Start to generate. The request's body must have been read."""
-        call = Call(request, work)
-        self._tasks.add(call.task)
-        call.task.add_done_callback(self._tasks.discard)
-        return call
-
-    def cancel_all(self) -> None:
-        """Cancel all; their clients get an error that the server stops."""
-        for task in self._tasks:
-            task.cancel()
 
 
 class Call:
@@ -100,7 +80,6 @@ class Call:
         raise ApiError(503, "the server is stopping", code="server_stopping")
 
     def end(self) -> None:
-        """Cancel what still runs."""
         self.task.cancel()
         self._gone.cancel()
 
@@ -131,7 +110,8 @@ class Service:
     chat: ChatFormat
     model: str
     bodies: Bodies
-    calls: Calls = field(default_factory=Calls)
+    generations: set[asyncio.Task[Prompts]] = field(default_factory=set)
+    """Those under way."""
     metrics: Metrics = field(default_factory=Metrics)
 
     def check_model(self, session: Session | None, model: str | None) -> None:
@@ -192,7 +172,9 @@ async def respond(
         service.metrics.used(*token_counts(prompts))
         return prompts
 
-    call = service.calls.begin(request, work())
+    call = Call(request, work())
+    service.generations.add(call.task)
+    call.task.add_done_callback(service.generations.discard)
     answer = prepared.answer
     if pieces is None:
         complete = answer.complete(await call.result())

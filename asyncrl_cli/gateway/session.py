@@ -144,9 +144,7 @@ class Session:
         """
         self.rollout_id = rollout_id
         self.fixed_sampling = fixed_sampling
-        """Whether sampling follows the session's settings, not the call's."""
         self.last_text = ""
-        """The text of the last reply."""
         self.failure = ""
         """Why a call was refused because of a limit; of the first one."""
         self.calls = 0
@@ -208,8 +206,14 @@ class Session:
         replies = []
         for choice, call in enumerate(calls):
             index = first + choice
-            listener = None if on_part is None else partial(on_part, choice)
-            replies.append(self._reply(call, asked, self._seeded(sampling, options, choice, index), index, listener))
+            reply = self._reply(
+                call,
+                asked,
+                sampling=self._seeded(sampling, options, choice=choice, index=index),
+                index=index,
+                on_part=None if on_part is None else partial(on_part, choice),
+            )
+            replies.append(reply)
         try:
             return [await replies[0]] if options.n == 1 else await _all(replies)
         finally:
@@ -217,7 +221,7 @@ class Session:
                 self._transcript.abandon(call, keep=self.fixed_sampling)  # unless it has ended
 
     async def _reply(
-        self, call: Call, asked: Rendered, sampling: Sampling, index: int, on_part: Callable[[Part], None] | None
+        self, call: Call, asked: Rendered, *, sampling: Sampling, index: int, on_part: Callable[[Part], None] | None
     ) -> Reply:
         stream = None if on_part is None else self._stream(asked, sampling.stop)
 
@@ -241,12 +245,12 @@ class Session:
         if asked.messages is not None:
             message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
         turn = Turn(
-            call.first + len(ids),
-            ids[-1],
-            None if asked.messages is None else asked.messages.then(message),
-            None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
+            end=call.first + len(ids),
+            last_token=ids[-1],
+            messages=None if asked.messages is None else asked.messages.then(message),
+            text=None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
         )
-        self._transcript.end(call, tokens, finish, turn)
+        self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
         self.sampled_tokens += len(ids)
         self.last_text = text
         send(lambda stream: stream.finish(message))
@@ -397,13 +401,11 @@ class Session:
             stop=tuple(dict.fromkeys((*own.stop, *(stop for stop in options.stop if stop)))),
         )
 
-    def _seeded(self, sampling: Sampling, options: CallOptions, choice: int, index: int) -> Sampling:
+    def _seeded(self, sampling: Sampling, options: CallOptions, *, choice: int, index: int) -> Sampling:
         if not self.fixed_sampling and options.seed is not None:
             return replace(sampling, seed=options.seed + choice)
         seed = self._sampling.seed
-        if seed is not None:
-            seed = derive_seed(seed, "call", index)
-        return replace(sampling, seed=seed)
+        return replace(sampling, seed=None if seed is None else derive_seed(seed, "call", index))
 
     def _refuse_flood(self, characters: int) -> None:
         """Refuse a text that is too long by its characters alone before it is rendered: megabytes would take seconds,

@@ -19,8 +19,6 @@ ENDED_KEPT = 10_000
 
 
 class Sessions:
-    """The open sessions by id."""
-
     def __init__(self) -> None:
         self._open: dict[str, Session] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -43,7 +41,6 @@ class Sessions:
         raise ApiError(404, f"there is no session {session_id}", code="session_not_found")
 
     def close(self, session_id: str) -> None:
-        """End a session, if it is open."""
         session = self._open.pop(session_id, None)
         if session is not None:
             session.close()
@@ -52,7 +49,6 @@ class Sessions:
                 self._ended.popitem(last=False)
 
     def __len__(self) -> int:
-        """How many are open."""
         return len(self._open)
 
 

@@ -73,7 +73,6 @@ class Call:
 
     @property
     def first(self) -> int:
-        """The index of its first token in the branch."""
         return len(self.prompt_ids)
 
     @property
@@ -83,8 +82,6 @@ class Call:
 
 
 class Transcript:
-    """All sequences of a rollout."""
-
     def __init__(
         self, rollout_id: str, recorded: Mapping[int, Sequence[Segment]], on_segments: OnSegments | None
     ) -> None:
@@ -140,7 +137,6 @@ class Transcript:
         return fresh
 
     def end(self, call: Call, sampled: TokenSequence, finish: FinishReason, turn: Turn) -> None:
-        """End a call with all the tokens that it sampled."""
         branch, call.over = call.branch, True
         end = call.first + len(sampled.ids)
         agree = _agreement(branch.known.ids[call.first :], sampled.ids)

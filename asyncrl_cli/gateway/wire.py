@@ -102,8 +102,6 @@ HINTS: Mapping[str, str] = {
 
 
 class Wire(BaseModel):
-    """Base of all requests and their parts."""
-
     model_config = ConfigDict(extra="allow", allow_inf_nan=False)
 
 
@@ -112,8 +110,6 @@ class Settings(Wire):
 
 
 class Request(Wire):
-    """Base of the requests of every API."""
-
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
 
@@ -150,8 +146,6 @@ class Request(Wire):
 
 
 class GenerationRequest(Request):
-    """Base of the requests that generate."""
-
     temperature: Annotated[float, Field(ge=0.0, le=2.0, strict=True)] | None = Field(
         None, description="0 is greedy. In sessions of a training run or an evaluation the run's own setting counts."
     )
@@ -181,11 +175,9 @@ def only(*kinds: str) -> BeforeValidator:
 
 
 def encoded(body: Any) -> bytes:
-    """JSON bytes."""
     return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
 
 
 def event(body: Any, name: str = "") -> bytes:
-    """One server-sent event."""
     named = f"event: {name}\n".encode() if name else b""
     return named + b"data: " + encoded(body) + b"\n\n"
