@@ -72,7 +72,7 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Orders:
+class Outgoing:
     """From the driver: sessions to open or (by number) to end, in this order; new tokens of generations; and the
     results of those that ended."""
 
@@ -82,7 +82,7 @@ class Orders:
 
 
 @dataclass(slots=True)
-class News:
+class Incoming:
     """To the driver: segments to record by session, cancelled generations, requested ones, and ended sessions.
 
     To be handled in this order: tokens before the end of their session, and a cancelled generation before one that
@@ -95,12 +95,12 @@ class News:
     ends: list[SessionEnd] = field(default_factory=list)
 
 
-class Crossing:
+class Transfer:
     def __init__(self) -> None:
         self._numbers = count()
         self._open: dict[int, tuple[asyncio.Future[Rollout | RolloutFailure], OnSegments | None]] = {}
-        self._news = News()
-        self._has_news = asyncio.Event()
+        self._incoming = Incoming()
+        self._has_incoming = asyncio.Event()
 
     async def generate(
         self, session: int | None, request: RolloutRequest, on_segments: OnSegments | None = None
@@ -109,50 +109,50 @@ class Crossing:
         number = next(self._numbers)
         result: asyncio.Future[Rollout | RolloutFailure] = asyncio.get_running_loop().create_future()
         self._open[number] = (result, on_segments)
-        self._news.requests[number] = Generation(number, session, request)
-        self._has_news.set()
+        self._incoming.requests[number] = Generation(number, session, request)
+        self._has_incoming.set()
         try:
             generated = await result
         finally:
-            if self._open.pop(number, None) is not None and self._news.requests.pop(number, None) is None:
-                self._news.cancelled.append(number)
-                self._has_news.set()
+            if self._open.pop(number, None) is not None and self._incoming.requests.pop(number, None) is None:
+                self._incoming.cancelled.append(number)
+                self._has_incoming.set()
         if isinstance(generated, RolloutFailure):
             raise GenerationFailed(generated.reason)
         return generated
 
     def record(self, session: int, segments: list[Segment]) -> None:
-        self._news.segments.append((session, segments))
-        self._has_news.set()
+        self._incoming.segments.append((session, segments))
+        self._has_incoming.set()
 
     def ended(self, end: SessionEnd) -> None:
         """Report a session's result to the driver, after everything else about it."""
-        self._news.ends.append(end)
-        self._has_news.set()
+        self._incoming.ends.append(end)
+        self._has_incoming.set()
 
-    def answer(self, orders: Orders) -> None:
-        for number, segments in orders.segments:
+    def answer(self, outgoing: Outgoing) -> None:
+        for number, segments in outgoing.segments:
             if number in self._open and (on_segments := self._open[number][1]) is not None:
                 on_segments(segments)
-        for number, generated in orders.results:
+        for number, generated in outgoing.results:
             if (entry := self._open.pop(number, None)) is not None and not entry[0].done():
                 entry[0].set_result(generated)
 
-    async def collect(self, timeout_s: float) -> News:
+    async def collect(self, timeout_s: float) -> Incoming:
         """Everything since the last call; waits up to ``timeout_s`` for the first."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._has_news.wait()
-        news, self._news = self._news, News()
+                await self._has_incoming.wait()
+        incoming, self._incoming = self._incoming, Incoming()
         tokens, now = 0, {}
-        while news.requests and tokens < MOST_TOKENS:
-            number = next(iter(news.requests))
-            now[number] = news.requests.pop(number)
+        while incoming.requests and tokens < MOST_TOKENS:
+            number = next(iter(incoming.requests))
+            now[number] = incoming.requests.pop(number)
             tokens += len(now[number].request.prompt_ids)
-        self._news.requests, news.requests = news.requests, now
-        if not self._news.requests:
-            self._has_news.clear()
-        return news
+        self._incoming.requests, incoming.requests = incoming.requests, now
+        if not self._incoming.requests:
+            self._has_incoming.clear()
+        return incoming
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class GatewayActor:
 
     def __init__(self, log_dir: str) -> None:
         redirect_output(log_dir, "gateway")
-        self._crossing = Crossing()
+        self._transfer = Transfer()
         self._sessions = Sessions()
         self._by_number: dict[int, tuple[str, Session]] = {}
 
@@ -196,27 +196,27 @@ class GatewayActor:
         self._chat = await asyncio.to_thread(setup.chat)
         self._server = await start_gateway(
             setup.spec.rollout.gateway.model_copy(update={"port": port}),
-            self._chat,
-            self._sessions,
-            one_call_sessions(setup.spec, self._chat, self._crossing),
-            setup.model,
+            chat=self._chat,
+            sessions=self._sessions,
+            new_session=one_call_sessions(setup.spec, self._chat, self._transfer),
+            model=setup.model,
             secret=setup.secret,
             api_key=setup.api_key,
             limits=limits,
         )
         return os.getpid(), self._server.url
 
-    async def tell(self, orders: Orders) -> None:
-        for change in orders.sessions:
+    async def tell(self, outgoing: Outgoing) -> None:
+        for change in outgoing.sessions:
             if isinstance(change, SessionOpening):
                 self._open(change)
             else:
                 self._end(change)
-        self._crossing.answer(orders)
+        self._transfer.answer(outgoing)
 
-    async def collect(self, timeout_s: float) -> News:
+    async def collect(self, timeout_s: float) -> Incoming:
         """What is new for the driver; waits up to ``timeout_s`` for some."""
-        return await self._crossing.collect(timeout_s)
+        return await self._transfer.collect(timeout_s)
 
     async def stop(self) -> None:
         if hasattr(self, "_server"):
@@ -225,14 +225,14 @@ class GatewayActor:
     def _open(self, opening: SessionOpening) -> None:
         session = Session(
             opening.rollout_id,
-            self._chat,
-            partial(self._crossing.generate, opening.number),
-            opening.sampling,
-            opening.limits,
+            chat=self._chat,
+            generate=partial(self._transfer.generate, opening.number),
+            sampling=opening.sampling,
+            limits=opening.limits,
             fixed_sampling=True,
             priority=opening.priority,
             recorded=opening.recorded,
-            on_segments=partial(self._crossing.record, opening.number),
+            on_segments=partial(self._transfer.record, opening.number),
         )
         self._sessions.open(session, opening.name)
         self._by_number[opening.number] = (opening.name, session)
@@ -243,10 +243,10 @@ class GatewayActor:
         end = SessionEnd(number, session.rollout(), session.last_text, session.failure)
         # After the cancellations of its calls, which are reported in the loop's next turn: the driver must know them
         # before the session's end.
-        asyncio.get_running_loop().call_soon(self._crossing.ended, end)
+        asyncio.get_running_loop().call_soon(self._transfer.ended, end)
 
 
-def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, crossing: Crossing) -> Callable[[], Session]:
+def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, transfer: Transfer) -> Callable[[], Session]:
     """Makes the sessions of calls that belong to no rollout, sampled as they ask."""
     longest, numbers = spec.model.max_length, count()
     limits = Limits(max_length=longest, max_call_tokens=longest)
@@ -254,8 +254,15 @@ def one_call_sessions(spec: ExperimentSpec, chat: ChatFormat, crossing: Crossing
 
     def make() -> Session:
         number = next(numbers)
-        generate = partial(crossing.generate, None)
-        return Session(f"serve-{number}", chat, generate, sampling, limits, fixed_sampling=False, priority=number)
+        return Session(
+            f"serve-{number}",
+            chat=chat,
+            generate=partial(transfer.generate, None),
+            sampling=sampling,
+            limits=limits,
+            fixed_sampling=False,
+            priority=number,
+        )
 
     return make
 

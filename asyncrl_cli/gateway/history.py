@@ -21,13 +21,13 @@ REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
-class Thought:
+class ReasoningChain:
     """The reasoning of the message that key number ``count`` ends with, and that of messages before it. One is kept of
     every turn, so they share those before them."""
 
     count: int
     digest: str
-    before: Thought | None
+    before: ReasoningChain | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class History:
 
     count: int
     last: str
-    thoughts: Thought | None = None
+    reasoning: ReasoningChain | None = None
 
     def then(self, message: Message) -> History:
         same = normalized(message)
         count = self.count + 1
-        thoughts = self.thoughts
-        if reasoning := same.get("reasoning_content"):
-            thoughts = Thought(count, _digest(reasoning), thoughts)
-        return History(count, _chained(self.last, key(_spoken(same))), thoughts)
+        reasoning = self.reasoning
+        if text := same.get("reasoning_content"):
+            reasoning = ReasoningChain(count, _digest(text), reasoning)
+        return History(count, _chained(self.last, key(_spoken(same))), reasoning)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Conversation:
 
     messages: list[Message]
     keys: tuple[str, ...]
-    thoughts: Mapping[int, str]
+    reasoning: Mapping[int, str]
     characters: int
 
     @classmethod
@@ -77,20 +77,20 @@ class Conversation:
         """How many of the keys an earlier history covers; None when the conversation does not begin with it."""
         if history is None or history.count > len(self.keys) or self.keys[history.count - 1] != history.last:
             return None
-        known, thought = {}, history.thoughts
-        while thought is not None:
-            known[thought.count] = thought.digest
-            thought = thought.before
-        same = all(known.get(count) == digest for count, digest in self.thoughts.items() if count <= history.count)
+        known, link = {}, history.reasoning
+        while link is not None:
+            known[link.count] = link.digest
+            link = link.before
+        same = all(known.get(count) == digest for count, digest in self.reasoning.items() if count <= history.count)
         return history.count if same else None
 
     def after(self, history: History | None) -> History:
         """All of it, where it continues a history; None: it continues none."""
-        covered, thoughts = (0, None) if history is None else (history.count, history.thoughts)
-        for count, digest in self.thoughts.items():
+        covered, reasoning = (0, None) if history is None else (history.count, history.reasoning)
+        for count, digest in self.reasoning.items():
             if count > covered:
-                thoughts = Thought(count, digest, thoughts)
-        return History(len(self.keys), self.keys[-1], thoughts)
+                reasoning = ReasoningChain(count, digest, reasoning)
+        return History(len(self.keys), self.keys[-1], reasoning)
 
 
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:

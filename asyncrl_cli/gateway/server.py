@@ -100,11 +100,11 @@ class Gateway:
 
 async def start_gateway(
     spec: GatewaySpec,
+    *,
     chat: ChatFormat,
     sessions: Sessions,
     new_session: Callable[[], Session],
     model: str,
-    *,
     secret: bytes,
     api_key: str | None,
     limits: ConnectionLimits,

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError, UserError
-from asyncrl_cli.gateway.actor import GatewaySetup, Generation, News, Orders, SessionEnd, SessionOpening
+from asyncrl_cli.gateway.actor import GatewaySetup, Generation, Incoming, Outgoing, SessionEnd, SessionOpening
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.session import Generate
 from asyncrl_cli.gateway.sessions import new_secret, session_key, session_url
@@ -85,7 +85,7 @@ class _Link:
         self._sessions: dict[int, RemoteSession] = {}
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
-        self._orders = Orders()
+        self._outgoing = Outgoing()
         self._ordered = asyncio.Event()
 
     async def run(self) -> RunError:
@@ -121,7 +121,7 @@ class _Link:
         session = self._sessions[number] = RemoteSession(
             self, number, access, on_segments=on_segments, generate=generate
         )
-        self._order().sessions.append(replace(opening, number=number))
+        self._next_outgoing().sessions.append(replace(opening, number=number))
         return session
 
     def close(self, session: RemoteSession) -> None:
@@ -130,42 +130,42 @@ class _Link:
             session.closing = True
             for call in session.calls:
                 call.cancel()
-            self._order().sessions.append(session.number)
+            self._next_outgoing().sessions.append(session.number)
 
-    def _order(self) -> Orders:
+    def _next_outgoing(self) -> Outgoing:
         self._ordered.set()
-        return self._orders
+        return self._outgoing
 
     async def _send(self) -> None:
         while True:
             await self._ordered.wait()
             self._ordered.clear()
-            orders, self._orders = self._orders, Orders()
-            await wait_for(self.actor.tell.remote(orders), GATEWAY, ANSWER_S)
-            for change in orders.sessions:
+            outgoing, self._outgoing = self._outgoing, Outgoing()
+            await wait_for(self.actor.tell.remote(outgoing), GATEWAY, ANSWER_S)
+            for change in outgoing.sessions:
                 if isinstance(change, SessionOpening) and change.number in self._sessions:
                     self._sessions[change.number].opened.set_result(None)
 
     async def _collect(self) -> None:
         while True:
-            news: News = await wait_for(self.actor.collect.remote(POLL_S), GATEWAY, POLL_S + ANSWER_S)
-            for number, segments in news.segments:
+            incoming: Incoming = await wait_for(self.actor.collect.remote(POLL_S), GATEWAY, POLL_S + ANSWER_S)
+            for number, segments in incoming.segments:
                 if (session := self._sessions.get(number)) is not None:
                     session.on_segments(segments)
-            if cancelled := [self._calls[number] for number in news.cancelled if number in self._calls]:
+            if cancelled := [self._calls[number] for number in incoming.cancelled if number in self._calls]:
                 for call in cancelled:
                     call.cancel()
                 await asyncio.wait(cancelled)  # otherwise their ids may still be in use when they are requested again
-            for generation in news.requests.values():
+            for generation in incoming.requests.values():
                 self._begin(generation)
-            for end in news.ends:
+            for end in incoming.ends:
                 self._sessions.pop(end.number).end.set_result(end)
 
     def _begin(self, generation: Generation) -> None:
         session = None if generation.session is None else self._sessions.get(generation.session)
         if generation.session is not None and (session is None or session.closing):
             failure = RolloutFailure(generation.request.rollout_id, "the session has ended")
-            self._order().results.append((generation.number, failure))
+            self._next_outgoing().results.append((generation.number, failure))
             return
         generate = self._generate if session is None else session.generate
         call = self._calls[generation.number] = self._group.create_task(self._answer(generation, generate))
@@ -176,7 +176,7 @@ class _Link:
 
     async def _answer(self, generation: Generation, generate: Generate) -> None:
         def grown(segments: list[Segment]) -> None:
-            self._order().segments.append((generation.number, segments))
+            self._next_outgoing().segments.append((generation.number, segments))
 
         result: Rollout | RolloutFailure
         try:
@@ -186,7 +186,7 @@ class _Link:
         except Exception as error:  # a bug makes the call fail, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
-        self._order().results.append((generation.number, result))
+        self._next_outgoing().results.append((generation.number, result))
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:

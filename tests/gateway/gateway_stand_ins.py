@@ -172,7 +172,11 @@ async def served(
         return opened[-1]
 
     gateway = await start_gateway(
-        *(GatewaySpec(**settings), engine.chat, sessions, for_one_call, MODEL),
+        GatewaySpec(**settings),
+        chat=engine.chat,
+        sessions=sessions,
+        new_session=for_one_call,
+        model=MODEL,
         secret=SECRET,
         api_key=KEY if plain else None,
         limits=limits or ConnectionLimits(),

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup, News, Orders
+from asyncrl_cli.gateway.actor import GatewayActor, GatewaySetup, Incoming, Outgoing
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.sessions import Sessions
 from asyncrl_cli.journal.buffer import Buffer, Disk
@@ -137,11 +137,11 @@ class StandInGateway(Actor):
         return None, f"http://host:{port or 7}"
 
     @remote
-    async def tell(self, orders: Orders) -> None:
-        await self.inner.tell(orders)
+    async def tell(self, outgoing: Outgoing) -> None:
+        await self.inner.tell(outgoing)
 
     @remote
-    async def collect(self, timeout_s: float) -> News:
+    async def collect(self, timeout_s: float) -> Incoming:
         return await self.inner.collect(timeout_s)
 
     @remote

@@ -13,7 +13,7 @@ import pytest
 from stand_ins import StandInGateway, remote, run, spec, turns
 from test_episodes import CHAT, PROMPT, SAMPLING, Model
 
-from asyncrl_cli.gateway.actor import MOST_TOKENS, Crossing, GatewaySetup, Orders, SessionOpening
+from asyncrl_cli.gateway.actor import MOST_TOKENS, GatewaySetup, Outgoing, SessionOpening, Transfer
 from asyncrl_cli.gateway.session import CallOptions, Limits
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, RemoteSession
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
@@ -39,19 +39,19 @@ def rollout(name: str, token: int) -> Rollout:
 
 
 class HeldGateway(StandInGateway):
-    """Accepts orders when the test allows it."""
+    """Accepts messages when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(CHAT)
         self.let = asyncio.Event()
         self.let.set()
-        self.tells: list[Orders] = []
+        self.tells: list[Outgoing] = []
 
     @remote
-    async def tell(self, orders: Orders) -> None:
-        self.tells.append(orders)
+    async def tell(self, outgoing: Outgoing) -> None:
+        self.tells.append(outgoing)
         await self.let.wait()
-        await self.inner.tell(orders)
+        await self.inner.tell(outgoing)
 
 
 class Harness:
@@ -105,7 +105,9 @@ def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
             harness.actor.let.set()
             await turns()
             harness.actor.let.clear()
-            assert [len(orders.sessions) for orders in harness.actor.tells] == [1, 2], "waiting orders go together"
+            assert [len(outgoing.sessions) for outgoing in harness.actor.tells] == [1, 2], (
+                "waiting messages go together"
+            )
             assert len(entered) == len(harness.actor.sessions) == 3
             for task in (first, *others):
                 task.cancel()
@@ -163,30 +165,30 @@ def test_an_unexpected_error_costs_its_call() -> None:
 
 def test_an_answer_belongs_to_its_question_though_the_name_is_the_same() -> None:
     async def test() -> None:
-        crossing = Crossing()
-        first = asyncio.create_task(crossing.generate(0, request("1-0/0")))
-        (old,) = (await crossing.collect(1)).requests
+        transfer = Transfer()
+        first = asyncio.create_task(transfer.generate(0, request("1-0/0")))
+        (old,) = (await transfer.collect(1)).requests
         first.cancel()
         await turns()
-        second = asyncio.create_task(crossing.generate(1, request("1-0/0")))
+        second = asyncio.create_task(transfer.generate(1, request("1-0/0")))
         await turns()
-        news = await crossing.collect(1)
-        (new,) = news.requests
-        assert news.cancelled == [old] and new != old
-        crossing.answer(Orders(results=[(old, rollout("1-0/0", 7))]))
+        incoming = await transfer.collect(1)
+        (new,) = incoming.requests
+        assert incoming.cancelled == [old] and new != old
+        transfer.answer(Outgoing(results=[(old, rollout("1-0/0", 7))]))
         await turns()
         assert not second.done()
-        crossing.answer(Orders(results=[(new, rollout("1-0/0", 8))]))
+        transfer.answer(Outgoing(results=[(new, rollout("1-0/0", 8))]))
         assert (await second).ids.tolist() == [8]
-        third = asyncio.create_task(crossing.generate(1, request("1-0/1")))
+        third = asyncio.create_task(transfer.generate(1, request("1-0/1")))
         await turns()
         third.cancel()
         await turns()
-        news = await crossing.collect(0)
-        assert not news.requests and not news.cancelled, "a request that was never made is not cancelled"
-        failed = asyncio.create_task(crossing.generate(1, request("1-0/2")))
-        (number,) = (await crossing.collect(1)).requests
-        crossing.answer(Orders(results=[(number, RolloutFailure("1-0/2", "no engine"))]))
+        incoming = await transfer.collect(0)
+        assert not incoming.requests and not incoming.cancelled, "a request that was never made is not cancelled"
+        failed = asyncio.create_task(transfer.generate(1, request("1-0/2")))
+        (number,) = (await transfer.collect(1)).requests
+        transfer.answer(Outgoing(results=[(number, RolloutFailure("1-0/2", "no engine"))]))
         with pytest.raises(GenerationFailed, match="no engine"):
             await failed
 
@@ -195,12 +197,12 @@ def test_an_answer_belongs_to_its_question_though_the_name_is_the_same() -> None
 
 def test_no_answer_has_more_requests_than_the_driver_can_read_at_once() -> None:
     async def test() -> None:
-        crossing = Crossing()
-        calls = [asyncio.create_task(crossing.generate(0, request(f"1-0/{n}", MOST_TOKENS // 2))) for n in range(5)]
+        transfer = Transfer()
+        calls = [asyncio.create_task(transfer.generate(0, request(f"1-0/{n}", MOST_TOKENS // 2))) for n in range(5)]
         await turns()
-        counts = [len((await crossing.collect(1)).requests) for _ in range(3)]
+        counts = [len((await transfer.collect(1)).requests) for _ in range(3)]
         assert counts == [2, 2, 1]
-        assert not (await crossing.collect(0)).requests
+        assert not (await transfer.collect(0)).requests
         for call in calls:
             call.cancel()
 
@@ -211,7 +213,7 @@ def test_a_call_of_a_session_that_the_driver_no_longer_knows_is_refused() -> Non
     async def test() -> None:
         async with running() as harness:
             with pytest.raises(GenerationFailed, match="the session has ended"):
-                await harness.actor.inner._crossing.generate(17, request("1-0/0"))
+                await harness.actor.inner._transfer.generate(17, request("1-0/0"))
             async with harness.session("1-1"):
                 await harness.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
 
