@@ -21,24 +21,14 @@ from typing import Any
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data, verified
+from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data
 
 
 class SpellBackward:
-    """Words and verifier are reasoning-gym's; words are written in lower case."""
+    """Words are reasoning-gym's, in lower case."""
 
     def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.3) -> None:
-        """Words of ``min_letters`` to ``max_letters`` letters; a share ``careful`` of the mixture is right.
-
-        Raises ``ValueError`` for impossible values: reasoning-gym's list has words of 3 to 10 letters.
-        """
-        if not 3 <= min_letters <= max_letters <= 10:
-            raise ValueError(
-                "3 <= min_letters <= max_letters <= 10 must hold, "
-                f"not min_letters={min_letters}, max_letters={max_letters}"
-            )
-        if not 0 <= careful <= 1:
-            raise ValueError(f"careful must be between 0 and 1, not {careful}")
+        """Words of ``min_letters`` to ``max_letters`` letters; a share ``careful`` of the mixture is right."""
         self._letters = (min_letters, max_letters)
         self._careful = careful
 
@@ -48,14 +38,13 @@ class SpellBackward:
         def row(index: int) -> Prompt:
             uid = f"spell_backward/{split}/{index}"
             word = self._draw(random.Random(uid), split)
-            metadata = {"source_dataset": "spell_backward", "word": word, "word_len": len(word)}
-            return Prompt(uid, f"{word}>", {"answer": word[::-1], "metadata": metadata})
+            return Prompt(uid, f"{word}>", {"answer": word[::-1], "letters": len(word)})
 
         return LazyPrompts(size, row)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
         """1.0 if the sequence ended and is the word backward, else 0.0."""
-        return verified(self._data, response, prompt.fields) if finished else 0.0
+        return float(finished and response == prompt.fields["answer"])
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
         """A word of the train split, and its letters backward (``clean``) or a draw from the mixture."""

@@ -43,7 +43,7 @@ MIXTRAL = {
 
 def test_stages_sets_and_a_resume_of_a_model_with_experts(shared_runs: Runs, tmp_path: Path) -> None:
     words = [
-        {"word": prompt.content.removesuffix(">"), "letters": prompt.fields["metadata"]["word_len"], **prompt.fields}
+        {"word": prompt.content.removesuffix(">"), **prompt.fields}
         for prompt in SpellBackward().prompts("train", 300)
         if isinstance(prompt.content, str)
     ]

@@ -24,7 +24,7 @@ from typing import Any
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.tasks.base import Split
 from asyncrl_cli.tasks.prompts import LazyPrompts, is_held_out
-from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data, verified
+from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data
 
 LONGEST_REPETITION = 184
 """Characters of a response past which a demonstration does not repeat its working once more."""
@@ -79,7 +79,8 @@ class ChainSum:
         answer = _INTEGER.fullmatch(tail)
         if not (finished and mark and answer):
             return 0.0
-        return verified(self._data[self._terms[0]], str(int(answer[1])), prompt.fields)
+        # The data set's own verifier: partial credit counts as wrong.
+        return float(self._data[self._terms[0]].score_answer(str(int(answer[1])), dict(prompt.fields)) >= 1.0)
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
         """An expression of the train split, and its faultless working (``clean``) or a draw from the mixture."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -160,8 +160,3 @@ def _reasoning_gym(task: str) -> Any:
         raise TaskError(
             f"the task {task} needs reasoning-gym: {error}", location="task.use", hint="pip install 'asyncrl[gym]'"
         ) from error
-
-
-def verified(data: Any, answer: str, fields: Mapping[str, Any]) -> float:
-    """1.0 if the data set's own verifier gives ``answer`` the full score, else 0.0; partial credit counts as wrong."""
-    return float(data.score_answer(answer, dict(fields)) >= 1.0)
