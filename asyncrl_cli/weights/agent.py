@@ -42,11 +42,9 @@ class HostAgent:
         return Endpoint(self._node_id, WeightServer(self._replica, token, interface_ip).url)
 
     async def begin(self, version: int, keep: Manifest | None, ranks: Sequence[int]) -> str:
-        """See ``Replica.begin``."""
         return await asyncio.to_thread(self._replica.begin, version, keep, ranks)
 
     async def digest(self, version: int, ranks: Sequence[int]) -> dict[int, str]:
-        """See ``Replica.digest``."""
         return await asyncio.to_thread(self._replica.digest, version, ranks, self._threads)
 
     async def pull(self, manifest: Manifest, holders: Sequence[Endpoint], timeout_s: float) -> Pulled:

@@ -45,16 +45,16 @@ class CudaCopies(Copies):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._pinned: dict[int, list[int]] = {}  # addresses of pinned parts, by the address of their memory
 
     def pin(self, memory: Tensor, parts: Iterable[ByteRange]) -> None:
         """See ``Copies``. Memory that cannot be pinned is copied more slowly, and a warning says so."""
-        cudart = _cudart()
         address = memory.data_ptr()
         pinned = self._pinned.setdefault(address, [])
         with torch.cuda.device(self._device):  # else a thread uses the first GPU, which may be another engine's
             for start, stop in parts:
-                error = cudart.cudaHostRegister(address + start, stop - start, 0).value
+                error = self._cudart.cudaHostRegister(address + start, stop - start, 0).value
                 if error:
                     log.warning(
                         "weights are copied slowly: %d bytes cannot be pinned (CUDA error %d)", stop - start, error
@@ -65,10 +65,9 @@ class CudaCopies(Copies):
 
     def unpin(self, memory: Tensor) -> None:
         """See ``Copies``."""
-        cudart = _cudart()
         with torch.cuda.device(self._device):
             for address in self._pinned.pop(memory.data_ptr(), []):
-                if error := cudart.cudaHostUnregister(address).value:
+                if error := self._cudart.cudaHostUnregister(address).value:
                     log.warning("memory of weights stays pinned (CUDA error %d)", error)
                     self._forget_error()
 
@@ -90,10 +89,6 @@ class CudaCopies(Copies):
         # CUDA keeps the error of such a call for the next kernel, which would fail with it: this one does.
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def copies_of(device: torch.device) -> Copies:

@@ -25,19 +25,17 @@ PAGE = mmap.PAGESIZE
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """The position of one named tensor; ``offset`` and ``itemsize`` in bytes, ``dtype`` as torch names it.
-
-    ``parts``: the tensors by whose names engines load its bytes, where that is not the tensor itself: together they are
-    all of it, and have no parts. ``groups``: see ``share_of``.
-    """
+    """The position of one named tensor."""
 
     name: str
-    dtype: str
+    dtype: str  # as torch names it
     shape: tuple[int, ...]
-    offset: int
+    offset: int  # bytes
     itemsize: int
     parts: tuple[TensorSlot, ...] = ()
+    """The tensors that engines load from its bytes, if they are not the tensor itself: they cover it, without parts."""
     groups: int = 1
+    """See ``share_of``."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

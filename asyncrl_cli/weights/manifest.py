@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.weights.layout import TensorSlot, chunks_of
 
-KIND = "chunks-1"
-"""In front of a version's checksum: what it is computed from."""
-
 
 class PullFailed(RunError):
     """A host could not get a version; the message names the holders and what was wrong with each.
@@ -30,9 +27,9 @@ class Superseded(PullFailed):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the agent of a host serves weights. ``node_id`` is Ray's."""
+    """Where the agent of a host serves weights."""
 
-    node_id: str
+    node_id: str  # Ray's
     url: str
 
     def __str__(self) -> str:
@@ -41,32 +38,22 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A version that is complete on this host.
+    """A version that is complete on this host."""
 
-    Attributes:
-        path: opens its memory, in processes of this host.
-        fetched_bytes: bytes that came over the network.
-        seconds: from the call to the last checked chunk.
-        faults: what was wrong with holders, the last fault of each, by node id.
-    """
-
-    path: str
-    fetched_bytes: int = 0
-    seconds: float = 0.0
-    faults: Mapping[str, str] = field(default_factory=dict)
+    path: str  # opens its memory, in processes of this host
+    fetched_bytes: int = 0  # over the network
+    seconds: float = 0.0  # from the call to the last checked chunk
+    faults: Mapping[str, str] = field(default_factory=dict)  # the last fault of each holder, by node id
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version: its tensors, and the BLAKE3 digest (hex) of each chunk, by the chunk's index.
-
-    ``ranks``: trainer ranks that wrote it, on which the chunks depend.
-    """
+    """One version."""
 
     version: int
     slots: tuple[TensorSlot, ...]
-    ranks: int
-    digests: tuple[str, ...]
+    ranks: int  # trainer ranks that wrote it, on which the chunks depend
+    digests: tuple[str, ...]  # BLAKE3 (hex) of each chunk, by the chunk's index
 
     @classmethod
     def of(
@@ -86,10 +73,10 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """The kind of checksum, and BLAKE3 (hex) of the layout and the digests. Equal for equal bytes written by the
-        same number of ranks, whichever version, and whichever hosts have them."""
+        """BLAKE3 (hex) of the layout and the digests. Equal for equal bytes written by the same number of ranks,
+        whichever version, and whichever hosts have them."""
         from blake3 import blake3
 
         layout = [(slot.name, slot.dtype, slot.shape, slot.offset, slot.itemsize) for slot in self.slots]
         text = json.dumps([layout, self.ranks, self.digests], separators=(",", ":"))
-        return f"{KIND}:{blake3(text.encode()).hexdigest()}"
+        return str(blake3(text.encode()).hexdigest())

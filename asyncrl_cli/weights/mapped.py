@@ -41,7 +41,10 @@ class MappedReplica:
                     f"the memory of weight version {version} was reused for version {found}", location=path
                 )
             try:
-                yield {slot.name: _tensor(memory, slot) for slot in self._slots}
+                yield {
+                    slot.name: memory[slot.offset : slot.offset + slot.nbytes].view(slot.torch_dtype).view(slot.shape)
+                    for slot in self._slots
+                }
             finally:
                 self._copies.wait()  # before the memory may be of another version
         finally:
@@ -76,7 +79,3 @@ class MappedReplica:
         descriptor, memory = self._mapped.pop(inode)
         self._copies.unpin(memory)
         os.close(descriptor)
-
-
-def _tensor(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
-    return memory[slot.offset : slot.offset + slot.nbytes].view(slot.torch_dtype).view(slot.shape)

@@ -129,18 +129,13 @@ def _await_weights(layer: nn.Module, copy: nn.Module) -> None:
     )
     for name in layer._parameters.keys() & SKIP_TENSORS:  # vLLM loads these in place
         if (parameter := layer._parameters[name]) is not None:
-            copy._parameters[name] = _empty_like(parameter)
+            empty: Any = torch.empty_like(parameter.data)
+            empty.__class__ = type(parameter)
+            empty.__dict__ = dict(parameter.__dict__)
+            copy._parameters[name] = empty
     restore_layer_on_meta(copy, info)
     info.restore_metadata = {}, {}  # refers to the copy now, which would never be freed
     initialize_online_processing(copy)
-
-
-def _empty_like(parameter: nn.Parameter) -> nn.Parameter:
-    empty: Any = torch.empty_like(parameter.data)
-    empty.__class__ = type(parameter)
-    empty.__dict__ = dict(parameter.__dict__)
-    assert isinstance(empty, nn.Parameter)
-    return empty
 
 
 def refuse_missing(layers: Iterable[nn.Module]) -> None:

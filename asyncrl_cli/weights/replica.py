@@ -26,25 +26,16 @@ GIB = 2**30
 
 
 class Buffer:
-    """The memory of one version, as the replica that owns it sees it.
-
-    Attributes:
-        version: None when nothing was written yet.
-        serial: of two buffers with the same version, the one with the higher number was begun later.
-        written_here: by trainer ranks of this host, not by a pull.
-        digests: BLAKE3 (hex) of each chunk that is checked, by index.
-        pins: how many threads read or write its bytes now.
-        allocated: the ranks whose shards have memory.
-    """
+    """The memory of one version, as the replica that owns it sees it."""
 
     def __init__(self, nbytes: int) -> None:
         """Map memory without any pages. Raises ``RunError`` when it cannot be mapped."""
-        self.version: int | None = None
-        self.serial = 0
-        self.written_here = False
-        self.digests: dict[int, str] = {}
-        self.pins = 0
-        self.allocated = frozenset[int]()
+        self.version: int | None = None  # None: nothing was written yet
+        self.serial = 0  # of two buffers with the same version, the one with the higher number was begun later
+        self.written_here = False  # by trainer ranks of this host, not by a pull
+        self.digests: dict[int, str] = {}  # BLAKE3 (hex) of each chunk that is checked, by index
+        self.pins = 0  # number of threads that read or write its bytes now
+        self.allocated = frozenset[int]()  # the ranks whose shards have memory
         self._nbytes = nbytes
         self._descriptor = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
         size = nbytes + ALIGNMENT
@@ -83,7 +74,7 @@ class Buffer:
         fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return True
 
-    def lend(self) -> int:
+    def duplicate(self) -> int:
         """Another descriptor of the memory, which stays open when this buffer is closed. The caller closes it."""
         return os.dup(self._descriptor)
 
@@ -132,19 +123,20 @@ class Replica:
 
         Raises ``RunError`` when the version was not begun here, or another one has begun in its place.
         """
+        replaced = RunError(f"weight version {version} is not being written on this host", location="weights")
         with self._lock:
             begun = [b for b in self._buffers if b.version == version and b.written_here]
             buffer = max(begun, key=lambda b: b.serial, default=None)
             pin = self._pin(buffer)
         with pin:
             if buffer is None:
-                raise _replaced(version)
+                raise replaced
             chunks = [chunk for chunk in self.chunks if chunk.rank in ranks]
             found = threads.map(lambda chunk: digest_of(buffer.views(chunk.ranges)), chunks)
             digests = {chunk.index: digest for chunk, digest in zip(chunks, found, strict=True)}
             with self._lock:
                 if buffer not in self._buffers:
-                    raise _replaced(version)
+                    raise replaced
                 buffer.digests |= digests
         return digests
 
@@ -259,7 +251,7 @@ class Replica:
                 wanted = buffer.allocated.union(ranks)
                 if wanted == buffer.allocated or buffer not in self._buffers:
                     continue
-                descriptor = buffer.lend()
+                descriptor = buffer.duplicate()
             everything = len(wanted) == self.ranks
             shards = (chunk for chunk in self.chunks if chunk.rank in wanted)
             parts = [ByteRange(0, size)] if everything else pages_of(shards)
@@ -278,12 +270,13 @@ class Replica:
         pin = ExitStack()
         if buffer is not None:
             buffer.pins += 1
-            pin.callback(self._unpin, buffer)
-        return pin
 
-    def _unpin(self, buffer: Buffer) -> None:
-        with self._lock:
-            buffer.pins -= 1
+            def unpin() -> None:
+                with self._lock:
+                    buffer.pins -= 1
+
+            pin.callback(unpin)
+        return pin
 
 
 def digest_of(views: Iterable[memoryview]) -> str:
@@ -302,7 +295,3 @@ def _no_memory(nbytes: int, error: OSError) -> RunError:
         location="weights",
         hint="a host keeps two versions of the weights in memory, or of the shards of its trainer ranks",
     )
-
-
-def _replaced(version: int) -> RunError:
-    return RunError(f"weight version {version} is not being written on this host", location="weights")

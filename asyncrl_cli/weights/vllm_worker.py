@@ -66,11 +66,16 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def prepare(self, version: int, path: str) -> None:
         """Begin what can be done for ``version`` while the engine generates: make its layers beside those that serve,
         or map its memory, which pins it."""
-        from asyncrl_cli.weights.next_layers import can_be_made
+        from asyncrl_cli.weights.next_layers import NextLayers, can_be_made
 
         self.next = None  # of an update that failed
-        begin = self._make_next if can_be_made(self.model, self.device) else self._map
-        self.preparing = self.thread.submit(begin, version, path)
+        makes_next = can_be_made(self.model, self.device)
+
+        def read() -> NextLayers | None:
+            with self.replica.open(path, version) as tensors:
+                return NextLayers(self.model, self.model_config, tensors.items()) if makes_next else None
+
+        self.preparing = self.thread.submit(read)
 
     def prepared(self) -> bool:
         """Whether that is done. Raises ``ReplicaGone`` when the memory is of another version by now."""
@@ -85,7 +90,13 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
         if self.next is None:
             if self.device.type == "cpu":
-                self._forget_expert_kernels()
+                # vLLM packs the weights of experts for its CPU kernel only while a layer has no kernel. With one, it
+                # would load new weights unpacked into the memory of the packed ones, and compute with numbers in the
+                # wrong order.
+                for layer in self.model.modules():
+                    method: Any = getattr(layer, "quant_method", None)
+                    if hasattr(method, "moe_kernel"):
+                        method.moe_kernel = None
             self.awaiting = with_own_weights(self.model)
             initialize_layerwise_reload(self.model)
 
@@ -118,24 +129,6 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self._repack_tied_head()
         self.reading.close()
 
-    def _map(self, version: int, path: str) -> None:
-        with self.replica.open(path, version):
-            pass
-
-    def _make_next(self, version: int, path: str) -> NextLayers:
-        from asyncrl_cli.weights.next_layers import NextLayers
-
-        with self.replica.open(path, version) as tensors:
-            return NextLayers(self.model, self.model_config, tensors.items())
-
-    def _forget_expert_kernels(self) -> None:
-        # vLLM packs the weights of experts for its CPU kernel only while a layer has no kernel. With one, it would load
-        # new weights unpacked into the memory of the packed ones, and compute with numbers in the wrong order.
-        for layer in self.model.modules():
-            method: Any = getattr(layer, "quant_method", None)
-            if hasattr(method, "moe_kernel"):
-                method.moe_kernel = None
-
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head that the layerwise reload does not see when the
         # weight is tied to the embedding: without this the engine answers with the old head.
@@ -152,25 +145,21 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: what its interface for weight transfers has no call for."""
+    """Mixed into vLLM's worker: calls of its transfer engine that vLLM's interface lacks."""
 
     weight_transfer_engine: ReplicaTransferEngine
 
     def prepare_weights(self, version: int, path: str) -> None:
-        """As ``ReplicaTransferEngine.prepare``."""
         self.weight_transfer_engine.prepare(version, path)
 
     def weights_prepared(self) -> bool:
-        """As ``ReplicaTransferEngine.prepared``."""
         return self.weight_transfer_engine.prepared()
 
     def unserved_adapters(self) -> list[str]:
-        """As ``AdapterTransferEngine.unserved``."""
         engine: Any = self.weight_transfer_engine
         return list(engine.unserved())
 
     def install_adapter(self) -> None:
-        """As ``AdapterTransferEngine.install``."""
         engine: Any = self.weight_transfer_engine
         engine.install()
 
