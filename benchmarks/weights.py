@@ -77,10 +77,9 @@ async def one_host(spec: ExperimentSpec, folder: Path, rounds: int) -> dict[str,
     from asyncrl_cli.train.model.probe import probe_ids
     from asyncrl_cli.train.model.tokenizer import load_tokenizer
     from asyncrl_cli.train.shards import adapter_layout, adapter_shards, engine_layout, shards, write_shard
-    from asyncrl_cli.weights.copies import Copies
     from asyncrl_cli.weights.layout import size_of
     from asyncrl_cli.weights.manifest import Manifest
-    from asyncrl_cli.weights.mapped import MappedReplica
+    from asyncrl_cli.weights.mapped import Copies, MappedReplica
     from asyncrl_cli.weights.replica import Replica
 
     assert spec.model.init is not None

@@ -114,7 +114,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
 
         replayed_routers(model)
     if spec.model.lora is not None:
-        from asyncrl_cli.rollout.adapter import check_adapters
+        from asyncrl_cli.rollout.engine_settings import check_adapters
         from asyncrl_cli.train.model.lora import adapted_layers, add_adapters
 
         add_adapters(model, spec.model.lora, seed=0)

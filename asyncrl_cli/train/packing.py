@@ -165,11 +165,6 @@ def plan_microbatches(
     return plan
 
 
-def _size(rows: Sequence[int], lengths: Sequence[int], packing: bool) -> int:
-    """Tokens that the model computes for rows that come sorted from the longest to the shortest."""
-    return sum(lengths[row] for row in rows) if packing else len(rows) * lengths[rows[0]]
-
-
 def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: int, packing: bool) -> list[list[int]]:
     """Micro-batches of rows that come sorted from the longest to the shortest."""
     microbatches: list[list[int]] = []
@@ -190,7 +185,11 @@ def _fill(rows: Sequence[int], lengths: Sequence[int], tokens_per_microbatch: in
 def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, packing: bool) -> None:
     """Halve the largest micro-batches in place, then add empty ones, until there are as many as wanted."""
     while len(microbatches) < wanted:
-        sizes = [_size(rows, lengths, packing) if len(rows) > 1 else 0 for rows in microbatches]
+        # Tokens that the model computes; 0 where there is nothing to halve.
+        sizes = [
+            0 if len(rows) < 2 else sum(lengths[row] for row in rows) if packing else len(rows) * lengths[rows[0]]
+            for rows in microbatches
+        ]
         if not any(sizes):
             microbatches.extend([] for _ in range(wanted - len(microbatches)))
             return
@@ -228,6 +227,12 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
             experts[index, :end] = tokens.experts
     if experts is not None and experts.dtype != np.uint8:
         experts = experts.astype(np.int32)  # torch computes little with uint16
-    arrays = (input_ids, response_mask, behaviour_logprobs, versions_behind, on_policy, rollouts)
-    tensors: list[Any] = [None if array is None else torch.from_numpy(array) for array in (*arrays, experts)]
-    return PaddedRows(*tensors)
+    return PaddedRows(
+        input_ids=torch.from_numpy(input_ids),
+        response_mask=torch.from_numpy(response_mask),
+        behaviour_logprobs=torch.from_numpy(behaviour_logprobs),
+        versions_behind=torch.from_numpy(versions_behind),
+        on_policy=torch.from_numpy(on_policy),
+        rollouts=torch.from_numpy(rollouts),
+        experts=None if experts is None else torch.from_numpy(experts),
+    )

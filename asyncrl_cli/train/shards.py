@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
-from asyncrl_cli.train.model.gathering import by_layer, gathered
-from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, full_shape, plain_weights
-from asyncrl_cli.weights.copies import Copies
+from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, by_layer, full_shape, gathered, plain_weights
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
+from asyncrl_cli.weights.mapped import Copies
 
 PEFT = "base_model.model."
 """In front of a layer's name, in the names that peft gives to the tensors of saved adapters."""
@@ -92,7 +91,7 @@ def _matrix_name(weight: str, kind: str) -> str:
 
 
 def write_shard(target: Tensor, begin: int, own: Tensor, copies: Copies) -> None:
-    """Begin to copy elements into the full tensor that engines get, in its dtype, from its element ``begin`` on."""
+    """Begin to copy elements into the full tensor, in its dtype, from its element ``begin`` on."""
     copies.copy(target.view(-1)[begin : begin + own.numel()], own)
 
 

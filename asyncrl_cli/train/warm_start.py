@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,6 @@ from asyncrl_cli.train import schedule
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
 from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts, without_progress_bars
-from asyncrl_cli.train.muon import Muon
 
 FINAL_FRACTION = 0.05
 """Where the cosine ends, as a fraction of the peak learning rate."""
@@ -91,11 +90,18 @@ def warm_start(
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    rng = random.Random(f"warm_start/{seed}")
+    clean_updates = round(spec.steps * spec.clean_fraction)
+
+    def examples(update: int) -> list[Example]:
+        demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
+        return _tokenized(demonstrations, chat, max_length, ends)
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(_threads(model, spec), "warm start") as pool:
-            _train(model, _updates(task, chat, ends, spec, max_length, seed), pad_id, spec, pool, progress)
+            _train(model, examples, pad_id, spec, pool, progress)
     finally:
         torch.set_num_threads(threads)
     save_model(model, model_dir_in, directory_out)
@@ -114,17 +120,6 @@ def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.T
         inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
         labels[row, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
     return inputs, labels
-
-
-def _updates(
-    task: DemonstrationTask, chat: _Chat, ends: frozenset[int], spec: WarmStart, max_length: int, seed: int
-) -> Iterator[list[Example]]:
-    """The examples of one update after the other."""
-    rng = random.Random(f"warm_start/{seed}")
-    clean_updates = round(spec.steps * spec.clean_fraction)
-    for update in range(spec.steps):
-        demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
-        yield _tokenized(demonstrations, chat, max_length, ends)
 
 
 def _tokenized(
@@ -191,7 +186,7 @@ def _threads(model: Any, spec: WarmStart) -> int:
 
 def _train(
     model: Any,
-    updates: Iterator[list[Example]],
+    examples: Callable[[int], list[Example]],
     pad_id: int,
     spec: WarmStart,
     pool: Executor,
@@ -199,9 +194,11 @@ def _train(
 ) -> None:
     optimizers = _optimizers(model, spec)
     model.eval()  # without dropout, whose random numbers threads would share
-    for update, examples in enumerate(updates):
-        factor = schedule.factor(update, spec.steps, spec.warmup_steps, "cosine", FINAL_FRACTION)
-        loss = _accumulate_gradients(model, examples, pad_id, pool)
+    for update in range(spec.steps):
+        factor = schedule.factor(
+            update, spec.steps, warmup=spec.warmup_steps, kind="cosine", final_fraction=FINAL_FRACTION
+        )
+        loss = _accumulate_gradients(model, examples(update), pad_id, pool)
         if not math.isfinite(loss):
             raise WarmStartError(
                 f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates"
@@ -257,3 +254,59 @@ def _optimizers(model: Any, spec: WarmStart) -> list[torch.optim.Optimizer]:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
     return optimizers
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic iteration (Jordan, 2024: https://kellerjordan.github.io/posts/muon/)."""
+ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+
+
+def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices with the singular vectors of ``matrices`` and singular values of about 1, by Newton and Schulz's
+    iteration with ``COEFFICIENTS``.
+
+    ``matrices``: float32, [count, rows, columns]; so is what is returned.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Nesterov momentum made orthogonal, with decoupled weight decay.
+
+    A matrix with more rows than columns takes a larger step, by the root of their ratio, as in Jordan's own code.
+    """
+
+    def __init__(self, matrices: Iterable[torch.nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        assert closure is None, "the gradients are there already"
+        for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    by_shape.setdefault(matrix.shape, []).append(matrix)
+            # One call for all matrices of a shape: a call costs more than the arithmetic of a small model's.
+            for (rows, columns), matrices in by_shape.items():
+                directions = []
+                for matrix in matrices:
+                    assert matrix.grad is not None
+                    state = self.state[matrix]
+                    if "momentum" not in state:
+                        state["momentum"] = torch.zeros_like(matrix)
+                    average = state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
+                    directions.append(matrix.grad.lerp(average, group["momentum"]))
+                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+                for matrix, update in zip(matrices, orthogonalized(torch.stack(directions)), strict=True):
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                    matrix.add_(update, alpha=-rate)
+        return None

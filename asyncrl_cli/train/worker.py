@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,55 @@ from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
 from asyncrl_cli.system.logs import bound_log, redirect_output
 from asyncrl_cli.system.network import family_of
-from asyncrl_cli.train.gpu_memory import full_gpu_explained, give_back, keep_to_share
 from asyncrl_cli.weights.layout import TensorSlot
 
 LOOPBACK = "127.0.0.1"
 """Where ranks meet that share a host."""
+
+
+def keep_to_share(spec: ExperimentSpec) -> None:
+    """Have torch refuse to take more of the GPU than the rank's share, while an engine uses the rest.
+
+    Otherwise the first long batch takes memory that an engine needs to start again. Where engines sleep during a step
+    the rank may take what they give back, for the step (``give_back``).
+    """
+    import torch
+
+    if shares_gpus(spec) and not engines_sleep(spec):
+        torch.cuda.set_per_process_memory_fraction(memory_share(spec.trainer.gpus_per_rank))
+
+
+def give_back(spec: ExperimentSpec) -> None:
+    """After a step: return to the GPU what torch keeps for later; the engine that wakes up needs it."""
+    import torch
+
+    if engines_sleep(spec):
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def full_gpu_explained(spec: ExperimentSpec, rank: int) -> Iterator[None]:
+    """Raises ``RunError`` with the keys that lower what a rank needs, when the block finds no memory on the GPU."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        trainer = spec.trainer
+        advice = [
+            "set trainer.gradient_checkpointing to true" if not trainer.gradient_checkpointing else "",
+            f"lower trainer.tokens_per_microbatch ({trainer.tokens_per_microbatch})",
+            "raise trainer.gpus_per_rank and lower rollout.gpus_per_engine" if shares_gpus(spec) else "",
+            "set trainer.offload to optimizer" if trainer.offload == "none" and trainer.zero_stage else "",
+        ]
+        raise RunError(
+            f"the GPU's memory is full: {str(error).splitlines()[0]}",
+            location=f"trainer-{rank}",
+            hint=f"{', or '.join(filter(None, advice))}; `asyncrl validate-spec SPEC --memory` estimates what it takes",
+        ) from error
 
 
 class TrainerWorker:
@@ -104,9 +146,8 @@ class TrainerWorker:
         from asyncrl_cli.train.nonfinite_guard import SkipLimit
         from asyncrl_cli.train.old_logprobs import Learner
         from asyncrl_cli.train.shards import adapter_layout, engine_layout
-        from asyncrl_cli.weights.copies import copies_of
         from asyncrl_cli.weights.layout import chunks_of, pages_of
-        from asyncrl_cli.weights.mapped import MappedReplica
+        from asyncrl_cli.weights.mapped import MappedReplica, copies_of
 
         trainer = self._spec.trainer
         if trainer.gpus_per_rank == 0:
@@ -217,7 +258,7 @@ class TrainerWorker:
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
-        from asyncrl_cli.train.model.gathering import full_weights
+        from asyncrl_cli.train.model.lora import full_weights
         from asyncrl_cli.train.model.saving import save_while_gathered
         from asyncrl_cli.train.model.tokenizer import load_tokenizer
         from asyncrl_cli.train.shards import engine_layout

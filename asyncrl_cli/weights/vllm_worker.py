@@ -23,9 +23,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from asyncrl_cli.system.process_tree import die_with
-from asyncrl_cli.weights.copies import copies_of
 from asyncrl_cli.weights.layout import TensorSlot
-from asyncrl_cli.weights.mapped import MappedReplica
+from asyncrl_cli.weights.mapped import MappedReplica, copies_of
 
 if TYPE_CHECKING:
     from asyncrl_cli.weights.next_layers import NextLayers

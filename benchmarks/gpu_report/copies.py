@@ -19,9 +19,8 @@ def copy_speeds(device: str) -> dict[str, Any]:
     """
     import torch
 
-    from asyncrl_cli.weights.copies import Copies, copies_of
     from asyncrl_cli.weights.layout import plan_slots
-    from asyncrl_cli.weights.mapped import MappedReplica
+    from asyncrl_cli.weights.mapped import Copies, MappedReplica, copies_of
     from asyncrl_cli.weights.replica import Replica
 
     slots = plan_slots([("weights", torch.bfloat16, (NUMBERS[device],))])

@@ -17,7 +17,7 @@ from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.orchestrator.evaluation import encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.rollout.adapter import adapted_names
+from asyncrl_cli.rollout.engine_settings import adapted_names
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.load import load_spec
 from tests.small_models import ARCHITECTURES, SMALL

@@ -207,7 +207,7 @@ def test_zero3_gives_parameters_their_shape_and_partition(installed: Package) ->
 
 
 def test_autoep_has_the_settings_names_and_presets_that_are_used(installed: Package) -> None:
-    """Used by train/model/expert_parallel.py and expert_shards.py."""
+    """Used by train/model/expert_parallel.py."""
     from asyncrl_cli.train.model.expert_parallel import DIVIDED, NAMES, expert_settings
 
     def texts(module: str) -> set[object]:

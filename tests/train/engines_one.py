@@ -19,7 +19,7 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model import chunked_logprobs
-from asyncrl_cli.train.model.gathering import gathered
+from asyncrl_cli.train.model.lora import gathered
 from asyncrl_cli.train.nonfinite_guard import backward, step
 
 SETTINGS = [

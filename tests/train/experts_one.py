@@ -20,7 +20,7 @@ from train_one import SPEC
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import deepspeed_engine as ds
-from asyncrl_cli.train.model.gathering import full_weights
+from asyncrl_cli.train.model.lora import full_weights
 from asyncrl_cli.train.nonfinite_guard import backward, step
 
 ARCHITECTURES: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def train(spec: ExperimentSpec, folder: Path, rank: int) -> dict[str, Any]:
     import torch
 
     from asyncrl_cli.train.shards import engine_layout, shards, write_shard
-    from asyncrl_cli.weights.copies import Copies
+    from asyncrl_cli.weights.mapped import Copies
 
     engine, ranks = ds.start_engine(spec, str(folder)), spec.trainer.ranks
     model = engine.module.model

@@ -24,8 +24,7 @@ from train_one import SPEC
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train import deepspeed_engine as ds
-from asyncrl_cli.train.model.gathering import gathered, replaced
-from asyncrl_cli.train.model.lora import plain_weights
+from asyncrl_cli.train.model.lora import gathered, plain_weights
 from asyncrl_cli.train.model.policy import PolicyError
 
 MEMORY, BROKEN = "memory", "broken"
@@ -84,7 +83,7 @@ def reference(spec: ExperimentSpec, folder: str, stage: int) -> dict[str, Any]:
     before = made(ids, mask)
     policy = ds.load_model(trainer, folder)
     for weight in plain_weights(policy):
-        with replaced([weight.parameter], stage), torch.no_grad():
+        with gathered([weight.parameter], stage, writer=0), torch.no_grad():
             weight.parameter.mul_(1.1)
     made.before_step(2, policy)
     own = sum(getattr(each, "ds_tensor", each).numel() for each in made._model.parameters())

@@ -20,7 +20,7 @@ from train_one import SPEC, batch
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train import worker as workers
-from asyncrl_cli.train.model.gathering import gathered
+from asyncrl_cli.train.model.lora import gathered
 
 SUB_GROUP = 20_000
 """Elements of one part of ZeRO-3's optimizer: few, so that the small model has several parts, like large models."""

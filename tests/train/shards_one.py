@@ -17,7 +17,7 @@ from train_one import SPEC
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train import deepspeed_engine as ds
-from asyncrl_cli.train.model.gathering import full_weights, gathered
+from asyncrl_cli.train.model.lora import full_weights, gathered
 
 SETTINGS = [
     *((stage, "float32", "float32", "", tied) for stage in range(4) for tied in (True, False)),
@@ -64,7 +64,7 @@ def written(spec: Any, folder: Path, rank: int, setting: tuple[int, str, str, st
 
     from asyncrl_cli.train.model.lora import adapter_matrices
     from asyncrl_cli.train.shards import adapter_layout, adapter_shards, engine_layout, shards, write_shard
-    from asyncrl_cli.weights.copies import Copies
+    from asyncrl_cli.weights.mapped import Copies
 
     stage, dtype, engine_dtype, kind, _ = setting
     optimizer = spec.trainer.optimizer.model_copy(update={"learning_rate": 0.01})

@@ -9,7 +9,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.rollout.engine_settings import engine_environment
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.deepspeed_engine import trainer_environment
-from asyncrl_cli.train.gpu_memory import full_gpu_explained
+from asyncrl_cli.train.worker import full_gpu_explained
 
 
 def spec(rollout: dict[str, object], trainer: dict[str, object]) -> ExperimentSpec:

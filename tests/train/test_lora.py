@@ -13,7 +13,7 @@ from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.model.lora import LoraError, add_adapters, base_bits, merge, plain_weights, without_adapters
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.shards import adapter_layout, adapter_shards, write_shard
-from asyncrl_cli.weights.copies import Copies
+from asyncrl_cli.weights.mapped import Copies
 
 SIZES = {
     "vocab_size": 40,

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.train.muon import Muon, orthogonalized
+from asyncrl_cli.train.warm_start import Muon, orthogonalized
 
 SIZES = st.integers(1, 12)
 

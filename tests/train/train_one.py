@@ -17,7 +17,7 @@ from asyncrl_cli.records.generation import CONTEXT, Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
-from asyncrl_cli.train.model.gathering import gathered
+from asyncrl_cli.train.model.lora import gathered
 
 SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 

@@ -33,8 +33,8 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from asyncrl_cli.train.shards import engine_layout, shards, write_shard
-from asyncrl_cli.weights.copies import Copies
 from asyncrl_cli.weights.layout import TensorSlot, size_of
+from asyncrl_cli.weights.mapped import Copies
 from asyncrl_cli.weights.replica import VERSION_BYTES
 from asyncrl_cli.weights.vllm_worker import BACKEND, ReplicaInitInfo, ReplicaTransferEngine
 from tests.small_models import small_model

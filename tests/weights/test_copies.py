@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from asyncrl_cli.weights import copies
-from asyncrl_cli.weights.copies import Copies, CudaCopies, copies_of
 from asyncrl_cli.weights.layout import ByteRange, chunks_of, pages_of, plan_slots, size_of
-from asyncrl_cli.weights.mapped import MappedReplica
+from asyncrl_cli.weights.mapped import Copies, CudaCopies, MappedReplica, copies_of
 from asyncrl_cli.weights.replica import Replica
 
 SLOTS = plan_slots(

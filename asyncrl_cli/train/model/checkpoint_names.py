@@ -48,12 +48,12 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
             )
         offset = slot.offset + row * width * slot.itemsize
         parts[slot.name].append(replace(slot, name=name, shape=shape, offset=offset))
-    return tuple(_divided(slot, parts[slot.name]) for slot in slots)
-
-
-def _divided(slot: TensorSlot, parts: list[TensorSlot]) -> TensorSlot:
-    assert sum(part.numel for part in parts) == slot.numel, slot.name
-    return slot if parts == [slot] else replace(slot, parts=tuple(sorted(parts, key=lambda part: part.offset)))
+    divided = []
+    for slot in slots:
+        own = sorted(parts[slot.name], key=lambda part: part.offset)
+        assert sum(part.numel for part in own) == slot.numel, slot.name
+        divided.append(slot if own == [slot] else replace(slot, parts=tuple(own)))
+    return tuple(divided)
 
 
 def _rows(shape: tuple[int, ...]) -> int:

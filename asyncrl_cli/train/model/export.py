@@ -6,14 +6,13 @@ import contextlib
 import io
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.checkpoints import reading_tensors
-from asyncrl_cli.train.model.expert_shards import undivided
 
 if TYPE_CHECKING:
     import torch
@@ -54,11 +53,17 @@ def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     trained with; they are merged. ``folder`` appears complete or not at all. Raises ``RunError``
     when it exists and is not empty.
     """
+    from transformers import AutoTokenizer
+
+    from asyncrl_cli.train.model.saving import FILE_BYTES, save_model
+
     check_target(folder)
     folder = folder.resolve()  # the target of a link is written, and the link is kept
     try:
         with atomic_folder(folder) as unfinished:
-            _write_model(checkpoint, model_stub, unfinished, lora)
+            model = _whole_model(checkpoint, model_stub, lora)
+            save_model(model, model_stub, unfinished, max_shard_size=FILE_BYTES)
+            AutoTokenizer.from_pretrained(model_stub, trust_remote_code=False).save_pretrained(unfinished)
     except OSError as error:
         raise RunError(
             f"the model cannot be written: {error.strerror or error}",
@@ -67,12 +72,11 @@ def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
         ) from None
 
 
-def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None) -> None:
+def _whole_model(checkpoint: Checkpoint, model_stub: str, lora: LoraSpec | None) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     from asyncrl_cli.train.model.lora import merge
-    from asyncrl_cli.train.model.saving import FILE_BYTES, save_model
 
     dtype = getattr(torch, checkpoint.trainer().dtype)
     weights = consolidate(checkpoint, dtype if lora is None else torch.float32)
@@ -83,8 +87,7 @@ def _write_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
             weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.tie_weights()
-    save_model(model, model_stub, folder, max_shard_size=FILE_BYTES)
-    AutoTokenizer.from_pretrained(model_stub, trust_remote_code=False).save_pretrained(folder)
+    return model
 
 
 def check_target(folder: Path) -> None:
@@ -96,21 +99,19 @@ def check_target(folder: Path) -> None:
 
 
 def _saved(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    import torch
+
+    from asyncrl_cli.train.model.expert_parallel import undivided
+
     saved = checkpoint.trainer()
     if saved.expert_parallel > 1:
         return undivided(checkpoint.folder / STATE, saved)
-    return _unsharded(checkpoint) if saved.zero_stage == 0 else _from_shards(checkpoint)
-
-
-def _unsharded(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    import torch
-
-    (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
-    state: dict[str, Tensor] = torch.load(path, map_location="cpu")["module"]
-    return state
-
-
-def _from_shards(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    unsharded: dict[str, Tensor] = {}
+    if saved.zero_stage < 2:  # with stage 1 for what was not trained, which the shards lack
+        (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
+        unsharded = torch.load(path, map_location="cpu")["module"]
+    if saved.zero_stage == 0:
+        return unsharded
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -118,6 +119,4 @@ def _from_shards(checkpoint: Checkpoint) -> dict[str, Tensor]:
         state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
             str(checkpoint.folder), tag=STATE, lazy_mode=True
         )
-    if checkpoint.trainer().zero_stage == 1:  # its shards lack what was not trained
-        return _unsharded(checkpoint) | state
-    return state
+    return unsharded | state

@@ -56,8 +56,6 @@ class ModelInitError(ConfigError):
 def model_key(spec: ExperimentSpec) -> str:
     """A digest of what decides the initial weights."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
-    if not spec.model.chat_template_kwargs:
-        del model["chat_template_kwargs"]  # as in keys of earlier versions
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
         deciding = {"mix"} if spec.task.mix else {"use", "options"}
@@ -113,9 +111,18 @@ def prepare_model(
             if model.init is not None:
                 build_initial_model(model.init, model.max_length, spec.seed, initial, model.chat_template)
             if model.warm_start is not None:
-                settings = model.warm_start, model.max_length, spec.seed
-                chat = model.chat_template, spec.data.apply_chat_template, model.chat_template_kwargs
-                warm_start(initial, load_task(), *settings, folder, progress, *chat)
+                warm_start(
+                    initial,
+                    load_task(),
+                    model.warm_start,
+                    max_length=model.max_length,
+                    seed=spec.seed,
+                    directory_out=folder,
+                    progress=progress,
+                    chat_template=model.chat_template,
+                    apply_chat_template=spec.data.apply_chat_template,
+                    template_kwargs=model.chat_template_kwargs,
+                )
     except OSError as error:
         if final.is_dir():  # another run has just made the same model
             return final
@@ -134,10 +141,7 @@ def prepare_model(
 def build_initial_model(
     init: ModelInit, max_length: int, seed: int, directory: Path, chat_template: str | None = None
 ) -> None:
-    """Write model stub and weights to ``directory``, which ``AutoModelForCausalLM`` and vLLM load.
-
-    Raises ``ModelInitError``.
-    """
+    """Write model stub and weights to ``directory``. Raises ``ModelInitError``."""
     write_model_stub(init, max_length, directory, chat_template)
     write_weights(directory, seed)
 
@@ -149,9 +153,10 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
     file's path, as in the spec. Raises ``ModelInitError`` for an unknown architecture, unknown config keys and sizes
     that do not fit, and ``ChatTemplateError``.
     """
-    own = init.tokenizer == CHARACTERS
-    tokenizer = character_tokenizer(max_length) if own else _saved_tokenizer(init.tokenizer)
-    tokenizer = with_chat_template(tokenizer, chat_template)
+    if init.tokenizer == CHARACTERS:
+        tokenizer = with_chat_template(character_tokenizer(max_length), chat_template)
+    else:
+        tokenizer = with_chat_template(_saved_tokenizer(init.tokenizer), chat_template)
     special = {name: getattr(tokenizer, name) for name in FROM_TOKENIZER[1:]}
     config = _config(init, max_length, {"vocab_size": len(tokenizer), **special})
 
@@ -247,7 +252,10 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
 def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
     """Refuse keys that the config class does not know: it would keep them and ignore them."""
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    if _reads_head_dim(config_class):
+    # Some config classes do not declare this key, although the model's code asks for it (Qwen3-MoE, GLM-4-MoE).
+    source = Path(inspect.getfile(config_class))
+    source = source.with_name(source.name.replace("configuration_", "modeling_"))
+    if source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8"):
         known.add("head_dim")
     for key in init.config:
         if key in FROM_TOKENIZER:
@@ -258,13 +266,6 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
                 location="model.init.config",
                 hint=did_you_mean(key, known, "remove it or correct its name"),
             )
-
-
-def _reads_head_dim(config_class: type[PreTrainedConfig]) -> bool:
-    """Whether the model's code asks for this key; some config classes do not declare it (Qwen3-MoE, GLM-4-MoE)."""
-    source = Path(inspect.getfile(config_class))
-    source = source.with_name(source.name.replace("configuration_", "modeling_"))
-    return source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8")
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:

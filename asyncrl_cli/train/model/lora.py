@@ -1,15 +1,18 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): W + (alpha / rank) · B A, of which A and B are trained.
+"""The weights of a model, with and without low-rank adapters, whole and sharded.
 
-Saved models and exports get merged weights under the names of the model without adapters, made by ``plain_weights``,
-which only reads the trainer's own; so do engines, unless they apply the adapters themselves (``adapter_matrices``,
-decision 0057). B starts at 0, so the policy starts as the model.
+Adapters (LoRA, arXiv 2106.09685): W + (alpha / rank) · B A, where A and B are trained. B starts at 0, so the policy
+starts as the model. Saved models and exports get merged weights under the names of the model without adapters, made by
+``plain_weights``, which only reads the trainer's own; so do engines, unless they apply the adapters themselves
+(``adapter_matrices``, decision 0057). Under ZeRO-3 weights are sharded over the ranks; ``gathered`` makes them whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -191,3 +194,34 @@ def _targets(model: Any, lora: LoraSpec) -> list[str]:
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """The layers that have an adapter, by name."""
     return {name: module for name, module in model.named_modules() if hasattr(module, BASE)}
+
+
+LAYER = re.compile(r".*?\.\d+\.")
+"""The front of a weight's name up to the number of its layer, such as `model.layers.3.`"""
+
+
+@contextmanager
+def gathered(parameters: list[Tensor], zero_stage: int, writer: int | None = None) -> Iterator[None]:
+    """Full parameters inside the block; collective under ZeRO-3. After the block all ranks have the values of the rank
+    ``writer``, if there is one."""
+    if zero_stage < 3 or not parameters:
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=writer):
+        yield
+
+
+def full_weights(model: nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
+    """The weights of a model, each complete until the next is taken. Collective: all ranks take all of them."""
+    for layer in by_layer(plain_weights(model)):
+        with gathered([part for weight in layer for part in weight.parts], zero_stage), torch.no_grad():
+            for weight in layer:
+                yield weight if weight.experts is None else PlainWeight(weight.name, weight.experts.gathered(), None)
+
+
+def by_layer(weights: Iterable[PlainWeight]) -> Iterator[list[PlainWeight]]:
+    """The weights in their order: those of one transformer layer together, to be gathered at once, others alone."""
+    for _, layer in groupby(weights, lambda weight: (LAYER.match(weight.name) or [weight.name])[0]):
+        yield list(layer)

@@ -20,8 +20,7 @@ from asyncrl_cli.runs.checkpoints import STATE, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import reading_tensors, save_file
 from asyncrl_cli.train.deepspeed_engine import load_model, policy_around, without_optimizer
-from asyncrl_cli.train.model.gathering import full_weights, replaced
-from asyncrl_cli.train.model.lora import plain_weights, without_adapters
+from asyncrl_cli.train.model.lora import full_weights, gathered, plain_weights, without_adapters
 
 FILE = "reference.pt"
 
@@ -62,7 +61,7 @@ class Copy:
             return
         own = self._own()
         for weight in full_weights(model, self._zero_stage):
-            with replaced([own[weight.name]], self._zero_stage), torch.no_grad():
+            with gathered([own[weight.name]], self._zero_stage, writer=0), torch.no_grad():
                 own[weight.name].copy_(weight.merged())
 
     def save(self, folder: Path, rank: int) -> dict[Path, Digest]:
@@ -83,7 +82,7 @@ class Copy:
         with reading_tensors(folder):
             state = torch.load(folder / STATE / FILE, map_location="cpu", mmap=True)
         for name, own in self._own().items():
-            with replaced([own], self._zero_stage), torch.no_grad():
+            with gathered([own], self._zero_stage, writer=0), torch.no_grad():
                 own.copy_(state[name])
 
     def _own(self) -> dict[str, Tensor]:

@@ -35,10 +35,6 @@ def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     return weights
 
 
-def _softmax_rounded(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
-    return _softmax(router, logits, experts).to(logits.dtype)
-
-
 def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     weights: Tensor = logits.sigmoid().gather(-1, experts)
     if router.norm_topk_prob:
@@ -49,7 +45,7 @@ def _sigmoid(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 ROUTERS: dict[str, Weigh] = {
     "MixtralTopKRouter": _softmax,
-    "Qwen3MoeTopKRouter": _softmax_rounded,
+    "Qwen3MoeTopKRouter": lambda router, logits, experts: _softmax(router, logits, experts).to(logits.dtype),
     "Glm4MoeTopkRouter": _sigmoid,
     "DeepseekV3TopkRouter": _sigmoid,
 }

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.train.model.gathering import replaced
+from asyncrl_cli.train.model.lora import gathered
 from asyncrl_cli.train.model.policy import PolicyError
 
 
@@ -138,7 +138,7 @@ def _fill(own: Tensor, value: Tensor | None) -> None:
     """Rank 0's ``value`` into a sharded parameter, or into a buffer, which every rank has whole; collective."""
     with torch.no_grad():
         if isinstance(own, nn.Parameter):
-            with replaced([own], zero_stage=3):
+            with gathered([own], zero_stage=3, writer=0):
                 if value is not None:
                     own.copy_(value)
         else:

@@ -88,19 +88,18 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
         syntax_tree(tokenizer.chat_template)
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
-        raise _not_a_template(chat_template, f"{line}{error}") from error
+        # The hint is not in the class: an actor's error is pickled, and made again from its message alone.
+        raise ChatTemplateError(
+            f"{chat_template} is not a chat template: {line}{error}",
+            location="model.chat_template",
+            hint="give a file with a Jinja template, or leave it out to use the tokenizer's own",
+        ) from error
     return tokenizer
 
 
 def templates_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer has a chat template that writes more than a user's text; ``CHAT_TEMPLATE`` does not."""
     return tokenizer.chat_template is not None and tokenizer.chat_template != CHAT_TEMPLATE
-
-
-def _not_a_template(path: str, why: str) -> ChatTemplateError:
-    # Not in the class: an actor's error is pickled, and made again from its message alone.
-    hint = "give a file with a Jinja template, or leave it out to use the tokenizer's own"
-    return ChatTemplateError(f"{path} is not a chat template: {why}", location="model.chat_template", hint=hint)
 
 
 @contextmanager
