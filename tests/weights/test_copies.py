@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from asyncrl_cli.weights import copies
+from asyncrl_cli.weights import mapped as mapped_module
 from asyncrl_cli.weights.layout import ByteRange, chunks_of, pages_of, plan_slots, size_of
 from asyncrl_cli.weights.mapped import Copies, CudaCopies, MappedReplica, copies_of
 from asyncrl_cli.weights.replica import Replica
@@ -77,7 +77,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         "synchronize": driver.synchronize,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(copies.torch, "ones", driver.ones)
+    monkeypatch.setattr(mapped_module.torch, "ones", driver.ones)
     return driver
 
 
