@@ -39,7 +39,7 @@ from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
-from asyncrl_cli.records.generation import Residence, Rollout, RolloutRequest, Segment
+from asyncrl_cli.records.generation import Placement, Rollout, RolloutRequest, Segment
 from asyncrl_cli.records.groups import Opening, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.activity import Occupancy
@@ -132,11 +132,11 @@ class SimulatedEngine:
         """Like ``Engine.sequence_s``."""
         return self._occupancy.read()
 
-    def residences(self) -> list[Residence]:
-        """Like ``Engine.residences``."""
+    def placements(self) -> list[Placement]:
+        """Like ``Engine.placements``."""
         now = time.monotonic()
         returned, self._returned = self._returned, []
-        return [Residence(name, now - began, now - ended, 0) for name, began, ended in returned]
+        return [Placement(name, now - began, now - ended, 0) for name, began, ended in returned]
 
     def serve(self, version: int) -> None:
         """Later tokens have this version."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from enum import StrEnum
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -288,8 +289,15 @@ class RolloutFailure:
     reason: str
 
 
-RequestEnding = Literal["stop", "length", "failed", "aborted", "lost", "cancelled"]
-"""How an engine's work on a request ended: the first two are finish reasons; ``lost``: the engine itself was lost."""
+class RequestEnding(StrEnum):
+    """How an engine's work on a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    LOST = "lost"  # the engine itself was lost
+    CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +322,7 @@ class EngineRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Residence:
+class Placement:
     """The time that a returned request spent in vLLM, in seconds before the delivery."""
 
     rollout_id: str
@@ -351,7 +359,7 @@ class Delivery:
     activity: EngineActivity = field(default_factory=EngineActivity)
     aborted: list[str] = field(default_factory=list)  # aborted on command; all their tokens are in segments
     leaving: bool = False  # the engine's process got SIGTERM
-    residences: list[Residence] = field(default_factory=list)  # requests that vLLM has returned, whatever their end
+    placements: list[Placement] = field(default_factory=list)  # requests that vLLM has returned, whatever their end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -205,7 +205,7 @@ class GenerationClient:
         except TimeoutError:
             # If it serves again later, it must not continue requests that other engines have by then.
             engine.to_cancel.update(engine.pending)
-            self._continue(list(engine.pending.values()), "lost")
+            self._continue(list(engine.pending.values()), RequestEnding.LOST)
             engine.leaving = False
             self._dispatch_soon()
         returned, engine.leaving = engine.leaving, False
@@ -235,9 +235,9 @@ class GenerationClient:
             # Before the results: aborted and failed requests continue from these tokens.
             self._note_segments(engine, delivery.segments)
             now = time.time()
-            for residence in delivery.residences:
-                if (entry := engine.pending.get(residence.rollout_id)) is not None:
-                    entry.residence = now, residence
+            for placement in delivery.placements:
+                if (entry := engine.pending.get(placement.rollout_id)) is not None:
+                    entry.placement = now, placement
             self._settle(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
                 raise EngineLost(f"it has generated no token for {delivery.activity.silent_s:.0f} s")
@@ -255,7 +255,7 @@ class GenerationClient:
         engine.serving = engine.leaving = engine.to_abort = False
         engine.dead_because, engine.sender = "", None
         engine.to_cancel.clear()
-        self._continue(list(engine.pending.values()), "lost")
+        self._continue(list(engine.pending.values()), RequestEnding.LOST)
         self._dispatch_soon()
 
     # -- sending
@@ -270,7 +270,7 @@ class GenerationClient:
     def _drop(self, rollout_id: str) -> None:
         entry = self._open.pop(rollout_id, None)
         if entry is not None and (engine := entry.engine) is not None:
-            if self._detach(entry, "cancelled"):
+            if self._detach(entry, RequestEnding.CANCELLED):
                 engine.to_cancel.add(rollout_id)
             self._dispatch_soon()
 
@@ -374,8 +374,10 @@ class GenerationClient:
             else:
                 ended.append((entry, failure))
         self._end(ended)
-        self._continue([engine.pending[name] for name in delivery.aborted if name in engine.pending], "aborted")
-        self._continue(failed, "failed")
+        self._continue(
+            [engine.pending[name] for name in delivery.aborted if name in engine.pending], RequestEnding.ABORTED
+        )
+        self._continue(failed, RequestEnding.FAILED)
 
     def _continue(self, interrupted: Iterable[OpenRequest], ending: RequestEnding) -> None:
         """Have requests that an engine abandoned wait for another engine, with all their tokens as prefix."""
@@ -394,7 +396,7 @@ class GenerationClient:
 
     def _take_back_unsent(self, engine: EngineState) -> None:
         # Otherwise they would be submitted after the abort, and run.
-        self._continue([engine.pending[rollout_id] for rollout_id in engine.outbox], "aborted")
+        self._continue([engine.pending[rollout_id] for rollout_id in engine.outbox], RequestEnding.ABORTED)
 
     def _detach(self, entry: OpenRequest, ending: RequestEnding, end: int | None = None) -> bool:
         """A request is no longer with its engine; returns whether it had been sent there. ``end``: how many tokens it
@@ -409,7 +411,7 @@ class GenerationClient:
         if engine.outbox.pop(name, None) is not None:
             return False
         left = entry.left(engine.name, ending, end)
-        entry.residence = None  # before another engine gets it
+        entry.placement = None  # before another engine gets it
         self._on_engine_request(left)
         return True
 
@@ -417,9 +419,9 @@ class GenerationClient:
         by_owner: dict[OnEnd, Ended] = {}
         for entry, result in ended:
             if isinstance(result, Rollout):
-                self._detach(entry, result.finish_reason, len(result.ids))
+                self._detach(entry, RequestEnding(result.finish_reason), len(result.ids))
             else:
-                self._detach(entry, "failed")
+                self._detach(entry, RequestEnding.FAILED)
             del self._open[entry.request.rollout_id]
             by_owner.setdefault(entry.on_end, []).append((entry.request, result))
         for on_end, batch in by_owner.items():

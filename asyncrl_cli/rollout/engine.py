@@ -23,7 +23,7 @@ from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
     FinishReason,
-    Residence,
+    Placement,
     Rollout,
     RolloutRequest,
     Segment,
@@ -102,7 +102,7 @@ class Engine:
         self._scheduler = asyncio.Lock()  # held to pause vLLM, or to keep others from pausing it
         self._asleep = False  # while it is true, ``_scheduler`` is held
         self._occupancy = Occupancy()  # of vLLM
-        self._returned: list[Residence] = []  # since ``residences`` was called, in seconds of the monotonic clock
+        self._returned: list[Placement] = []  # since ``placements`` was called, in seconds of the monotonic clock
         self._all_returned = asyncio.Event()
         self._ended_tokens = 0
 
@@ -168,7 +168,7 @@ class Engine:
         """The integral over time of the number of requests in vLLM, since the last call."""
         return self._occupancy.read()
 
-    def residences(self) -> list[Residence]:
+    def placements(self) -> list[Placement]:
         """The requests that vLLM has returned since the last call."""
         now = time.monotonic()
         returned, self._returned = self._returned, []
@@ -372,7 +372,7 @@ class Engine:
             if not self._occupancy.requests:
                 self._all_returned.set()
         self._returned.append(
-            Residence(
+            Placement(
                 request.rollout_id,
                 since_s=since,
                 until_s=time.monotonic(),

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from asyncrl_cli.records.generation import (
     EngineActivity,
     EngineRequest,
+    Placement,
     RequestEnding,
-    Residence,
     Rollout,
     RolloutFailure,
     RolloutRequest,
@@ -80,7 +80,7 @@ class OpenRequest:
     sent_at: float = 0.0  # unix time at which its engine got it
     attempt: int = 0
     segments: list[Segment] = field(default_factory=list)  # reported since the request was sent
-    residence: tuple[float, Residence] | None = None  # at the engine that has it, behind the unix time of its delivery
+    placement: tuple[float, Placement] | None = None  # at the engine that has it, behind the unix time of its delivery
 
     def left(self, engine: str, ending: RequestEnding, end: int | None) -> EngineRequest:
         """The record of a request that has left an engine. ``end``: its number of tokens, if more than were
@@ -97,15 +97,15 @@ class OpenRequest:
             tokens=end - before,
             context_tokens=len(self.request.prompt_ids) + before,
         )
-        if self.residence is None:
+        if self.placement is None:
             return left
-        now, residence = self.residence
+        now, placement = self.placement
         return replace(
             left,
-            cached_tokens=residence.cached_tokens,
-            running_from=now - residence.since_s,
-            running_until=now - residence.until_s,
-            first_token_s=residence.first_token_s,
+            cached_tokens=placement.cached_tokens,
+            running_from=now - placement.since_s,
+            running_until=now - placement.until_s,
+            first_token_s=placement.first_token_s,
         )
 
     def __lt__(self, other: OpenRequest) -> bool:

@@ -175,7 +175,7 @@ class RolloutWorker:
             segments=segments,
             activity=activity,
             leaving=self._got_sigterm,
-            residences=self._engine.residences(),
+            placements=self._engine.placements(),
         )
 
     async def update_weights(

@@ -24,7 +24,7 @@ from asyncrl_cli.records.generation import (
     Delivery,
     EngineActivity,
     EngineRequest,
-    Residence,
+    Placement,
     Rollout,
     RolloutFailure,
     RolloutRequest,
@@ -196,7 +196,7 @@ class StandInEngine(Actor):
         activity: EngineActivity | None = None,
         aborted: Iterable[str] = (),
         told_to_leave: bool = False,
-        residences: Iterable[Residence] = (),
+        placements: Iterable[Placement] = (),
     ) -> None:
         """Queue these for delivery, without their prompts, as a worker does."""
         rollouts = [replace(entry, prompt_ids=()) for entry in ended if isinstance(entry, Rollout)]
@@ -204,7 +204,7 @@ class StandInEngine(Actor):
         self._idle.clear()
         activity = activity or EngineActivity()
         delivery = Delivery(
-            rollouts, failures, list(segments), activity, list(aborted), told_to_leave, list(residences)
+            rollouts, failures, list(segments), activity, list(aborted), told_to_leave, list(placements)
         )
         self._deliveries.put_nowait(delivery)
 

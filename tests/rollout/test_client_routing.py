@@ -15,7 +15,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.records.generation import (
     EngineActivity,
     EngineRequest,
-    Residence,
+    Placement,
     RolloutFailure,
     RolloutRequest,
     Segment,
@@ -447,14 +447,14 @@ def test_every_token_is_counted_at_the_engine_that_sampled_it() -> None:
         await asked(client, Owner(), "a", "b")
         async with collecting(client):
             await engine.deliver(segments=[segment("a", 0, 3)])
-            returned = [Residence("a", 9.0, 2.0, 1, 0.5)]
-            await engine.deliver(segments=[segment("a", 3, 1), segment("b", 0, 2)], residences=returned)
+            returned = [Placement("a", 9.0, 2.0, 1, 0.5)]
+            await engine.deliver(segments=[segment("a", 3, 1), segment("b", 0, 2)], placements=returned)
         engine.die()
         await lost(client, 0)
         restarted = await restart(client.engines[0])
         await client.flush()
         async with collecting(client):
-            await restarted.deliver(rollout("a", (0,) * 6), residences=[Residence("a", 4.0, 1.0, 2)])
+            await restarted.deliver(rollout("a", (0,) * 6), placements=[Placement("a", 4.0, 1.0, 2)])
             await restarted.deliver(segments=[segment("b", 2, 1)])
             await client.cancel(["b"])
         work = [(stay.request_id, stay.ending, stay.context_tokens, stay.tokens, stay.cached_tokens) for stay in stays]

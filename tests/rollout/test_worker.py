@@ -16,7 +16,7 @@ import pytest
 from asyncrl_cli.records.generation import (
     Attestation,
     Delivery,
-    Residence,
+    Placement,
     Rollout,
     RolloutFailure,
     RolloutRequest,
@@ -46,7 +46,7 @@ class StandInEngine:
         self.stall_s = 0.0
         self.dead = False
         self.version: int | None = None
-        self.returned: list[Residence] = []
+        self.returned: list[Placement] = []
         self.tokens: dict[str, int] = {}
         """The number of tokens of each running rollout."""
 
@@ -74,7 +74,7 @@ class StandInEngine:
     def sequence_s(self) -> float:
         return 0.5
 
-    def residences(self) -> list[Residence]:
+    def placements(self) -> list[Placement]:
         returned, self.returned = self.returned, []
         return returned
 
@@ -166,12 +166,12 @@ def test_results_are_delivered_once_and_in_order(worker: RolloutWorker) -> None:
 def test_the_work_of_vllm_is_delivered_once(worker: RolloutWorker) -> None:
     async def check() -> None:
         engine = await submitted(worker, "a")
-        engine.returned = [Residence("a", 2.0, 0.5, 3)]
+        engine.returned = [Placement("a", 2.0, 0.5, 3)]
         engine.waiting["a"].set_result(rollout("a"))
         delivery = await worker.collect(60.0)
-        assert delivery.residences == [Residence("a", 2.0, 0.5, 3)]
+        assert delivery.placements == [Placement("a", 2.0, 0.5, 3)]
         assert delivery.activity.sequence_s == 0.5
-        assert (await worker.collect(0.0)).residences == []
+        assert (await worker.collect(0.0)).placements == []
 
     asyncio.run(check())
 
