@@ -120,18 +120,6 @@ def test_a_failure_is_retried_immediately_and_then_reported() -> None:
     run(check())
 
 
-def test_a_failed_rollout_continues_from_its_tokens() -> None:
-    async def check() -> None:
-        client = client_over(1, retries=1)
-        (engine,) = actors(client)
-        await asked(client, Owner(), "a")
-        async with collecting(client):
-            await engine.deliver(RolloutFailure("a", "first"), segments=[segment("a", 0, 4)])
-        assert ranges(engine.submitted[-1]) == [(0, 4)]
-
-    run(check())
-
-
 def test_results_that_end_together_are_reported_together_to_each_owner() -> None:
     async def check() -> None:
         client = client_over(1)
@@ -278,30 +266,6 @@ def test_requests_of_a_lost_engine_continue_elsewhere_from_their_tokens() -> Non
     run(check())
 
 
-def test_prefixes_add_up_over_several_deaths() -> None:
-    async def check() -> None:
-        client = client_over(1)
-        engine = client.engines[0]
-        owner = Owner()
-        await asked(client, owner, "a", "b")
-        (actor,) = actors(client)
-        for start, count in ((0, 2), (2, 0), (2, 3)):
-            if count:
-                actor.put(segments=[segment("a", start, count)])
-            actor.put(activity=EngineActivity(silent_s=601.0))
-            await lost(client, 0)
-            actor = await restart(engine)
-            await client.flush()
-            assert sorted(actor.ids) == ["a", "b"]
-        prefixes = {one.rollout_id: ranges(one) for one in actor.submitted}
-        assert prefixes == {"a": [(0, 2), (2, 5)], "b": []}
-        async with collecting(client):
-            await actor.deliver(rollout("a"), rollout("b"))
-        assert owner.ended == ["a", "b"]
-
-    run(check())
-
-
 def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
     async def check() -> None:
         client = client_over(2)
@@ -319,27 +283,6 @@ def test_without_a_serving_engine_requests_wait_for_the_restart() -> None:
         other = await restart(client.engines[0])
         await client.flush()
         assert sorted(restarted.ids + other.ids) == ["a", "b", "c"]
-
-    run(check())
-
-
-def test_cancelled_requests_are_not_continued() -> None:
-    async def check() -> None:
-        client = client_over(2)
-        first, second = actors(client)
-        await asked(client, Owner(), "a", "b", "c")
-        await client.cancel(["a"])
-        first.die()
-        await lost(client, 0)
-        assert second.ids == ["b", "c"]
-        second.die()
-        await lost(client, 1)
-        await client.cancel(["b"])
-        restarted = await restart(client.engines[0])
-        other = await restart(client.engines[1])
-        await client.flush()
-        assert restarted.ids + other.ids == ["c"]
-        assert restarted.cancelled + other.cancelled == [], "it was never sent to them"
 
     run(check())
 
