@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Experts = NDArray[np.unsignedinteger[Any]]
 """[tokens, layers · k]."""
 UNKNOWN = 0
-"""The value of all ids of a token whose experts are not known."""
+"""The value of all ids of a token with unknown experts."""
 
 
 def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
@@ -34,7 +34,7 @@ def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
 
 
 def filled(experts: Experts | None, others: Experts | None) -> Experts | None:
-    """``experts`` with unknown rows replaced by those of ``others``; both have the same number of rows."""
+    """``experts`` with unknown rows replaced by rows of ``others``; both have the same number of rows."""
     if experts is None or others is None:
         return others if experts is None else experts
     return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), others, experts)

@@ -190,7 +190,7 @@ class RolloutRequest:
     affinity: str = ""
     """Requests with the same one go to the same engine, for its prefix cache, while it serves and has room."""
     streamed: bool = False  # new tokens are delivered every ``worker.STREAM_S`` seconds
-    awaited: bool = False  # its end is delivered at once
+    awaited: bool = False  # its end is delivered immediately
 
     @property
     def generated(self) -> int:
@@ -256,7 +256,7 @@ def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, experts: Exper
 
 
 EVALUATION = "eval:"
-"""What the ids of evaluation rollouts begin with; they start over when an engine dies."""
+"""The ids of evaluation rollouts begin with it; they start over when an engine dies."""
 
 
 def training_rollout_id(group_id: int, index: int) -> str:
@@ -334,13 +334,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class EngineActivity:
-    """What an engine did since the last report. Activities add up."""
+    """An engine's work since the last report. Activities add up."""
 
     generated_tokens: int = 0
     busy_s: float = 0.0
     paused_s: float = 0.0
     wall_s: float = 0.0
-    silent_s: float = 0.0  # not a sum: the seconds for which it has had rollouts to generate, but produced no token
+    silent_s: float = 0.0  # not a sum: seconds with rollouts to generate, but without a token
     sequence_s: float = 0.0  # the integral over time of the number of requests in vLLM
     cpu_s: float = 0.0  # processor time of the engine's processes
 

@@ -61,7 +61,7 @@ class ActivityClock:
         self._since, self._busy = now, busy
 
     def add_ended(self, tokens: int) -> None:
-        """A rollout ended for which this engine generated ``tokens``."""
+        """A rollout ended; this engine generated ``tokens`` of it."""
         self._ended_tokens += tokens
 
     def begin_update(self) -> None:

@@ -1,8 +1,8 @@
-"""The generation client: callers request a rollout and get it, even if engines fail meanwhile (decision 0015).
+"""The generation client: callers request a rollout and get it, even if engines fail (decision 0015).
 
 Abort and continue: when an engine abandons a request (on command, by failing or by dying), the tokens delivered so far
 become the request's prefix, and any engine continues from there with the rest of its budget. A request without new
-tokens is sent again unchanged; a request whose budget is used up ends here (``continuation.finished``).
+tokens is sent again unchanged; a request without a budget left ends here (``continuation.finished``).
 
 An engine gets about as many requests as it runs at a time. The others wait here for any engine, the lowest priority
 first. Invariant: an open request waits here or is at exactly one engine. Unless it is cancelled, it ends exactly once:
@@ -39,12 +39,11 @@ from asyncrl_cli.rollout.open_requests import Ended, EngineHandle, EngineState, 
 from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
-"""Seconds after which ``collect`` returns an empty answer, so that a dead engine is noticed."""
+"""Seconds after which ``collect`` returns an empty answer. Without one a dead engine would not be noticed."""
 AHEAD = 0.25
-"""An engine gets more requests than it runs at a time, by this fraction, so that a slot that becomes free is filled at
-once."""
+"""An engine gets more requests than it runs at a time, by this fraction: they fill slots that become free."""
 MAX_AFFINITIES = 10_000
-"""Number of affinities whose engine is remembered; the least recently used ones are dropped."""
+"""Number of affinities with a remembered engine; the least recently used ones are dropped."""
 
 
 class EngineLost(Exception):
@@ -69,7 +68,7 @@ class GenerationClient:
         on_progress: Callable[[], None] = lambda: None,
         on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
     ) -> None:
-        """``slots``: requests that an engine runs at once.
+        """``slots``: requests that an engine runs at a time.
 
         ``hang_s``: seconds without a token, or without an answer, after which an engine counts as lost.
         ``decode(ids)`` gives the text of a response. ``on_progress`` is called when tokens were generated,
@@ -275,7 +274,7 @@ class GenerationClient:
             self._dispatch_soon()
 
     def _dispatch_soon(self) -> None:
-        """Schedule ``_dispatch``, so that requests of one turn of the event loop are sent together (decision 0006)."""
+        """Schedule ``_dispatch``: requests of one turn of the event loop are sent together (decision 0006)."""
         if not self._dispatch_due:
             self._dispatch_due = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -316,7 +315,7 @@ class GenerationClient:
         return chosen
 
     async def _send_all(self, engine: EngineState) -> None:
-        """Send an engine everything that is pending, one call after another, so that it handles them in this order."""
+        """Send an engine everything that is pending, one call after another: it handles them in this order."""
         actor = engine.process.actor
         while (engine.serving or engine.leaving) and engine.process.actor is actor:
             # Cancel before submit: a request that replaces an open one has the same id.
@@ -361,7 +360,7 @@ class GenerationClient:
         ended: list[tuple[OpenRequest, Rollout | RolloutFailure]] = []
         failed: list[OpenRequest] = []
         engine.has_completed |= bool(delivery.rollouts)
-        # Requests that are not pending were cancelled meanwhile.
+        # Requests that are not pending have been cancelled.
         for rollout in delivery.rollouts:
             if (entry := engine.pending.get(rollout.rollout_id)) is not None:
                 ended.append((entry, replace(rollout, prompt_ids=entry.request.prompt_ids)))

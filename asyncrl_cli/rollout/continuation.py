@@ -1,7 +1,7 @@
 """Continues a rollout where an engine stopped, by tokens.
 
 A sequence is the concatenation of its segments (``TokenSequence.join`` checks it); splitting it anywhere and joining
-the parts gives the same arrays. Text is used only to find a stop string whose two parts two engines generated.
+the parts gives the same arrays. Text is used only to find a stop string that two engines generated together.
 """
 
 from __future__ import annotations

@@ -18,17 +18,17 @@ _SECOND = np.uint64(0x94D049BB133111EB)
 def position_seeds(seeds: NDArray[np.int64], positions: NDArray[Any]) -> NDArray[np.int64]:
     """The seed of each row's noise over the vocabulary. All arrays are [rows], and seeds are taken modulo 2^64.
 
-    ``positions``: the index that each row's new token has in its sequence, prompt included, so that a request whose
-    prompt ends with its earlier tokens continues where it stopped. The hash is output number ``position`` of SplitMix64
-    (Steele, Lea and Flood, 2014) started at the mixed seed: for one seed, positions never collide.
+    ``positions``: the index that each row's new token has in its sequence, prompt included: a request with a
+    prompt that ends with its earlier tokens continues where it stopped. The hash is output number ``position`` of
+    SplitMix64 (Steele, Lea and Flood, 2014) started at the mixed seed: for one seed, positions never collide.
     """
-    with np.errstate(over="ignore"):  # modulo 2^64 is what is wanted
+    with np.errstate(over="ignore"):  # modulo 2^64 is intended
         steps = (positions.astype(np.uint64) + np.uint64(1)) * _GAMMA
         return _mixed(_mixed(seeds.view(np.uint64)) + steps).view(np.int64)
 
 
 def _mixed(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64 bits in which every bit of the input changes half of the output's."""
+    """A bijection of 64 bits; every bit of the input changes half of the output's."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * _FIRST
     numbers = (numbers ^ (numbers >> np.uint64(27))) * _SECOND
     return numbers ^ (numbers >> np.uint64(31))

@@ -52,8 +52,7 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 ABORT_POLL_S = 0.02
-"""Seconds that an abort waits for the requests to return, before it is repeated for requests that vLLM got
-meanwhile."""
+"""Seconds that an abort waits for the requests to return, before it is repeated for requests that vLLM got since."""
 
 PREPARE_POLL_S = 0.01
 """Seconds between two checks whether vLLM has prepared an update: a blocking call would stop it from generating."""
@@ -92,7 +91,7 @@ class Engine:
         self._version = -1
         self._layout: tuple[TensorSlot, ...] | None = None
         self._probes = 0
-        # vLLM gets no more requests than it runs at once, and none while it loads weights, so a request's cache salt,
+        # vLLM gets no more requests than it runs at a time, and none while it loads weights, so a request's cache salt,
         # chosen when vLLM gets it, names the version that it starts under (decision 0005).
         self._slots = PrioritySemaphore(spec.rollout.max_running_rollouts)
         self._loading = True
@@ -332,7 +331,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         # During a publish, the engine that sampled the prefix, or the turns before, may be a version ahead of this one:
-        # wait for that version, so that versions never fall (decision 0010).
+        # wait for that version, because versions must never fall (decision 0010).
         newest = max(request.newest, request.prefix[-1].version if request.prefix else 0)
         async with self._changed:
             await self._changed.wait_for(

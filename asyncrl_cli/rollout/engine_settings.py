@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 CPU_ENVIRONMENT = {
-    # With 1, vLLM's CPU platform puts the worker in a process of its own behind the engine core.
+    # With 1, vLLM's CPU platform puts the worker in another process behind the engine core.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -78,7 +78,7 @@ def cache_bytes_per_token(spec: ExperimentSpec, hf_config: Any) -> int:
 
 
 def kv_cache_bytes(spec: ExperimentSpec, hf_config: Any) -> int:
-    """Bytes of a CPU engine's key-value cache: those of the spec, or of ``kv_cache_blocks``."""
+    """Bytes of a CPU engine's key-value cache, by the spec or by ``kv_cache_blocks``."""
     if spec.rollout.kv_cache_mb is not None:
         return spec.rollout.kv_cache_mb * 2**20
     return kv_cache_blocks(spec) * BLOCK_SIZE * cache_bytes_per_token(spec, hf_config)
@@ -183,7 +183,7 @@ def gpu_args(spec: ExperimentSpec, gpu_bytes: int | None = None) -> dict[str, An
 
 
 def with_cache(spec: ExperimentSpec, nbytes: int) -> ExperimentSpec:
-    """The spec for an engine whose key-value cache has ``nbytes``, and which does not measure its GPU's free memory.
+    """The spec for an engine with a key-value cache of ``nbytes``, which does not measure its GPU's free memory.
 
     vLLM takes all that other processes allocate while it measures for its own, and fails if they free memory. So an
     engine that restarts next to a training rank gets the size that its first start measured.
@@ -274,8 +274,8 @@ def engine_config(spec: ExperimentSpec, model_dir: str, load_format: str) -> tup
 
 
 def _missing_package(model_dir: str) -> str | None:
-    """The package without which vLLM's class for a model cannot be imported, such as torchvision for Qwen3.5, whose
-    text model is in one file with its vision model. vLLM itself says so in its log only."""
+    """The package that is missing to import vLLM's class for a model. Qwen3.5 needs torchvision, for example: its text
+    model is in one file with its vision model. vLLM says so only in its log."""
     from transformers import AutoConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
@@ -285,7 +285,7 @@ def _missing_package(model_dir: str) -> str | None:
                 ModelRegistry.models[name].load_model_cls()
     except ModuleNotFoundError as error:
         return error.name
-    except Exception:  # it is what vLLM has refused
+    except Exception:  # vLLM has refused for this reason
         return None
     return None
 
@@ -304,7 +304,7 @@ def _check_head_size(model: ModelConfig) -> None:
 
 
 def start_vllm(spec: ExperimentSpec, model_dir: str, load_format: str, log: LogSince) -> AsyncLLM:
-    """A running engine. ``log`` has what this process writes from now on.
+    """A running engine. ``log`` has this process's output from now on.
 
     Raises ``ConfigError`` when vLLM refuses the settings, ``ActorDied`` when its core process was killed, and
     ``RunError`` with the cause found in ``log`` when the core failed by itself.
@@ -337,14 +337,14 @@ def _refusal(error: Exception) -> str:
 
 ABSORBED = "kv_b_proj"
 """A layer of latent attention, as in DeepSeek-V3. vLLM multiplies its weight into others when it loads a model, and
-calls the layer itself without its adapter. It still has a slot for the adapter, so it does not report the layer among
-those whose adapters it cannot serve."""
+calls the layer itself without its adapter. It still has a slot for the adapter, so it does not report the layer as one
+without."""
 
 
 def adapted_names(lora: LoraSpec, model_dir: str) -> list[str]:
-    """The last parts of the names of layers that have an adapter, so that vLLM has slots for only these.
+    """The last parts of the names of layers that have an adapter, for which vLLM makes slots.
 
-    By default it would also have slots for the embeddings and the head, and compute with them. A model's experts have
+    By default it would also make slots for the embeddings and the head, and compute with them. A model's experts have
     no adapter, as they are not linear layers in transformers.
     """
     if lora.target_modules != "all-linear":
@@ -363,7 +363,7 @@ def adapted_names(lora: LoraSpec, model_dir: str) -> list[str]:
 def check_adapters(model: Any, layers: Iterable[str], on_gpus: bool) -> None:
     """Raise ``ConfigError`` when vLLM would ignore an adapter, or cannot compute the model where adapters are enabled.
 
-    ``layers`` are the names of those of ``model`` (of transformers) that have an adapter.
+    ``layers``: names of the adapted layers of ``model`` (of transformers).
     """
     if not on_gpus and any(name.endswith(".experts") for name, _ in model.named_modules()):
         raise ConfigError(

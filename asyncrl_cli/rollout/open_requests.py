@@ -51,7 +51,7 @@ class EngineState:
 
     process: EngineHandle
     pending: dict[str, OpenRequest] = field(default_factory=dict)  # requests assigned to it
-    outbox: dict[str, RolloutRequest] = field(default_factory=dict)  # those of them that have not been sent
+    outbox: dict[str, RolloutRequest] = field(default_factory=dict)  # assigned requests that have not been sent
     to_cancel: set[str] = field(default_factory=set)  # ids that it still has to cancel
     to_abort: bool = False
     activity: EngineActivity = field(default_factory=EngineActivity)  # the sum over the run

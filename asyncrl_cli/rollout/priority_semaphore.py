@@ -23,7 +23,7 @@ class Aborted(Exception):
 
 
 class PrioritySemaphore:
-    """A semaphore whose waiters enter by priority: the lowest first, and among equals in the order of arrival."""
+    """A semaphore that waiters enter by priority: the lowest first, and among equals in the order of arrival."""
 
     def __init__(self, slots: int) -> None:
         self._free = slots
@@ -55,7 +55,7 @@ class PrioritySemaphore:
         try:
             await slot
         except asyncio.CancelledError:
-            # Cancelled in the turn in which it got the slot: pass the slot on, or it is lost.
+            # Cancelled in the same turn that gave it the slot: pass the slot on, or it is lost.
             if slot.done() and not slot.cancelled() and slot.exception() is None:
                 self._release()
             raise

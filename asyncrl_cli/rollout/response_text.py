@@ -22,7 +22,7 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
 
 def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
     """The token ids at which vLLM ends a reply of the model in ``folder`` (or of that hub id): the tokenizer's end
-    token and those of the model's generation config, else of its config, as vLLM reads them.
+    token and the end tokens of the model's generation config, else of its config, as vLLM reads them.
 
     Many chat models end a turn with another token than the tokenizer's: Gemma, Llama, GLM.
     """

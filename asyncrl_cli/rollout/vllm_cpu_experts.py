@@ -1,8 +1,8 @@
 """vLLM's CPU worker and its scheduler, with the choice of experts in their output (decision 0054).
 
-vLLM returns routed experts on GPUs only, and refuses its argument for this on a CPU. Capturing them, those of
-prefix-cached tokens and their delivery is vLLM's own code here, too: this worker calls it at the places of a step where
-vLLM's worker for GPUs does.
+vLLM returns routed experts on GPUs only, and refuses its argument for this on a CPU. Capturing them (also of
+prefix-cached tokens) and their delivery is vLLM's own code here, too: this worker calls it in the same places of a step
+as vLLM's worker for GPUs.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CPUWorkerWithExperts(CPUWorker):  # type: ignore[misc]
         return output
 
     def _chosen(self, output: Any) -> Any:
-        """Of the step that has just ended, whose state the batch still has."""
+        """The experts of the step that has just ended. The batch still has its state."""
         assert self._experts is not None
         counts = [self._scheduled.num_scheduled_tokens[request_id] for request_id in output.req_ids]
         batch: Any = SimpleNamespace(

@@ -41,7 +41,7 @@ def sampled_logprobs(flat: Any) -> list[float]:
 def newest_experts(parts: Sequence[Any], tokens: int) -> Experts | None:
     """The last ``tokens`` rows of vLLM's experts, which come in ``parts`` [rows, layers, k]; None without parts.
 
-    They are those of the newest tokens: vLLM gives a row for every token but the last, from the prompt's first on.
+    They belong to the newest tokens: vLLM gives a row for every token but the last, from the prompt's first on.
     Raises ``RuntimeError`` when there are fewer.
     """
     if not parts:

@@ -1,6 +1,6 @@
 """Fewer messages from vLLM's core process to its front end (decision 0079). Runs in the core process.
 
-vLLM sends every token in a record of its own: one per request and iteration, which the core encodes, and the front end
+vLLM sends every token in a separate record: one per request and iteration, which the core encodes, and the front end
 decodes and handles. The tokens of most rollouts are not read before they end. Here the records of such a request
 are joined into one, which is sent when the request ends, or after the seconds that it allows.
 
@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 
 HOLD_S = "asyncrl_hold_s"
-"""Key in ``SamplingParams.extra_args`` of requests whose records may be joined: the seconds that a token may wait. Not
-of a streamed request, nor of one with stop strings: vLLM finds those in its front end, and generates until then."""
+"""Key in ``SamplingParams.extra_args`` of requests with records that may be joined: the seconds that a token may wait.
+Streamed requests do not have it, nor requests with stop strings: vLLM finds these in its front end, and generates until
+then."""
 LONGEST_HOLD_S = 0.2
 """Seconds that tokens wait at most. Those that wait are lost with a core that is killed, and are generated again."""
 JOINED = frozenset(
@@ -40,7 +41,7 @@ JOINED = frozenset(
         "num_nans_in_logits",
     }
 )
-"""The fields that a record which waits may have; one with another, such as the reason of its end, is sent at once."""
+"""The fields that a waiting record may have; a record with another, such as the end's reason, is sent immediately."""
 
 
 def join_outputs() -> None:
@@ -65,7 +66,7 @@ def hold_s(core: Any, request_id: str) -> float:
 
 
 class JoinedOutputs:
-    """What is read from the core's output queue, with the records of a request joined.
+    """Reads the core's output queue, and joins the records of a request.
 
     ``read`` is the ``get`` of that queue: its entries are bytes, or a client's index with ``EngineCoreOutputs``.
     ``hold_s`` returns the seconds that a request's tokens may wait, 0 where its records must not be joined.
@@ -133,7 +134,7 @@ def has_records_alone(outputs: Any) -> bool:
 
 def can_wait(record: Any) -> bool:
     """Whether a record is of a request that has not ended, and has only what can be joined."""
-    # Not by their truth: that of the reason "stop" is false.
+    # Not by their truth: the reason "stop" is false.
     return all(name in JOINED or getattr(record, name) is None for name in record.__struct_fields__)
 
 
@@ -156,7 +157,7 @@ def joined(records: list[Any]) -> Any:
 
 
 def with_records(outputs: Any, records: list[Any]) -> Any:
-    """The message with these records in place of its own."""
+    """The message with these records instead."""
     from msgspec.structs import replace
 
     return replace(outputs, outputs=records)

@@ -2,7 +2,7 @@
 
 vLLM's model runner V2 draws in this way by itself. V1, which runs engines on CPUs, gives each request a generator of
 its own, and asks them one after another. ``PositionSampler`` takes the place of that step and draws for all requests at
-once with vLLM's own kernels: the one of its CPU sampler, or the one of V2.
+once with vLLM's own kernels: its CPU sampler's, or V2's.
 
 Imported in vLLM's worker process alone.
 """
@@ -24,7 +24,7 @@ from asyncrl_cli.weights import vllm_worker
 
 
 class WorkerExtension(vllm_worker.WorkerExtension):
-    """Mixed into vLLM's worker: what asyncrl asks of it."""
+    """Mixed into vLLM's worker: further calls for asyncrl."""
 
     model_runner: Any
     vllm_config: VllmConfig
@@ -65,7 +65,7 @@ class PositionSampler:
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._of: tuple[Any, Any] = (None, None)  # the batch whose seeds are known, and its generators
+        self._of: tuple[Any, Any] = (None, None)  # the batch with known seeds, and its generators
 
     def __call__(
         self,
@@ -81,7 +81,7 @@ class PositionSampler:
             processed = logits
         elif self._runner.sampler.logprobs_mode == "processed_logprobs":
             processed = logits.log_softmax(dim=-1, dtype=torch.float32)
-        # The length of what the model has read is the index of the token that comes next.
+        # The number of tokens that the model has read is the index of the token that comes next.
         positions = self._runner.seq_lens[: len(logits)]
         seeds = self._seeds(generators, len(logits), logits.device)
         if logits.is_cpu:

@@ -1,12 +1,11 @@
 """The Ray actor around one engine.
 
-Requests are submitted and results collected in bulk, so that the cost of remote calls does not grow with the number of
+Requests are submitted and results collected in bulk: the cost of remote calls does not grow with the number of
 rollouts (decision 0006).
 
-A delivery also brings the tokens of unfinished rollouts, so that they survive this process: at every weight update,
-every ``journal.segment_seconds``, and when a rollout failed or was aborted; those of streamed rollouts every
-``STREAM_S``. The next delivery also says that a SIGTERM came: the driver takes the rollouts back and ends the process
-(decision 0040).
+A delivery also brings the tokens of unfinished rollouts, which then survive this process: at every weight update,
+every ``journal.segment_seconds``, and when a rollout failed or was aborted; for streamed rollouts every ``STREAM_S``.
+The next delivery also reports a SIGTERM: the driver takes the rollouts back and ends the process (decision 0040).
 
 Invariant: for each rollout in ``_taken``, the segments delivered so far and those that wait here are its
 tokens from the end of its prefix to ``_taken[rollout_id]``, each once.
@@ -218,7 +217,7 @@ class RolloutWorker:
 
     def _on_sigterm(self, *_: object) -> None:
         """The signal handler, in the main thread. The first SIGTERM of a started engine is reported to the driver; any
-        other ends the process at once, as Ray does."""
+        other ends the process immediately, as Ray does."""
         if self._loop is None or self._got_sigterm:
             raise SystemExit(128 + signal.SIGTERM)
         self._got_sigterm = True

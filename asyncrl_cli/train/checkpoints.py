@@ -1,8 +1,8 @@
 """The trainer's part of a checkpoint: DeepSpeed's shards, and getting them back into another number of ranks.
 
 As many ranks as saved load their own shards. Any other number of ranks, with ZeRO 1, 2 or 3, loads DeepSpeed's
-universal checkpoint: full parameters and full Adam moments, of which each rank takes its part. It is made by
-rank 0 in a hidden folder beside the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
+universal checkpoint: full parameters and full Adam moments; each rank takes its part. It is made by
+rank 0 in a hidden folder next to the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
 sharded, and every rank loads the same file. See docs/decisions/0011-checkpoints.md.
 
     state/
@@ -96,10 +96,10 @@ def reading_tensors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What one engine loads."""
+    """The checkpoint that one engine loads."""
 
     checkpoint: Checkpoint
-    root: Path  # the folder of what was saved
+    root: Path  # the folder that was saved
     counters: Counters
     folder: Path  # ``root``, or the folder of the universal checkpoint that is made from it
 
@@ -129,7 +129,7 @@ def check_layout(checkpoint: Checkpoint, trainer: TrainerSpec) -> None:
 
 
 def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") -> Source:
-    """What a trainer of this spec has to load for the policy, or for ``CRITIC``.
+    """The source that a trainer of this spec loads for the policy, or for ``CRITIC``.
 
     Raises ``RunError`` when it can load nothing.
     """

@@ -22,9 +22,9 @@ MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; the driver's limits for their calls are shorter."""
 REDUCE_NUMBERS = 2**24
 GPU_REDUCE_NUMBERS = 2 * 10**8
-"""Numbers of gradients that ranks add up in one message, on CPUs and on GPUs. A larger gradient has a message of its
-own, and is not copied. GPUs need larger messages: each rank gets the sum of its own part, and with many ranks that part
-is small."""
+"""Numbers of gradients that ranks add up in one message, on CPUs and on GPUs. A larger gradient has a separate
+message, and is not copied. GPUs need larger messages: each rank gets the sum of its own part, which is small with many
+ranks."""
 
 
 def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
@@ -47,7 +47,7 @@ def trainer_environment(spec: ExperimentSpec) -> dict[str, str]:
             # One device. Without it DeepSpeed counts NUMA nodes by running numactl, for every micro-batch.
             "LOCAL_SIZE": "1",
             # Waiting threads sleep. If they spin while other work runs on their cores, they take time from the thread
-            # that they wait for: a warm start of a minute took ten beside another.
+            # that they wait for: two warm starts of a minute took ten together.
             "OMP_WAIT_POLICY": "PASSIVE",
             # The C library gives tensors of this size and more back to the system when they are freed. By itself it
             # keeps blocks of up to 32 MiB, and a rank took up to 1.7 times what it held. A lower limit costs speed:
@@ -72,7 +72,7 @@ def join_process_group(
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # Local rank 0 on every host: Ray shows an actor its own GPU alone.
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), MASTER_ADDR=address, MASTER_PORT=str(port))
-    # Left to themselves gloo and NCCL take an interface that may lead nowhere (that of containers, say), and wait
+    # Left to themselves gloo and NCCL take an interface that may lead nowhere (such as a container's), and wait
     # without end. The host's own environment counts more, except on loopback.
     interface = interface_to(address)
     for name, value in (("GLOO_SOCKET_IFNAME", interface), ("NCCL_SOCKET_IFNAME", f"={interface}")):
@@ -162,7 +162,7 @@ def policy_around(model: Any, spec: ExperimentSpec) -> Policy:
 
 
 def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine around a critic whose transformer has the weights in ``model_dir``; collective.
+    """The DeepSpeed engine around a critic with the transformer of ``model_dir``; collective.
 
     It is trained with the policy's micro-batches.
     """
@@ -201,7 +201,7 @@ def recompute_activations(model: Any) -> None:
 
 
 def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bool = False) -> Any:
-    """The DeepSpeed engine around a module, with the spec's optimizer for what requires a gradient; collective."""
+    """The DeepSpeed engine around a module, with the spec's optimizer; collective."""
     import deepspeed
 
     optimizer = torch.optim.AdamW(
@@ -215,7 +215,7 @@ def initialize(module: torch.nn.Module, trainer: TrainerSpec, load_universal: bo
     # Before DeepSpeed puts its hooks on the modules (decision 0019).
     if trainer.zero_stage == 3:
         _gather_by_layer(module)
-    if trainer.expert_parallel > 1:  # by which DeepSpeed knows how the model routes
+    if trainer.expert_parallel > 1:  # it tells DeepSpeed how the model routes
         module.config = config = next(part.config for part in module.modules() if hasattr(part, "config"))
         check_experts(config, trainer)
     engine, *_ = deepspeed.initialize(
@@ -244,7 +244,7 @@ def set_learning_rate(engine: Any, learning_rate: float) -> None:
 
 
 def _gather_by_layer(module: torch.nn.Module) -> None:
-    """Have ZeRO-3 gather a transformer's layer at once.
+    """Have ZeRO-3 gather a transformer's layer as a whole.
 
     Hooks around every small module cost an eighth of a small model's time. And a rank would gather alone the experts
     that only its tokens use, and wait without end for the others.

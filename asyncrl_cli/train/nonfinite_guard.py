@@ -19,7 +19,7 @@ from asyncrl_cli.core.errors import RunError
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What became of an update, the same on all ranks."""
+    """The outcome of an update, the same on all ranks."""
 
     norm: float  # of the gradient over all weights, before clipping; not finite when the update was skipped
     skipped: bool

@@ -35,7 +35,7 @@ from asyncrl_cli.train.packing import PaddedRows, TrainingRow
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What a rank trains with."""
+    """The parts that a rank trains with."""
 
     spec: ExperimentSpec
     rank: int
@@ -48,14 +48,14 @@ class Learner:
 
 @dataclass(slots=True, eq=False)
 class Precomputed:
-    """What is known of a micro-batch before the first update; [rows, tokens], float32, without gradient."""
+    """Facts of a micro-batch before the first update; [rows, tokens], float32, without gradient."""
 
     old_logprobs: Tensor | None  # under the weights at the start of the step; None: not computed
     reference_logprobs: Tensor | None  # None without a reference
     advantages: Tensor  # 0 outside the mask
     values: Tensor | None  # the critic's at the start of the step; None without a critic
     penalties: Tensor | None  # in the reward, float64; None: it has none
-    returns: Tensor | None = None  # what the critic learns; None without a critic
+    returns: Tensor | None = None  # the critic's targets; None without a critic
 
 
 @dataclass(slots=True, eq=False)

@@ -3,7 +3,7 @@
 Every token sequence of a rollout is a row. Only tokens that the policy sampled count; the others are context.
 
 Invariant: a micro-batch's size is at most ``tokens_per_microbatch``, or it is one row that is longer by itself.
-Size is what the model computes: rows · longest row where rows are padded, the sum of rows where they are packed.
+Size counts the computed tokens: rows · longest row where rows are padded, the sum of rows where they are packed.
 Every rank gets the same number of micro-batches, because under ZeRO-3 each forward and backward pass is a
 collective call: a rank with one less would leave the others waiting without end. A rank without rows for a
 micro-batch has an empty list there, and ``pad_rows([])`` makes a row of it that counts for nothing.
@@ -35,7 +35,7 @@ DUMMY_TOKENS = 2
 class TrainingRow:
     """One token sequence of a rollout, up to the last token that the policy sampled."""
 
-    tokens: TokenSequence  # prompt and response; what is not CONTEXT counts in the loss
+    tokens: TokenSequence  # prompt and response; all except CONTEXT count in the loss
     version: int  # the weight version that trains it
     on_policy: bool  # whether the step starts with the very weights that the tokens of this version were sampled with
     rollout: int  # index in the step, from which the row has its reward
@@ -201,7 +201,7 @@ def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, pa
 def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
     """A micro-batch's tensors, on the CPU.
 
-    Without rows: one row of two tokens, so that the forward pass is ordinary, in which nothing counts. Raises
+    Without rows: one row of two tokens that do not count, which makes an ordinary forward pass. Raises
     ``ValueError`` when a row begins with a sampled token, which would have no context.
     """
     shape = (max(1, len(rows)), max(map(len, rows), default=DUMMY_TOKENS))

@@ -77,7 +77,7 @@ def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ..
 
 
 def adapter_shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator[tuple[str, int, Tensor]]:
-    """This rank's elements of every adapter, as ``shards`` gives those of weights, in the trainer's dtype.
+    """This rank's elements of every adapter, as ``shards`` gives weights, in the trainer's dtype.
 
     No rank waits for another.
     """

@@ -66,11 +66,11 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         set_learning_rate(learner.engine, trainer.optimizer.learning_rate * factor)
         metrics["train/learning_rate"] = trainer.optimizer.learning_rate * factor
         updates += 1
-        # Skipped by all ranks or by none: ``rows`` are those of all ranks, and what follows is collective.
+        # Skipped by all ranks or by none: ``rows`` are of all ranks, and the rest is collective.
         if not minibatch.rows:  # every group was uniform: there is nothing to learn
             continue
         if learner.critic is not None:
-            # After ``precompute``, so that this step's advantages are those of the critic before its update.
+            # After ``precompute``: this step's advantages are from the critic before its update.
             metrics |= update_critic(learner.critic, spec, minibatch, factor)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue

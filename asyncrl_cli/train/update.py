@@ -1,4 +1,4 @@
-"""One optimizer update of the policy, or of the critic, from a minibatch whose advantages are known."""
+"""One optimizer update of the policy, or of the critic, from a minibatch with known advantages."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def update_policy(
 ) -> tuple[nonfinite_guard.UpdateResult, UpdateSums]:
     """Forward, backward and one optimizer step over a minibatch; collective. An update that is not finite is skipped.
 
-    ``is_first``: the weights are still those of the start of the step, so a micro-batch's own log-probs are the old
+    ``is_first``: the weights have not changed since the start of the step, so a micro-batch's own log-probs are the old
     ones.
     """
     engine, objective, spec = learner.engine, learner.objective, learner.spec
     algorithm = objective.algorithm
-    # Of the whole minibatch, so that micro-batches add up to its mean; DeepSpeed averages gradients over the ranks.
+    # Of the whole minibatch: micro-batches add up to its mean. DeepSpeed averages gradients over the ranks.
     # With sequence parallelism too: a rank has the loss of its group's rows, and a part of its gradient.
     denominator = _denominator(spec, minibatch) / spec.trainer.ranks
     in_loss = algorithm.kl_placement == "loss"
@@ -121,7 +121,7 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
 
 
 def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
-    """What the sum of a minibatch's losses, over all ranks, is divided by."""
+    """The divisor of the sum of a minibatch's losses over all ranks."""
     algorithm = spec.algorithm
     if algorithm.aggregation == "token_mean":
         return count_tokens(minibatch.rows)
@@ -133,7 +133,7 @@ def _denominator(spec: ExperimentSpec, minibatch: Minibatch) -> float:
 def _corrected(
     spec: ExperimentSpec, padded: PaddedRows, old: Tensor | None, current: Tensor
 ) -> tuple[Tensor, Tensor, CorrectionSums, CorrectionSums]:
-    """The proximal log-probs, the importance weights with their statistics, and those of the engine's numerics alone.
+    """The proximal log-probs, the importance weights, their statistics, and the statistics of the engine's numerics.
 
     In fp32 the two sides agree on a token of the version being trained to about 1e-5, and which way the last
     bits fall depends on how the engine happened to batch it. There the trainer's own log-prob replaces the

@@ -1,7 +1,7 @@
 """Supervised training on a task's demonstrations, before reinforcement learning starts.
 
 The first ``clean_fraction`` of the updates use correct demonstrations only, which teach the skill; the rest use the
-task's mixture, so that the model applies it rarely. The loss is the mean over the response's tokens, with its end
+task's mixture, after which the model applies it rarely. The loss is the mean over the response's tokens, with its end
 token; prompts are not learned. Matrices of the blocks are trained by Muon, everything else (embeddings, norms,
 biases) by AdamW, both with one schedule: linear warm-up, then a cosine to 5 %.
 
@@ -139,7 +139,7 @@ def _tokenized(
     response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
-        # What a template writes after the end of a turn, often a newline, is never sampled: engines stop there.
+        # Text of a template after the end of a turn, often a newline, is never sampled: engines stop there.
         end = next((index for index, token in enumerate(response) if token in ends), len(response))
         ids = [*prompt, *response[:end], response[end] if end < len(response) else tokenizer.eos_token_id]
         if len(ids) > max_length:
@@ -193,7 +193,7 @@ def _train(
     progress: Progress | None,
 ) -> None:
     optimizers = _optimizers(model, spec)
-    model.eval()  # without dropout, whose random numbers threads would share
+    model.eval()  # without dropout: threads would share its random numbers
     for update in range(spec.steps):
         factor = schedule.factor(
             update, spec.steps, warmup=spec.warmup_steps, kind="cosine", final_fraction=FINAL_FRACTION
@@ -223,7 +223,7 @@ def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int, pool
         logits = model(input_ids=inputs, use_cache=False).logits
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = summed / tokens
-        # Not ``backward``, which would add to the gradients in the order in which threads end.
+        # Not ``backward``, which would add to the gradients in whatever order threads end.
         return loss.item(), torch.autograd.grad(loss, trained, allow_unused=True)
 
     # Rows of similar length go together: more than half of a plain batch would be padding. The longest rows begin, so
@@ -266,7 +266,7 @@ def orthogonalized(matrices: torch.Tensor) -> torch.Tensor:
     """Matrices with the singular vectors of ``matrices`` and singular values of about 1, by Newton and Schulz's
     iteration with ``COEFFICIENTS``.
 
-    ``matrices``: float32, [count, rows, columns]; so is what is returned.
+    ``matrices``, as the result: float32, [count, rows, columns].
     """
     a, b, c = COEFFICIENTS
     tall = matrices.shape[1] > matrices.shape[2]

@@ -1,7 +1,7 @@
 """The Ray actor of one trainer rank: a thin shell around the DeepSpeed engine.
 
 Every rank gets the same calls with the same batch; each plans the same micro-batches and takes its share, so the ranks
-need no messages beside their collective calls. Calls that move weights are collective: all ranks get them.
+need no messages except their collective calls. Calls that move weights are collective: all ranks get them.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class TrainerWorker:
     def save_checkpoint(self, folder: str) -> dict[str, Digest]:
         """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference.
 
-        Returns the checksums of what it has put on disk, by the path in ``folder``.
+        Returns the checksums of the files that it has written, by the path in ``folder``.
         """
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
         from asyncrl_cli.train.model.reference import Copy

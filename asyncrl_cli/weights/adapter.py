@@ -24,13 +24,13 @@ ADAPTER_ID = 1
 
 
 def adapter_request() -> LoRARequest:
-    """What every request of the policy carries. vLLM would look for the path if it had no adapter of this id."""
+    """Goes with every request of the policy. vLLM would look for the path if it had no adapter of this id."""
     return LoRARequest("policy", ADAPTER_ID, "published by the trainer")
 
 
 @dataclass
 class AdapterInitInfo(ReplicaInitInfo):
-    """``rank`` and ``alpha`` are those of the spec."""
+    """With the spec's rank and alpha."""
 
     rank: int
     alpha: float
@@ -67,7 +67,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         """Nothing: the model's own weights stay."""
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
-        """Nothing yet: when vLLM ends an update it removes all adapters, as those of other weights."""
+        """Nothing yet: when vLLM ends an update it removes all adapters, which belong to other weights."""
 
     def finish_weight_update(self) -> None:
         """Nothing: ``install`` follows."""

@@ -48,7 +48,7 @@ class HostAgent:
         return await asyncio.to_thread(self._replica.digest, version, ranks, self._threads)
 
     async def pull(self, manifest: Manifest, holders: Sequence[Endpoint], timeout_s: float) -> Pulled:
-        """Fetch the version to this host, from any of the holders; returns at once when it is already here.
+        """Fetch the version to this host, from any of the holders; returns immediately when it is already here.
 
         A call for the version that is being fetched waits for it; a call for a newer one ends the fetch. Raises
         ``Superseded``, ``PullFailed``, and ``RunError`` when no memory is free.
@@ -77,5 +77,5 @@ class HostAgent:
         return await asyncio.to_thread(pull.run)
 
     async def report(self) -> dict[int, int]:
-        """How many chunks of which version the host has."""
+        """Number of chunks that the host has, by version."""
         return self._replica.versions()

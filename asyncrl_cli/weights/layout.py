@@ -1,4 +1,4 @@
-"""Where the bytes of a weight version lie in a host's memory, and the chunks in which they travel between hosts.
+"""Where the bytes of a weight version lie in a host's memory, and the chunks that travel between hosts.
 
 Pure functions of the tensors and the number of trainer ranks: every host computes the same layout. Importing this
 module does not import torch.
@@ -92,8 +92,8 @@ def size_of(slots: tuple[TensorSlot, ...]) -> int:
 def share_of(rank: int, ranks: int, groups: int) -> int:
     """Which of ``ranks`` equal parts of a tensor ``rank`` has: as DeepSpeed divides experts.
 
-    Neighbouring ranks have different ones of ``groups`` large parts, each of which is divided over the ranks that have
-    it. So with 4 ranks and 2 groups, ranks 0 to 3 have the parts 0, 2, 1 and 3.
+    Neighbouring ranks have different ones of ``groups`` large parts. Each part is divided over the ranks that have it.
+    So with 4 ranks and 2 groups, ranks 0 to 3 have the parts 0, 2, 1 and 3.
     """
     return rank % groups * (ranks // groups) + rank // groups
 
@@ -137,7 +137,7 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
 def pages_of(chunks: Iterable[Chunk]) -> tuple[ByteRange, ...]:
     """The memory pages that have bytes of the chunks. The last range may end behind the end of the memory.
 
-    Neighbouring pages are in one range, so that a copy of bytes that follow each other lies within one.
+    Neighbouring pages are in one range: a copy of bytes that follow each other lies within one.
     """
     found: list[ByteRange] = []
     for part in sorted(part for chunk in chunks for part in chunk.ranges):

@@ -1,4 +1,4 @@
-"""What a weight version is, apart from the hosts that have it; and how hosts name each other."""
+"""Names weight versions and the hosts that have them."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Copies:
 
 
 class CudaCopies(Copies):
-    """On a GPU: copies out of it are made beside its computations, in a stream of their own."""
+    """On a GPU: copies out of it are made during its computations, in a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,7 +72,7 @@ class CudaCopies(Copies):
                     self._forget_error()
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """See ``Copies``. ``source`` may be freed at once."""
+        """See ``Copies``. ``source`` may be freed immediately."""
         if not source.is_cuda:  # a weight that its rank keeps in CPU memory (``trainer.offload``)
             target.copy_(source)
             return

@@ -1,7 +1,7 @@
 """On CPU: the next version's layers, made while the engine generates with the present ones.
 
 vLLM's CPU kernels read weights that oneDNN has packed, and packing takes several times as long as a copy. No compiled
-graph holds on to a layer's tensors there, so a version can be loaded and packed into layers of its own, and the pause
+graph holds on to a layer's tensors there, so a version can be loaded and packed into separate layers, and the pause
 only exchanges tensors. They need the memory of the model once more until then (decision 0052).
 
 Invariant: before ``install`` nothing that the model computes with is written.
@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.meta import (
 )
 
 PACKED = "cpu_linear"
-"""The attribute of a layer in which vLLM keeps the kernel of its packed weight."""
+"""The attribute of a layer that has the kernel of its packed weight."""
 OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 """Attributes that a copy of a module has for itself."""
 
@@ -44,14 +44,14 @@ def can_be_made(model: nn.Module, device: torch.device) -> bool:
 def _is_plain(layer: nn.Module) -> bool:
     if layer._parameters and layer._buffers:
         return False
-    if is_deferred_attention_layer(layer):  # others keep weights of their own, made from those of other layers
+    if is_deferred_attention_layer(layer):  # others keep weights that are made from other layers' weights
         return type(layer) is Attention
     method = type(getattr(layer, "quant_method", None))
     return method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
 
 
 class NextLayers:
-    """Layers of ``model`` with the tensors of another version; what they do not load they share with the model."""
+    """Layers of ``model`` with the tensors of another version. They share everything else with the model."""
 
     @torch.no_grad()
     def __init__(
@@ -90,7 +90,7 @@ class NextLayers:
                 other = new.get_parameter(name)
                 if other is not parameter:  # of a tied layer it is the owner's
                     parameter.data, other.data = other.data, parameter.data
-            for name in new.__dict__.keys() - OWN:  # what processing left there, the kernel
+            for name in new.__dict__.keys() - OWN:  # the kernel, made by processing
                 made = new.__dict__[name]
                 if made is not layer.__dict__.get(name):
                     new.__dict__[name] = layer.__dict__.get(name)
@@ -106,7 +106,7 @@ class NextLayers:
 
 
 def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
-    """The module with dictionaries of its own, and the same of all modules in it; ``copies`` gets them by original."""
+    """Copy a module and all modules in it, with new dictionaries; ``copies`` gets the copies by original."""
     if module not in copies:
         copies[module] = copy = object.__new__(type(module))
         copy.__dict__ = dict(module.__dict__)
@@ -118,7 +118,7 @@ def _copy(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:
 
 
 def _await_weights(layer: nn.Module, copy: nn.Module) -> None:
-    """Have the copy take weights as vLLM's own reload has a layer do: all of them first, then processed at once."""
+    """Have the copy take weights as vLLM's own reload has a layer do: all of them first, then processed together."""
     recorded, info = get_layerwise_info(layer), get_layerwise_info(copy)
     info.restore_device = recorded.restore_device
     parameters, _ = recorded.restore_metadata  # such layers have no buffers (``can_be_made``)
@@ -153,7 +153,7 @@ def _has_nothing(layer: nn.Module) -> bool:
 def with_own_weights(model: nn.Module) -> list[nn.Module]:
     """The layers that must get weights: with parameters that no other layer has.
 
-    Not those of a vision model beside the language model, which the trainer may not have: no image reaches them.
+    A vision model next to the language model does not count. The trainer may not have it, and no image reaches it.
     """
     language_model: Any = getattr(model, "get_language_model", lambda: model)
     owners: dict[nn.Parameter, nn.Module] = {}

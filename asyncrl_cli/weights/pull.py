@@ -1,8 +1,8 @@
-"""Fetches a version from the hosts that have it: which holder is asked for which chunk, and what follows a failure.
+"""Fetches a version from the hosts that have it: assigns chunks to holders, and handles their failures.
 
 Each holder has its own threads, which take any missing chunk that the holder has: a fast holder takes more of them, and
-a dead one takes nothing. Chunks are taken in random order, so that hosts which fetch at the same time get different
-ones, and have them to give to each other.
+a dead one takes nothing. Chunks are taken in random order: hosts that fetch at the same time get different ones,
+and give them to each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ASK = -1
 
 @dataclass(slots=True)
 class _Holder:
-    """What a pull knows of one holder."""
+    """One holder, as a pull knows it."""
 
     endpoint: Endpoint
     held: bytes = b""

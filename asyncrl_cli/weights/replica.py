@@ -3,7 +3,7 @@
 The memory is anonymous (``memfd_create``), reached by other processes of the host as ``/proc/PID/fd/N``: it has no name
 that could be left behind, and the kernel frees it with the last process that maps it, however that ended. The two
 buffers get their pages once and are used in turn: to write to fresh pages takes several times as long as the copy. A
-host has pages for the shards of its own ranks, and for whole versions once it fetches.
+host has pages for its ranks' shards, and for whole versions once it fetches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncrl_cli.weights.layout import ALIGNMENT, ByteRange, TensorSlot, chunks_
 from asyncrl_cli.weights.manifest import Manifest
 
 VERSION_BYTES = 8
-"""Behind the weights: the version that the memory is of, by which a reader recognizes an outdated path."""
+"""After the weights: the version of the memory. A reader recognizes an outdated path by it."""
 GIB = 2**30
 
 
@@ -35,7 +35,7 @@ class Buffer:
         self.written_here = False  # by trainer ranks of this host, not by a pull
         self.digests: dict[int, str] = {}  # BLAKE3 (hex) of each chunk that is checked, by index
         self.pins = 0  # number of threads that read or write its bytes now
-        self.allocated = frozenset[int]()  # the ranks whose shards have memory
+        self.allocated = frozenset[int]()  # the ranks with memory for their shards
         self._nbytes = nbytes
         self._descriptor = os.memfd_create("asyncrl-weights", os.MFD_CLOEXEC)
         size = nbytes + ALIGNMENT
@@ -65,7 +65,7 @@ class Buffer:
         if self.pins:
             return False
         try:
-            # Readers hold a shared lock while they load (mapped.py): their weights must not change meanwhile.
+            # Readers hold a shared lock while they load (mapped.py): their weights must not change.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -142,7 +142,7 @@ class Replica:
 
     @contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[Buffer]:
-        """The buffer in which to complete the version: the one that has some of its chunks already, or a free one.
+        """The buffer to complete the version in: the one that has some of its chunks already, or a free one.
 
         Chunks that it has with other bytes are forgotten. Those that the other buffer has with the same bytes are
         copied from there. Raises ``RunError`` when no buffer is free, or the host does not have the memory.
@@ -243,7 +243,7 @@ class Replica:
         """Have memory for the shards of these ranks in both buffers: the next version finds its pages there.
 
         Missing memory is an error here; later it would be a signal that kills the writer halfway. Not under the lock:
-        for large weights this takes minutes, in which others are served.
+        for large weights this takes minutes, and others must be served.
         """
         size = self._nbytes + ALIGNMENT
         for buffer in list(self._buffers):

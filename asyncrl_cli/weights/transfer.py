@@ -29,11 +29,11 @@ CONNECT_S = 5.0
 SILENCE_S = 10.0
 """Seconds that the other end may pause within a transfer."""
 ANSWER_S = 60.0
-"""Seconds in which a client must have taken an answer."""
+"""Seconds that a client may take for an answer."""
 IDLE_S = 60.0
 """Seconds that a connection is kept without a request, once it has shown the token."""
 CONNECTIONS = 512
-"""Connections at a time; more are closed at once."""
+"""Connections at a time; more are closed immediately."""
 HEAD_BYTES = 2048
 """The longest head of a request."""
 VIEWS = 512
@@ -68,7 +68,7 @@ class Connection:
     def fetch(self, version: int, index: int, digest: str, into: Sequence[memoryview]) -> None:
         """Write a chunk's bytes into ``into``, a view for each of its ranges. They are not checked here.
 
-        A holder that has other bytes than those of ``digest`` does not send them. Raises ``HolderFault``.
+        A holder that has other bytes than ``digest`` says does not send them. Raises ``HolderFault``.
         """
         self._get(f"/weights/{version}/chunks/{index}/{digest}", into)
 

@@ -35,7 +35,7 @@ ADAPTER_BACKEND = "asyncrl_adapter"
 
 @dataclass
 class ReplicaInitInfo(WeightTransferInitInfo):
-    """The layout: what ``TensorSlot`` has, of each tensor that vLLM loads."""
+    """The layout: the fields of ``TensorSlot``, of each tensor that vLLM loads."""
 
     slots: list[dict[str, Any]]
 
@@ -63,8 +63,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.next: NextLayers | None = None
 
     def prepare(self, version: int, path: str) -> None:
-        """Begin what can be done for ``version`` while the engine generates: make its layers beside those that serve,
-        or map its memory, which pins it."""
+        """Begin the part of an update that is possible while the engine generates: make the version's layers, or map
+        its memory, which pins it."""
         from asyncrl_cli.weights.next_layers import NextLayers, can_be_made
 
         self.next = None  # of an update that failed

@@ -15,7 +15,6 @@ OBJECTS: dict[str, dict[str, str]] = {
     "rollout/engine.py": {
         "self._vllm": LLM,
         "self._vllm.engine_core": CORE,
-        "self._vllm.model_config": "vllm.config.model.ModelConfig()",
         "core": CORE,
         "last": "vllm.outputs.RequestOutput()",
         "span": "vllm.outputs.WeightVersionSpan()",

@@ -1,6 +1,6 @@
 """The mathematics of a step: pure functions of tensors, from rewards to the loss.
 
-The modules, in the order in which a step calls them (docs/one-step.md explains a step with numbers):
+The modules, in a step's order (docs/one-step.md explains a step with numbers):
 
     objective.py     the names in a spec's ``algorithm`` become functions
     advantages.py    rewards of groups -> advantages of tokens

@@ -4,11 +4,11 @@ With a group as the baseline (GRPO, Dr. GRPO, RLOO) an ``AdvantageFunction`` com
 prompt, and every token of the rollout has the result. Without one (REINFORCE++) and with a critic (PPO) the rewards are
 carried back along the tokens of a row: ``rewards_to_go`` and ``gae``. ``whiten`` then scales over the whole step.
 
-Matrices of rewards are [groups, group_size]; those of tokens are right-padded, [rows, tokens]. Only tokens that count
-(mask true: the policy sampled them) are steps of an episode. Others, such as a tool's answer, are skipped: the step
-after a token is the next token that counts, and no discount is lost between them.
+Matrices of rewards are [groups, group_size]; matrices of tokens are right-padded, [rows, tokens]. Only tokens
+that count (mask true: the policy sampled them) are steps of an episode. Others, such as a tool's answer, are skipped:
+the step after a token is the next token that counts, and no discount is lost between them.
 
-Invariants: with a group as the baseline, one whose rewards are all equal has advantages of exactly zero, and so has a
+Invariants: with a group as the baseline, a group of equal rewards has advantages of exactly zero, and so has a
 group of one. Where the mask is false results are 0, whatever the arguments hold there, NaN
 included. Everything is computed in float64 and returned in the dtype of the first argument.
 """
@@ -25,7 +25,7 @@ from asyncrl_cli.records.training import REWARD_TOLERANCE
 from asyncrl_cli.train.algorithms.reduced_sums import ReducedSums, check_shapes
 
 DEVIATION_FLOOR = 1e-6
-"""Added to the standard deviation, so that rewards that differ by rounding only have no effect."""
+"""Added to the standard deviation: rewards that differ only by rounding have no effect."""
 
 VARIANCE_FLOOR = 1e-8
 """Added to the variance that whitening divides by."""
@@ -125,7 +125,7 @@ def last_token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """A rollout's reward at the last token of its row that counts, and 0 elsewhere.
 
     ``rewards``: [rows], floating point; ``mask``: bool, [rows, tokens]. Returns [rows, tokens] in the dtype of
-    ``rewards``. A row in which nothing counts has no reward.
+    ``rewards``. A row without a token that counts has no reward.
     """
     check_shapes(mask)
     remaining = mask.flip(1).cumsum(dim=1).flip(1)  # tokens that count, from here on
@@ -147,7 +147,7 @@ def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: 
     With V' the value of the next token that counts (0 after the last): δ_t = r_t + γ·V' − V_t, A_t = δ_t + γ·λ·A', and
     the return is A_t + V_t.
 
-    ``values``, [rows, tokens] like all, are what the critic expects from the token on, itself included. ``gamma`` and
+    ``values``, [rows, tokens] like all, are the critic's expectations from the token on, itself included. ``gamma`` and
     ``lam`` apply per token that counts; ``lam`` is from 0 (one step ahead) to 1 (the full row).
     """
     check_shapes(mask, token_rewards, values)
@@ -176,7 +176,7 @@ class Moments(ReducedSums):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Moments:
-        """Those of ``values`` [rows, tokens] where ``mask`` (bool) is true."""
+        """The sums over ``values`` [rows, tokens] where ``mask`` (bool) is true."""
         check_shapes(mask, values)
         exact = _exact(values, mask)
         return cls(mask.sum().double(), exact.sum(), exact.square().sum())
@@ -195,7 +195,7 @@ class Moments(ReducedSums):
 def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
     """(A − mean) / √(variance + 1e-8), [rows, tokens].
 
-    ``moments`` are those of all advantages of the step, over all micro-batches and ranks: REINFORCE++, arXiv
+    ``moments``: of all advantages of the step, over all micro-batches and ranks: REINFORCE++, arXiv
     2501.03262, global advantage normalization.
     """
     check_shapes(mask, advantages)

@@ -1,7 +1,7 @@
 """Corrections for tokens that another policy sampled than the one the trainer starts the step with.
 
 Three policies meet in one loss. *Behaviour* sampled the token: an older weight version, or the same weights under the
-engine's other kernels. *Proximal* is what the clipped ratio is relative to: mostly the trainer's policy at the start of
+engine's other kernels. The clipped ratio is relative to *proximal*: mostly the trainer's policy at the start of
 the step. *Current* is the one being updated. The clipped ratio current / proximal keeps updates small (policy_loss.py);
 the weight here, proximal / behaviour, corrects for where the token came from. Separating the two is decoupled PPO
 (Hilton et al., arXiv 2110.00641; for asynchronous training of language models AReaL, arXiv 2505.24298, eq. 5).
@@ -15,7 +15,7 @@ Four things can be done, alone or together, in this order; ``CorrectionSpec`` ha
     reject    tokens, or full sequences, that an estimate of the KL divergence finds too far away weigh 0
 
 Ranges and rejections are as in verl's rollout correction. There the rejected leave the mean that the loss is; here
-they stay in its denominator, so that a minibatch's denominator is known before its first forward pass.
+they stay in its denominator: a minibatch's denominator is known before its first forward pass.
 
 Invariant: weights carry no gradient and are 0 where the mask is false, whatever the arguments hold there, NaN included.
 NaN among tokens that count is not rejected: it remains visible.
@@ -46,12 +46,12 @@ class CorrectionSums(ReducedSums):
     weight: Tensor
     weight_squared: Tensor
     weight_max: Tensor
-    capped: Tensor  # tokens whose raw weight was above the cap, and not masked
-    masked: Tensor  # tokens whose raw weight was outside the mask's range
+    capped: Tensor  # tokens with a raw weight above the cap that are not masked
+    masked: Tensor  # tokens with a raw weight outside the mask's range
     rejected: Tensor  # tokens, alone or with their row
-    rejected_rows: Tensor  # rows of which every token was rejected
-    above_2: Tensor  # tokens whose raw weight was above 2
-    below_half: Tensor  # tokens whose raw weight was below 1/2
+    rejected_rows: Tensor  # rows with all tokens rejected
+    above_2: Tensor  # tokens with a raw weight above 2
+    below_half: Tensor  # tokens with a raw weight below 1/2
     gap: Tensor  # of |proximal - behaviour| log-prob
     gap_max: Tensor
     kl: Tensor  # the k3 estimate of KL(behaviour ‖ proximal)
@@ -89,8 +89,8 @@ def correct(
     spec refuse a ``correction`` with settings without effect (decision 0036).
 
     Args:
-        proximal_logprobs: [rows, tokens]. With ``proximal`` behaviour, where both sides would be the same, those of the
-            current policy: rejection and statistics are then about it.
+        proximal_logprobs: [rows, tokens]. With ``proximal`` behaviour, where both sides would be the same, the
+            current policy's: rejection and statistics are then about it.
         behaviour_logprobs: [rows, tokens], recorded when the tokens were sampled.
         mask: bool, [rows, tokens]; true where a token counts.
 
@@ -133,20 +133,20 @@ def correct(
 
 
 def log_linear_proximal(logprobs: Tensor, behaviour_logprobs: Tensor, versions_behind: Tensor) -> Tensor:
-    """The proximal log-probs interpolated between behaviour and current policy, without a forward pass of their own.
+    """The proximal log-probs interpolated between behaviour and current policy, without another forward pass.
 
         log π_proximal ≈ log π_behaviour + α·(log π_current − log π_behaviour)
         α = (v_proximal − v_behaviour) / (v_current − v_behaviour)
 
     AReaL's log-linear approximation (its docs/algorithms/prox_approx.md): weights are taken to have moved evenly from
-    version to version. The current policy is on the way to the version after that of the step's start, so with n
+    version to version. The current policy is on the way to the version after the step's start, so with n
     versions behind, α = n / (n + 1): a token of the newest version keeps its recorded log-prob. (AReaL's code takes the
     version of the step's start for the current one, and the one before for the proximal.)
 
     At the first update of a step current and proximal are the same, and the interpolation is off by 1 / (n + 1) of the
     distance; there the trainer's own log-probs cost nothing.
 
-    All are [rows, tokens], the result detached, in the dtype of ``logprobs``, which are those of the current policy.
+    All are [rows, tokens], the result detached, in the dtype of ``logprobs``, the current policy's.
     ``versions_behind``: how many versions the token's is before the one at the start of the step; below 0 counts as 0.
     """
     behind = versions_behind.clamp(min=0).to(logprobs.dtype)

@@ -6,12 +6,12 @@ J. Schulman, "Approximating KL divergence" (2020), calls them k1, k2 and k3. Wit
     k2 = d² / 2       biased; its bias is small where the policies are close
     k3 = e^d − 1 − d  unbiased, never negative, with less variance than k1
 
-What a penalty does in a loss is its gradient, and that is another matter (∇ is of the log-prob of the sampled token,
+In a loss a penalty acts by its gradient, which is another matter (∇ is of the log-prob of the sampled token,
 expectations are over the policy's own tokens):
 
-    k1   ∇            the score alone, whose expectation is 0: no penalty at all, only noise. For rewards
+    k1   ∇            the score alone, with expectation 0: no penalty at all, only noise. For rewards
     k2   −d ∇         the gradient of KL(policy ‖ reference), unbiased
-    k3   (1 − e^d) ∇  the gradient of KL(reference ‖ policy), the other direction; to first order in d that of k2
+    k3   (1 − e^d) ∇  the gradient of KL(reference ‖ policy), the other direction; to first order in d as k2
 
 In a reward, where only the value counts, k1 gives the gradient of KL(policy ‖ reference).
 

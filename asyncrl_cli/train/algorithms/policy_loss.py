@@ -1,7 +1,7 @@
 """The policy's loss of a micro-batch, from the loss of a token to the mean over the minibatch.
 
 With r = exp(log-prob − proximal log-prob) and advantage A a ``PolicyLoss`` is −(some bounded function of r) · A of each
-token. They differ in what happens to a token whose ratio left the range 1 − clip_low to 1 + clip_high:
+token. They differ in what happens to a token with a ratio outside the range 1 − clip_low to 1 + clip_high:
 
     clip    it has no gradient, if the gradient would lead further out
     gspo    the same, for the ratio of the whole sequence
@@ -11,12 +11,12 @@ token. They differ in what happens to a token whose ratio left the range 1 − c
 ``policy_loss`` weighs it (corrections.py), adds the KL penalty (kl.py) and the entropy bonus, and ``aggregate`` takes
 the mean.
 
-Invariants. At r = 1 the gradient by the log-prob is −A for all of them, so that one update on its own policy's tokens
+Invariants. At r = 1 the gradient by the log-prob is −A for all of them: one update on its own policy's tokens
 is REINFORCE whichever loss is named. Log-ratios are clamped to ±20. Losses add: the caller passes the denominator of
 the whole minibatch (over all micro-batches and ranks), so the sum of the micro-batches' losses is the minibatch's mean
 exactly, however it was split. A framework that averages gradients over R ranks needs the denominator divided by R.
-What does not count (mask false) may hold anything, NaN included: it adds nothing to the loss and its gradient is
-exactly 0. A micro-batch in which nothing counts has loss 0 and can still run backward.
+Tokens that do not count (mask false) may hold anything, NaN included: they add nothing to the loss, with a gradient of
+exactly 0. A micro-batch without a token that counts has loss 0 and can still run backward.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TokenLosses:
     """The result of a ``PolicyLoss``; all tensors are [rows, tokens]."""
 
     loss: Tensor  # floating point, with gradient
-    clipped_low: Tensor  # bool; tokens whose ratio was held at the lower edge
-    clipped_high: Tensor  # bool; tokens whose ratio was held at the upper edge
+    clipped_low: Tensor  # bool; tokens with the ratio held at the lower edge
+    clipped_high: Tensor  # bool; tokens with the ratio held at the upper edge
 
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, AlgorithmSpec], TokenLosses]
@@ -55,7 +55,7 @@ def clip_loss(
 ) -> TokenLosses:
     """−min(r·A, clip(r, 1 − clip_low, 1 + clip_high)·A).
 
-    PPO, arXiv 1707.06347, eq. 7; with an upper edge of its own (clip-higher) DAPO, arXiv 2503.14476, eq. 10. With
+    PPO, arXiv 1707.06347, eq. 7; with a separate upper edge (clip-higher) DAPO, arXiv 2503.14476, eq. 10. With
     ``dual_clip`` c the loss of a negative advantage is at most −c·A (arXiv 1912.09729): a token that became
     very likely although it was bad pulls no harder than c times.
     """
@@ -174,7 +174,7 @@ def policy_loss(
 
     Args:
         logprobs: of the weights being trained.
-        proximal_logprobs: of the proximal policy, mostly that of the start of the step.
+        proximal_logprobs: of the proximal policy, mostly the policy at the start of the step.
         advantages: also [rows].
         mask: bool; true where a token counts.
         loss: one of ``POLICY_LOSSES`` or the user's own; ``settings`` has its numbers.
@@ -238,9 +238,9 @@ def aggregate(per_token: Tensor, mask: Tensor, aggregation: Aggregation, denomin
     arXiv 2503.14476, section 3.3). ``sequence_mean``: the sum over rows of the row's mean over its tokens
     that count / denominator (the minibatch's sequences; GRPO, arXiv 2402.03300, eq. 3). ``sequence_sum``: the sum over
     tokens that count / denominator (the minibatch's sequences times a fixed number of tokens, whatever their
-    lengths; Dr. GRPO, arXiv 2503.20783, section 3.2). A row in which nothing counts adds 0.
+    lengths; Dr. GRPO, arXiv 2503.20783, section 3.2). A row without such tokens adds 0.
 
-    ``denominator`` is that of the whole minibatch, over all micro-batches and ranks. Raises ``ValueError`` when it is
+    ``denominator``: of the whole minibatch, over all micro-batches and ranks. Raises ``ValueError`` when it is
     not positive, or the aggregation unknown.
     """
     if not denominator > 0:

@@ -14,8 +14,8 @@ from torch import Tensor
 class ReducedSums:
     """Base of sums that add with ``+`` over micro-batches, and with ``reduce_over_ranks`` over ranks.
 
-    Fields are float64 tensors without dimensions, detached, so that adding them waits for no device; or are
-    ``ReducedSums`` themselves. Fields whose names end in ``_max`` are maxima; all others add.
+    Fields are float64 tensors without dimensions, detached (adding them waits for no device), or are
+    ``ReducedSums`` themselves. Fields with names that end in ``_max`` are maxima; all others add.
     """
 
     def __add__(self, other: Self) -> Self:

@@ -1,4 +1,4 @@
-"""The critic's loss: squared error of the values, held near those of the start of the step.
+"""The critic's loss: squared error of the values, held near the values at the start of the step.
 
 Invariant: as for the policy's loss (policy_loss.py), losses of micro-batches add up to the minibatch's mean, and what
 does not count may hold anything.
@@ -20,7 +20,7 @@ class ValueSums(ReducedSums):
     """Sums over tokens that count."""
 
     tokens: Tensor  # that count
-    clipped: Tensor  # tokens whose clipped value has the larger error: no gradient
+    clipped: Tensor  # tokens with the larger error at the clipped value: no gradient
     error: Tensor  # return - value
     error_squared: Tensor
     target: Tensor  # the returns

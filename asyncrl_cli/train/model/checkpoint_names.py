@@ -1,9 +1,9 @@
 """The names and shapes that a model's weights have in its checkpoints, which are those that engines load.
 
 A loaded transformers model may have them differently: the experts of a layer as one tensor, other names for a block
-(Mixtral), no prefix of the vision model around it (Qwen 3.5). ``revert_weight_conversion`` is what ``save_pretrained``
-calls. Here it converts row numbers instead of weights, which shows where in the trainer's weights each tensor of a
-checkpoint lies. So engines read it from the same bytes, and nothing is copied.
+(Mixtral), no prefix of the vision model around it (Qwen 3.5). ``save_pretrained`` calls ``revert_weight_conversion``.
+Here it converts row numbers instead of weights, which shows where in the trainer's weights each tensor of a checkpoint
+lies. So engines read it from the same bytes, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
     """``slots`` with the tensors of the model's checkpoint as their parts, where these are not the slots themselves.
 
     ``slots`` have the weights of ``model``, a transformers model, by its own names. Raises ``PolicyError`` when a
-    checkpoint has a tensor whose bytes are not a part of a slot.
+    checkpoint has a tensor that is not a part of a slot.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -1,9 +1,9 @@
 """The output head: log-probabilities and entropies of tokens without the logits of all of them.
 
-Positions go through the output layer in chunks. Invariant: beside the layer's weights and their gradient no tensor
-here has more than ``CHUNK_NUMBERS`` numbers, or those of one position where a vocabulary is larger than that. A chunk's
+Positions go through the output layer in chunks. Invariant: except the layer's weights and their gradient no tensor
+here has more than ``CHUNK_NUMBERS`` numbers, or one position's where a vocabulary is larger than that. A chunk's
 logits live once, in float32: they become log-probabilities in place, and those become the logits' gradient in place.
-With more than one chunk each is computed again in the backward pass, so that one of them lives at a time.
+With more than one chunk each is computed again in the backward pass: one of them lives at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ CHUNK_NUMBERS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
 
 BLOCK_NUMBERS = 2**18
-"""Numbers of a block, in which a CPU sums entropies: a block stays in the cache, and the probabilities of a chunk never
-exist beside its logits. On a GPU the block is the chunk: of a large vocabulary this many numbers are a row or two, and
-each block costs several kernel launches."""
+"""Numbers of a block, the unit of a CPU's sums of entropies: a block stays in the cache, and a chunk's probabilities
+never exist next to its logits. On a GPU the block is the chunk: of a large vocabulary this many numbers are a row or
+two, and each block costs several kernel launches."""
 
 Entropy = Literal["none", "measure", "train"]
 """Whether entropies are wanted: not at all, as numbers, or with a gradient."""

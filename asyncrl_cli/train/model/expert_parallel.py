@@ -1,7 +1,7 @@
-"""Mixtures of experts whose experts are divided over ranks by DeepSpeed's AutoEP (decision 0063).
+"""Mixtures of experts with their experts divided over ranks by DeepSpeed's AutoEP (decision 0063).
 
-AutoEP replaces a layer's mixture while the engine is made. It has the gate's and the up projection of its own experts
-as two weights (``w1`` and ``w3``), and other names. Everything outside the engine has the names and shapes of the
+AutoEP replaces a layer's mixture while the engine is made. The gate's and the up projection of a rank's experts
+are two weights (``w1`` and ``w3``), and names differ. Everything outside the engine has the names and shapes of the
 transformers model: ``own_names`` translates them, and no other module knows of AutoEP's layers.
 """
 
@@ -32,11 +32,11 @@ NAMES = {
     "experts.w2": "experts.down_proj",
     "router.gate.": "gate.",
 }
-"""AutoEP's names in a mixture, and those of transformers. ``w1`` has an expert's first rows, ``w3`` the others."""
+"""AutoEP's names in a mixture, and transformers' names. ``w1`` has an expert's first rows, ``w3`` the others."""
 
 
 class ExpertError(ConfigError):
-    """A model whose experts cannot be divided over ranks."""
+    """The model's experts cannot be divided over ranks."""
 
     def __init__(self, reason: str, hint: str = "set it to 1, or use another model") -> None:
         super().__init__(reason, location="trainer.expert_parallel", hint=hint)
@@ -62,7 +62,7 @@ def check_experts(config: Any, trainer: TrainerSpec) -> None:
         raise ExpertError(f"the experts of {kind} cannot be divided among ranks", hint)
     if config.hidden_act != "silu":
         raise ExpertError(f"the experts of this {kind} are activated by {config.hidden_act}, and not by silu")
-    # Whole experts on every rank: what a rank has is then one piece of the model's own weight.
+    # Whole experts on every rank: its part is then one piece of the model's own weight.
     if (number := getattr(config, DIVIDED[kind])) % trainer.ranks:
         reason = f"{number} experts cannot be shared out evenly over {trainer.ranks} ranks"
         raise ExpertError(reason, "lower trainer.ranks to a divisor, or set it to 1")
@@ -70,11 +70,11 @@ def check_experts(config: Any, trainer: TrainerSpec) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RoutedExperts:
-    """One weight of all experts of a layer: in the transformers model one tensor, of which this rank has a piece."""
+    """One weight of all experts of a layer: one tensor in the transformers model; this rank has a piece of it."""
 
     layer: Any  # AutoEP's
     halves: tuple[nn.Parameter, ...]
-    """AutoEP's own weights: those of gate and up, or that of down alone. Each is [this rank's experts, rows, columns],
+    """AutoEP's own weights: gate and up, or down alone. Each is [this rank's experts, rows, columns],
     and sharded over the ranks that have the same experts."""
 
     @property
@@ -89,7 +89,7 @@ class RoutedExperts:
         return int(self.layer.num_experts), sum(rows for _, rows, _ in shapes), shapes[0][2]
 
     def own(self) -> Tensor:
-        """This rank's piece [elements], which is that of ``share_of``: whole experts."""
+        """This rank's piece [elements], by ``share_of``: whole experts."""
         halves = [
             half.ds_tensor.detach().view(-1, *half.ds_shape[1:])  # type: ignore[attr-defined]
             for half in self.halves
@@ -144,7 +144,7 @@ class Joined:
     flat pieces, in the order of its elements; the last piece may be padded."""
 
     def contiguous(self) -> Tensor:
-        """The full weight, float32: of each expert the rows of the first half, then those of the second."""
+        """The full weight, float32: of each expert the rows of the first half, then of the second."""
         numel = prod(self.shape)
         halves = [torch.cat(pieces)[:numel].view(self.shape) for pieces in self.halves]
         return halves[0] if len(halves) == 1 else torch.cat(halves, dim=1)

@@ -107,7 +107,7 @@ def _saved(checkpoint: Checkpoint) -> dict[str, Tensor]:
     if saved.expert_parallel > 1:
         return undivided(checkpoint.folder / STATE, saved)
     unsharded: dict[str, Tensor] = {}
-    if saved.zero_stage < 2:  # with stage 1 for what was not trained, which the shards lack
+    if saved.zero_stage < 2:  # stage 1's shards lack weights that were not trained
         (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
         unsharded = torch.load(path, map_location="cpu")["module"]
     if saved.zero_stage == 0:

@@ -3,7 +3,7 @@
 A made model has a Hugging Face directory in ``<runs folder>/models/<key>``, where the key is a digest of everything
 that decides the weights. It appears there complete or not at all.
 
-Making has two parts, so that they can run at the same time in different processes: the model stub (config and
+Making has two parts, which can run at the same time in different processes: the model stub (config and
 tokenizer) is all that an engine needs to start with dummy weights; the weights follow.
 
 Invariant: everything the tokenizer decides (the vocabulary's size, the special tokens) is taken from it and from
@@ -54,7 +54,7 @@ class ModelInitError(ConfigError):
 
 
 def model_key(spec: ExperimentSpec) -> str:
-    """A digest of what decides the initial weights."""
+    """A digest of everything that decides the initial weights."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
@@ -71,7 +71,7 @@ def model_key(spec: ExperimentSpec) -> str:
 
 
 def model_stub_path(model: ModelSpec, folder: Path) -> str:
-    """Where ``model_stub`` left config and tokenizer: ``folder``, or the saved model that is used as it is."""
+    """Where ``model_stub`` left config and tokenizer: ``folder``, or the saved model that is used unchanged."""
     return str(model.path) if model.init is None and model.chat_template is None else str(folder)
 
 
@@ -270,7 +270,7 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
     """Refuse what would fail later, and less clearly, in a trainer or an engine: the rules of the spec, with the
-    architecture's own defaults for what the spec leaves out."""
+    architecture's own defaults where the spec says nothing."""
     sizes = {
         name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(config, name, None), int)
     }

@@ -26,10 +26,10 @@ ADAPTER = "default"
 """The one adapter's name."""
 
 BASE = "base_layer"
-"""What peft calls the layer inside an adapted one."""
+"""Peft's name for the layer inside an adapted one."""
 
 MATRICES = ("lora_A", "lora_B")
-"""What peft calls the two matrices of an adapter."""
+"""Peft's names for the two matrices of an adapter."""
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
 """By bytes."""
@@ -58,7 +58,7 @@ class PlainWeight:
 
     @property
     def adapter_parts(self) -> list[Tensor]:
-        """What must be gathered for ``delta``."""
+        """Parameters to gather for ``delta``."""
         if self.adapter is None:
             return []
         adapter = (module for name, module in self.adapter.named_children() if name != BASE)
@@ -66,11 +66,11 @@ class PlainWeight:
 
     @property
     def parts(self) -> list[Tensor]:
-        """What must be gathered for ``merged``."""
+        """Parameters to gather for ``merged``."""
         return [] if self.experts is not None else [self.parameter, *self.adapter_parts]
 
     def delta(self) -> Tensor:
-        """What the adapter adds to the weight, in float32, of the weight's shape."""
+        """The adapter's addition to the weight, in float32, of the weight's shape."""
         assert self.adapter is not None
         delta: Tensor = self.adapter.get_delta_weight(ADAPTER).detach().float()
         return delta
@@ -88,7 +88,7 @@ def full_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
-    """Freeze a transformers model, and put adapters beside its layers in place.
+    """Freeze a transformers model, and add adapters to its layers in place.
 
     The process's own random state is left as it was. Raises ``ConfigError`` without peft, and ``LoraError`` for a name
     of ``target_modules`` that no layer has, the embeddings and the output head.
@@ -99,7 +99,7 @@ def add_adapters(model: Any, lora: LoraSpec, seed: int) -> None:
         hint = "pip install 'asyncrl[lora]'"
         raise ConfigError(f"needs peft: {error}", location="model.lora", hint=hint) from error
     embeddings = model.get_input_embeddings(), model.get_output_embeddings()
-    # Without the model's config, by which peft would adapt a model's experts and its router instead of linear layers.
+    # Without the model's config: by it peft would adapt a model's experts and its router instead of linear layers.
     holder = nn.Module()
     holder.model = model
     targets = [f"model.{name}" for name in _targets(model, lora)]
@@ -222,6 +222,6 @@ def full_weights(model: nn.Module, zero_stage: int) -> Iterator[PlainWeight]:
 
 
 def by_layer(weights: Iterable[PlainWeight]) -> Iterator[list[PlainWeight]]:
-    """The weights in their order: those of one transformer layer together, to be gathered at once, others alone."""
+    """The weights in their order: one transformer layer's together, for one gathering, others alone."""
     for _, layer in groupby(weights, lambda weight: (LAYER.match(weight.name) or [weight.name])[0]):
         yield list(layer)

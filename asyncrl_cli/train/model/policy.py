@@ -1,7 +1,7 @@
 """The models that are trained: the policy, token ids in and log-probabilities of the response tokens out; the critic.
 
 Only positions that predict a response token reach the output head, and ``chunked_logprobs`` keeps their logits from
-existing at once. With packing the rows go through the model one after another in one sequence, without padding; with
+existing together. With packing the rows go through the model one after another in one sequence, without padding; with
 sequence parallelism every rank of a group has a slice of their positions (sequence_parallel.py). Input and output are
 the same, so nothing else knows of it.
 """
@@ -21,7 +21,7 @@ from asyncrl_cli.train.model.router_replay import RouterReplay
 from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
-"""Nats by which ``check_policy`` lets log-probs differ, for each nat of the largest logit: logits are rounded in
+"""``check_policy`` lets log-probs differ by these nats, for each nat of the largest logit: logits are rounded in
 proportion to their size, and so are the states that they are computed from."""
 
 
@@ -40,7 +40,7 @@ class Policy(nn.Module):
         sequence: SequenceGroup | None = None,
         router_replay: bool = False,
     ) -> None:
-        """``packing``: rows are joined in one sequence, in which each begins at position 0 and sees itself alone.
+        """``packing``: rows are joined in one sequence; each begins at position 0 and sees itself alone.
         ``router_replay``: ``forward`` takes the experts of each token.
 
         ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
@@ -77,7 +77,7 @@ class Policy(nn.Module):
 
         ``input_ids``: int64 [rows, tokens], padded on the right; ``response_mask``: bool, same shape, never
         true at position 0. Right padding needs no attention mask: under causal attention no response token
-        sees what comes after it. ``experts``: [rows, tokens, layers · k], those of the pass that predicts each
+        sees what comes after it. ``experts``: [rows, tokens, layers · k], of the pass that predicts each
         token (records/experts.py); None: the model's routers choose.
 
         With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
@@ -117,9 +117,9 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
 
     def forward(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
-        """Values, float32 [rows, tokens]: what is expected before a token under ``response_mask`` is known; else 0.
+        """Values, float32 [rows, tokens]: expectations before a token under ``response_mask`` is known; else 0.
 
-        Arguments are as those of ``Policy``.
+        Arguments are as in ``Policy``.
         """
         hidden, own = predicting_states(self.backbone, input_ids, response_mask, self.packing, self.sequence)
         values = self.head(hidden)[:, 0].float()
@@ -132,9 +132,9 @@ def predicting_states(
     backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool, sequence: SequenceGroup | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states of the positions before response tokens, row by row: [response tokens, width] of all of them, and
-    None; or with ``sequence`` of those in this rank's slice alone, and which they are, bool [response tokens].
+    None; or with ``sequence`` only of positions in this rank's slice, and which they are, bool [response tokens].
 
-    ``backbone`` is a transformers model without its head; the other arguments are as those of ``Policy``.
+    ``backbone`` is a transformers model without its head; the other arguments are as in ``Policy``.
     """
     ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
     positions: Tensor | None = None
@@ -144,7 +144,7 @@ def predicting_states(
         ids, predicts, positions = ids[kept][None], predicts[kept][None], columns[kept][None]
     if sequence is not None:
         return sequence.predicting_states(backbone, ids, predicts, positions)
-    # Positions of packed rows alone: a model makes a mask of what it is given.
+    # Positions of packed rows alone: a model makes a mask from given positions.
     given = {} if positions is None else {"position_ids": positions}
     states: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
     return states[predicts], None

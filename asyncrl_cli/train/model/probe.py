@@ -1,7 +1,7 @@
-"""The tokens whose log-probs prove which weights an engine serves (decision 0003).
+"""The tokens that prove, by their log-probs, which weights an engine serves (decision 0003).
 
-They are those of the task's own prompts: what the model is trained on is what must be right, and a mixture-of-experts
-model uses the experts for it. Where a task has no prompts, as with episodes, it is ordinary text. Special tokens such
+They come from the task's own prompts: the model must be right there, and a mixture-of-experts model uses the experts
+for them. Where a task has no prompts, as with episodes, it is ordinary text. Special tokens such
 as placeholders of images would need inputs that are missing here.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 PROBE_TOKENS = 96
 """The longest probe."""
 LEAST_TOKENS = 24
-"""A shorter one is continued by ordinary text, so that a median says something."""
+"""A shorter one is continued by ordinary text: a median of few tokens says little."""
 PROMPTS, TOKENS_OF_EACH = 8, 24
 """From so many prompts, so many tokens at most."""
 TEXT = "Tom has 3 apples and buys 14 more. How many apples does he have now? 3 + 14 = 17, so he has 17 apples.\n"
@@ -36,7 +36,7 @@ def prompt_tokens(prompts: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def probe_ids(prompt_ids: Sequence[int], tokenizer: Any, vocabulary: int, length: int) -> tuple[int, ...]:
-    """At most ``length`` ids below ``vocabulary``: those of ``prompt_ids``, and ordinary text behind too few of them.
+    """At most ``length`` ids below ``vocabulary``: ``prompt_ids``, and ordinary text after too few of them.
 
     The same at every call. Raises ``ValueError`` when the tokenizer finds no token in an English text.
     """

@@ -5,7 +5,7 @@ which takes no memory. Otherwise it is a separate model, sharded over the ranks 
 complete on every rank; with ``algorithm.reference_update_every`` it becomes the policy before every step whose number
 that divides, so a run that resumes from a checkpoint needs the reference of that step: it is a file of the checkpoint.
 
-    state/reference.pt      the weights, where they are not those of the initial model
+    state/reference.pt      the weights, where they are not the initial model's
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Copy:
 def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapted | Copy | None:
     """The reference of a spec, which is the initial model; None when there is no penalty. Collective.
 
-    ``model_dir`` has the initial model; ``engine`` is that of the policy.
+    ``model_dir`` has the initial model; ``engine`` is the policy's.
     """
     algorithm = spec.algorithm
     if not algorithm.kl_coef:

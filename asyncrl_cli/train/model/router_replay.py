@@ -1,4 +1,4 @@
-"""Routing by recorded experts: the trainer uses those that the engine chose, with weights of its own (decision 0054).
+"""Routing by recorded experts: the trainer uses the engine's choice with its own weights (decision 0054).
 
 In bfloat16, or under kernels that add in another order, two experts with nearly equal scores change places between
 engine and trainer, and the log-probs of a token then differ by far more than rounding does. With the choice fixed the
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 class RouterReplayError(UserError):
-    """A model whose routers cannot use recorded experts."""
+    """The model's routers cannot use recorded experts."""
 
 
 def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class RouterReplay:
 def replayed_routers(model: Any) -> dict[int, Any]:
     """A model's routers by the index of their layer.
 
-    Raises ``RouterReplayError`` when it has none, or others than those whose weights are known here.
+    Raises ``RouterReplayError`` when it has none, or none with weights that are known here.
     """
     kind = model.config.get_text_config().model_type
     found: dict[int, Any] = {}

@@ -1,7 +1,7 @@
-"""Saving a model as a Hugging Face directory, beside what it has from the model that it was made from.
+"""Saves a model as a Hugging Face directory, with files of the model that it was made from.
 
 Invariant: ``generation_config.json`` is copied byte for byte. It names the tokens that end a reply; and transformers
-loads, but does not save, one whose settings contradict each other, as those of some models on the hub do.
+loads, but does not save, one with settings that contradict each other, which some models on the hub have.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FILE_BYTES = 5 * 10**9
 def save_model(model: Any, source: str | Path, folder: str | Path, **options: Any) -> None:
     """Write weights, config and generation config of a transformers model to ``folder``.
 
-    ``source``: the folder, or the hub id, of the model that it was made from; it may be ``folder``. ``options`` are
-    those of ``save_pretrained``.
+    ``source``: the folder, or the hub id, of the model that it was made from; it may be ``folder``. ``options`` go
+    to ``save_pretrained``.
     """
     from transformers import GenerationConfig
 
@@ -61,7 +61,7 @@ def save_while_gathered(
 
     folder = Path(folder)
     save_model(model, source, folder, state_dict={})
-    for old in folder.glob("model*.safetensors*"):  # one file of all weights would be read before those of now
+    for old in folder.glob("model*.safetensors*"):  # one old file of all weights would be read first
         old.unlink()
     left_out = model._keys_to_ignore_on_save or ()
     saved = {slot.name: slot for slot in slots if slot.name not in left_out}

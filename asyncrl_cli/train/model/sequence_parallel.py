@@ -3,13 +3,13 @@
 DeepSpeed's Ulysses (arXiv 2309.14509; ALST, arXiv 2506.13996): everything in a layer but attention is computed per
 position, so a rank computes it for its slice. Around attention ``UlyssesSPAttentionHF`` exchanges slices of positions
 for shares of the heads, and back: each rank attends over the full sequence with its share of the heads. DeepSpeed's own
-``register_with_transformers`` is not used: it drops masks, so that rows packed without flash attention would see each
+``register_with_transformers`` is not used: it drops masks: rows packed without flash attention would see each
 other and sliding windows would have no end (decision 0055).
 
-Invariants. Every rank of a group runs the same passes in the same order. What is computed from slices is
-joined (``SequenceGroup.joined``) before anything else sees it, so the loss of every rank is that of the full rows. Its
-gradient flows through the own slice alone: the gradients of a group's ranks add up to that of one rank with the full
-rows.
+Invariants. Every rank of a group runs the same passes in the same order. Results of slices are
+joined (``SequenceGroup.joined``) before anything else sees it, so every rank has the loss of the full rows. Its
+gradient flows through the own slice alone: the gradients of a group's ranks add up to the gradient of one rank with
+the full rows.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Attention = Callable[..., tuple[Tensor, Any]]
 
 
 class SequenceError(ConfigError):
-    """A model whose sequences cannot be divided over ranks."""
+    """The model's sequences cannot be divided over ranks."""
 
     def __init__(self, reason: str, hint: str = "set it to 1, or use another model") -> None:
         super().__init__(reason, location="trainer.sequence_parallel", hint=hint)
 
 
 ROPE_BY_LENGTH = ("dynamic", "longrope")
-"""Types of rotary embeddings whose frequencies depend on the positions that they were given. For a slice they would
+"""Types of rotary embeddings with frequencies that depend on the given positions. For a slice they would
 differ, and threads that share a model would change them for each other (warm_start.py)."""
 
 
@@ -74,9 +74,9 @@ class SequenceGroup:
         self._layers = 0
 
     def joined(self, values: Tensor, own: Tensor) -> Tensor:
-        """The values of all slices, [positions]; collective. Gradients flow through those of this rank alone.
+        """The values of all slices, [positions]; collective. Gradients flow through this rank's alone.
 
-        ``values`` are those of this rank; ``own``, bool [positions], is true where they belong.
+        ``values`` are this rank's; ``own``, bool [positions], is true where they belong.
         """
         placed = torch.zeros(own.shape, dtype=values.dtype, device=values.device).masked_scatter(own, values)
         others = placed.detach().clone()
@@ -90,7 +90,7 @@ class SequenceGroup:
         positions they are, bool [all tokens]; row by row. Collective.
 
         ``backbone`` is a transformers model without its head. All others are [rows, positions]: ``predicts`` is bool,
-        true before a response token, ``positions`` are those of packed rows; None: 0, 1, 2, ...
+        true before a response token, ``positions`` are for packed rows; None: 0, 1, 2, ...
         """
         from transformers.masking_utils import create_masks_for_generate
 
@@ -101,7 +101,7 @@ class SequenceGroup:
             positions = columns
         else:
             positions = torch.cat([positions, positions[:, -1:] + 1 + columns[:, :missing]], dim=1)
-        # Masks of the full sequences, as attention is over these. By itself the model would make those of its slice.
+        # Masks of the full sequences, as attention is over these. By itself the model would mask its slice.
         masks = create_masks_for_generate(
             config=backbone.config,
             inputs_embeds=torch.empty(*ids.shape, 0, dtype=backbone.dtype, device=ids.device),
@@ -123,7 +123,7 @@ class SequenceGroup:
         return states[self.own(predicts)], here[predicts]
 
     def own(self, matrix: Tensor) -> Tensor:
-        """This rank's slice of a matrix [rows, positions, ...], whose positions the group's size divides."""
+        """This rank's slice of a matrix [rows, positions, ...]. The group's size divides the positions."""
         return matrix.chunk(self.size, dim=1)[self.rank].contiguous()
 
     @contextmanager
@@ -194,7 +194,7 @@ def sequence_group(trainer: TrainerSpec) -> SequenceGroup | None:
 
 
 def data_group(trainer: TrainerSpec) -> Any:
-    """The process group over which sums of a step are taken, so that every row counts once; None: all ranks."""
+    """The process group for sums over a step: every row counts once. None: all ranks."""
     sequence = sequence_group(trainer)
     return None if sequence is None else sequence.data
 

@@ -2,7 +2,7 @@
 
 By itself ``from_pretrained`` has every rank merge all files of the checkpoint and convert what the model has in another
 form, such as the experts of a layer as one tensor. Here rank 0 alone reads, and a host has at most one converted weight
-beside the shards. Which tensors make which weights, and how, is transformers' own (decision 0058).
+in addition to the shards. Which tensors make which weights, and how, is transformers' own (decision 0058).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, conf
 
 
 def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -> dict[str, Any]:
-    """What makes each weight, or several of them, by the first one's name: a conversion whose tensors are not yet read.
+    """The conversion that makes each weight, or several, by the first one's name. No tensor is read yet.
 
     As in ``transformers.core_model_loading.convert_and_load_state_dict_in_model``.
     """
@@ -68,7 +68,7 @@ def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -
 
     sources: dict[str, Any] = {}
     for file in files:
-        # Read and not mapped: what is mapped stays in a process's memory as long as there is room.
+        # Read and not mapped: mapped files stay in a process's memory as long as there is room.
         tensors = opened.enter_context(safe_open(file, framework="pt", device="cpu", backend="pread"))
         sources |= {name: partial(tensors.get_tensor, name) for name in tensors.keys()}  # noqa: SIM118 - no mapping
     names, prefix = model.state_dict(), model.base_model_prefix
@@ -93,7 +93,7 @@ def _plan(model: Any, files: list[str], mapping: list[Any], opened: ExitStack) -
 def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The weights by their names in the model, read and converted one conversion at a time.
 
-    Raises ``ValueError`` for a weight whose shape is not the model's.
+    Raises ``ValueError`` for a weight of another shape than the model's.
     """
     from asyncrl_cli.train.model.lora import full_shape
 

@@ -2,7 +2,7 @@
 
 Invariant: ``decode(encode(text)) == text`` for every text of printable ASCII and newlines. Nothing is
 merged, added, normalised or cleaned up; a character outside that set becomes ``<unk>``. The special tokens
-come first, so that the ids of characters do not move when a special token is renamed.
+come first: the ids of characters do not move when a special token is renamed.
 
 ``load_tokenizer`` is the only way to a run's tokenizer: it applies ``model.chat_template``.
 """
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 """Messages follow each other unchanged; an assistant's ends with the end token, as when it was generated.
 
 A tool's result is in brackets, and tool calls have the hermes form, as vLLM and gateway/parsers.py read them. The
-rendering of a conversation begins with that of its beginning.
+rendering of a conversation begins with its beginning's rendering.
 """
 
 
