@@ -78,41 +78,35 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from enum import StrEnum
+from typing import get_args
 
 from asyncrl_cli.records.groups import BufferSettings, Counts, LedgerState, OnStale
 
 
 @dataclass(frozen=True, slots=True)
 class GroupEntry:
-    """One admitted group.
-
-    Args:
-        group_id: admission index; rises by one with every admission, requeued ones included.
-        version: weight version at admission; none of the group's tokens is older.
-        deadline: last version at which the group may be trained, ``version + max_staleness``.
-    """
+    """One admitted group."""
 
     group_id: int
+    """Admission index; rises by one with every admission, requeued ones included."""
     version: int
+    """Weight version at admission; none of the group's tokens is older."""
     deadline: int
+    """Last version at which the group may be trained, ``version + max_staleness``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one step, in admission order.
-
-    Args:
-        step: the step t that trains them.
-        version: the weight version they are trained at, w = t // k.
-        group_ids: B admission indices, ascending.
-        group_versions: the version each of them was admitted at.
-    """
+    """The groups of one step, in admission order."""
 
     step: int
     version: int
+    """The weight version they are trained at, w = t // k."""
     group_ids: tuple[int, ...]
+    """B admission indices, ascending."""
     group_versions: tuple[int, ...]
+    """The version each of them was admitted at."""
 
     @property
     def staleness(self) -> tuple[int, ...]:
@@ -120,32 +114,35 @@ class Batch:
         return tuple(self.version - admitted_at for admitted_at in self.group_versions)
 
 
+class Blocker(StrEnum):
+    """What keeps the next batch from being taken."""
+
+    DONE = "done"  # all steps are taken
+    PUBLISH = "publish"  # a publish is in flight, and the next version is due
+    GROUPS = "groups"  # fewer than B groups have finished
+    MISSING = "missing"  # running groups would otherwise miss their deadline
+
+
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why there is no next batch yet; ``str()`` gives a sentence.
+    """Why there is no next batch yet; ``str()`` gives a sentence. Finished groups are counted, ``needed`` is B."""
 
-    Args:
-        kind: ``done``: all steps are taken. ``publish``: a publish is in flight, and the next version is due.
-            ``groups``: fewer than B groups have finished. ``missing``: B have, but the batch has to wait for the
-            groups in ``missing``, which would otherwise miss their deadline.
-        finished: number of finished groups that wait to be taken.
-        needed: B.
-        missing: running groups, in admission order; empty unless ``kind`` is ``missing``.
-    """
-
-    kind: Literal["done", "publish", "groups", "missing"]
+    kind: Blocker
     finished: int
     needed: int
     missing: tuple[int, ...] = ()
+    """The running groups of ``Blocker.MISSING``, in admission order."""
 
     def __str__(self) -> str:
-        if self.kind == "done":
-            return "all steps are taken"
-        if self.kind == "publish":
-            return "the weight version before must be published first"
-        if self.kind == "groups":
-            return f"only {self.finished} of {self.needed} groups have finished"
-        return "groups that would miss their deadline have not finished: " + ", ".join(map(str, self.missing))
+        match self.kind:
+            case Blocker.DONE:
+                return "all steps are taken"
+            case Blocker.PUBLISH:
+                return "the weight version before must be published first"
+            case Blocker.GROUPS:
+                return f"only {self.finished} of {self.needed} groups have finished"
+            case Blocker.MISSING:
+                return "groups that would miss their deadline have not finished: " + ", ".join(map(str, self.missing))
 
 
 class LedgerError(RuntimeError):
@@ -236,11 +233,7 @@ class Ledger:
         return self._step >= self.settings.total_steps
 
     def entry(self, group_id: int) -> GroupEntry:
-        """The entry of a running or finished group.
-
-        Raises:
-            LedgerError: the group is unknown, taken, rejected or requeued.
-        """
+        """The entry of a running or finished group. Raises ``LedgerError`` for any other one."""
         if group_id not in self._version_of:
             raise LedgerError(f"group {group_id} is not outstanding")
         return GroupEntry(group_id, self._version_of[group_id], self._deadline(group_id))
@@ -267,33 +260,19 @@ class Ledger:
         return max(0, min(steps, self.settings.total_steps) * self.settings.groups_per_step - self.admitted)
 
     def admit(self) -> GroupEntry:
-        """Start a group at the current version.
-
-        Raises:
-            LedgerError: there is no room.
-        """
+        """Start a group at the current version. Raises ``LedgerError`` if there is no room."""
         if self.room() < 1:
             raise LedgerError(f"no room at version {self._version}: {self.admitted} groups are admitted")
         return self._start()
 
     def finish(self, group_id: int) -> None:
-        """All rollouts of a running group are complete.
-
-        Raises:
-            LedgerError: the group is not running.
-        """
+        """All rollouts of a running group are complete. Raises ``LedgerError`` if the group is not running."""
         self._remove(self._running, group_id, "running")
         insort(self._finished, group_id)
 
     def reject(self, group_id: int, reason: str) -> None:
-        """Drop a running or finished group; it leaves A and its room is given back.
-
-        Args:
-            reason: a short category (``uniform``, ``failed``), counted in ``rejections``.
-
-        Raises:
-            LedgerError: the group is not outstanding.
-        """
+        """Drop a running or finished group; it leaves A and its room is given back. ``rejections`` counts by reason
+        (``uniform``, ``failed``). Raises ``LedgerError`` if the group is not outstanding."""
         if _index(self._running, group_id) is not None:
             self._remove(self._running, group_id, "running")
         else:
@@ -317,10 +296,8 @@ class Ledger:
     def requeue(self, group_id: int) -> GroupEntry:
         """Abandon an overdue group and start its prompt again, at the current version.
 
-        The old index is unknown from here on: cancel its rollouts and ignore what still arrives for it.
-
-        Raises:
-            LedgerError: the group is not in ``overdue()``.
+        The old index is unknown from here on: cancel its rollouts and ignore what still arrives for it. Raises
+        ``LedgerError`` if the group is not in ``overdue()``.
         """
         if group_id not in self.overdue():
             raise LedgerError(f"group {group_id} is not overdue")
@@ -335,24 +312,22 @@ class Ledger:
         """The batch of step t, or the reason why there is none yet. Changes nothing."""
         finished, needed = len(self._finished), self.settings.groups_per_step
         if self.done:
-            return Blocked("done", finished, needed)
+            return Blocked(Blocker.DONE, finished, needed)
         if self._publish_overdue:
-            return Blocked("publish", finished, needed)
+            return Blocked(Blocker.PUBLISH, finished, needed)
         if finished < needed:
-            return Blocked("groups", finished, needed)
+            return Blocked(Blocker.GROUPS, finished, needed)
         if missing := self._missing():
-            return Blocked("missing", finished, needed, missing)
+            return Blocked(Blocker.MISSING, finished, needed, missing)
         return self._batch(self._finished[:needed])
 
     def take(self, batch: Batch) -> None:
         """The batch leaves for training: its groups are forgotten and t rises by one.
 
         Groups may have finished since ``next_batch`` gave the batch; it stays valid. A group of it that
-        was rejected meanwhile makes it invalid: ask for the next batch again.
-
-        Raises:
-            LedgerError: the batch is of another step, two versions are due, a group in it has not
-                finished, or it would leave behind a group that then has no place before its deadline.
+        was rejected meanwhile makes it invalid: ask for the next batch again. Raises ``LedgerError`` if the batch is of
+        another step, two versions are due, a group in it has not finished, or it would leave behind a group that then
+        has no place before its deadline.
         """
         if self.done or self._publish_overdue:
             raise LedgerError(f"no batch can be taken: {self.next_batch()}")
@@ -367,11 +342,7 @@ class Ledger:
         self._step += 1
 
     def publish(self) -> None:
-        """Every engine serves the next weight version from here on.
-
-        Raises:
-            LedgerError: no version is due, i.e. t is below (v + 1)·k.
-        """
+        """Every engine serves the next weight version from here on. Raises ``LedgerError`` while t < (v + 1)·k."""
         self.check_publish()
         self._version += 1
 
@@ -398,12 +369,8 @@ class Ledger:
 
     @classmethod
     def restore(cls, settings: BufferSettings, state: LedgerState) -> Ledger:
-        """The ledger of a snapshot, under these settings.
-
-        Raises:
-            LedgerError: the snapshot contradicts itself.
-            LateGroups: it violates the claim above, which ``wait`` and ``requeue`` rest on.
-        """
+        """The ledger of a snapshot, under these settings. Raises ``LedgerError`` if the snapshot contradicts itself,
+        ``LateGroups`` if it violates the claim above, which ``wait`` and ``requeue`` rest on."""
         ledger = cls(settings)
         ledger._step, ledger._version, ledger._next_id = state.step, state.version, state.next_id
         ledger._version_of = dict([*state.running, *state.finished])

@@ -248,10 +248,11 @@ def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
     return segment.start, segment.version, tokens, logprobs, _crc(tokens, logprobs)
 
 
-def prompt_columns(candidate: Candidate) -> tuple[str, str, str, bytes]:
-    """The columns ``uid``, ``prompt``, ``fields`` and ``prompt_ids``."""
+def prompt_columns(candidate: Candidate) -> dict[str, Any]:
+    """The columns of a group that its prompt fills."""
+    content, fields = prompt_texts(candidate.prompt)
     ids = np.asarray(candidate.prompt_ids, TOKENS).tobytes()
-    return candidate.prompt.uid, *prompt_texts(candidate.prompt), ids
+    return {"uid": candidate.prompt.uid, "prompt": content, "fields": fields, "prompt_ids": ids}
 
 
 def prompt_texts(prompt: Prompt) -> tuple[str, str]:

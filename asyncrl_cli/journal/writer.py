@@ -68,6 +68,14 @@ _ROLLOUT = """
         scored_at = excluded.scored_at,
         oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at, crc = excluded.crc
 """
+_SCORE = """
+    INSERT INTO rollouts (group_id, rollout_index, tokens, reward, failure, metrics, scored_at, recorded_at, crc)
+    VALUES (?, ?, 0, ?, ?, ?, ?6, ?6, ?)
+    ON CONFLICT DO UPDATE SET reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
+        scored_at = excluded.scored_at,
+        crc = row_crc(group_id, rollout_index, tokens, finish_reason, excluded.reward, excluded.failure,
+            excluded.metrics, oldest, newest)
+"""
 
 
 class _Piece(NamedTuple):
@@ -92,32 +100,40 @@ class Journal(JournalFile):
     # -- events
 
     def described(self, meta: Mapping[str, Any]) -> None:
-        """Store metadata that describes the rows; replaces earlier values."""
+        """Metadata that describes the rows; replaces earlier values."""
         for key, value in meta.items():
-            self._note("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, json.dumps(value))
+            self._insert("meta", replace=True, key=key, value=json.dumps(value))
 
     def started(self, kind: str, step: int, version: int, note: str, settings: BufferSettings) -> None:
         """This process begins to write: ``train`` or ``resume``."""
-        self._note(
-            "INSERT INTO starts (at, kind, host, pid, step, version, note, settings) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            *(time.time(), kind, os.uname().nodename, os.getpid(), step, version, _storable(note)),
-            json.dumps(asdict(settings)),
+        self._insert(
+            "starts",
+            at=time.time(),
+            kind=kind,
+            host=os.uname().nodename,
+            pid=os.getpid(),
+            step=step,
+            version=version,
+            note=_storable(note),
+            settings=json.dumps(asdict(settings)),
         )
 
     def admitted(self, entry: GroupEntry, candidate: Candidate) -> None:
         """A group runs, with its prompt, which ``check_prompt`` has passed."""
-        loader = (candidate.serial, candidate.loader["epoch"], candidate.loader["position"])
-        columns = (entry.group_id, *prompt_columns(candidate), entry.version, *loader)
-        self._note(
-            "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, serial, epoch, position, state, "
-            "admitted_at, crc) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'running', ?, ?)",
-            *(*columns, time.time(), row_crc(*columns)),
-        )
+        columns: dict[str, Any] = {
+            "id": entry.group_id,
+            **prompt_columns(candidate),
+            "version": entry.version,
+            "serial": candidate.serial,
+            "epoch": candidate.loader["epoch"],
+            "position": candidate.loader["position"],
+        }
+        self._insert("groups", **columns, state="running", admitted_at=time.time(), crc=row_crc(*columns.values()))
 
     def check_prompt(self, candidate: Candidate) -> None:
         """Raise ``JournalError`` for a prompt that cannot be stored."""
         try:
-            fault = _fault_in(prompt_columns(candidate))
+            fault = _fault_in(prompt_columns(candidate).values())
         except (TypeError, ValueError, OverflowError) as error:  # of JSON, and of token ids
             fault = f"a value that JSON or int32 cannot express: {error}"
         if fault:
@@ -132,7 +148,10 @@ class Journal(JournalFile):
             "INSERT INTO groups (id, uid, prompt, fields, prompt_ids, version, state, admitted_at, crc) "
             "SELECT ?1, uid, prompt, fields, prompt_ids, ?2, 'running', ?3, "
             "row_crc(?1, uid, prompt, fields, prompt_ids, ?2, NULL, NULL, NULL) FROM groups WHERE id = ?4",
-            *(entry.group_id, entry.version, now, old_id),
+            entry.group_id,
+            entry.version,
+            now,
+            old_id,
         )
 
     def grown(self, segments: Iterable[Segment]) -> None:
@@ -159,7 +178,10 @@ class Journal(JournalFile):
                 for table in ("segments", "experts"):
                     self._note(
                         f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ? AND branch = ? AND start = ?",
-                        *(group_id, index, branch, void),
+                        group_id,
+                        index,
+                        branch,
+                        void,
                     )
             pieces[segment.start] = piece
             self._note_segment(group_id, index, branch, columns, now)
@@ -194,13 +216,12 @@ class Journal(JournalFile):
         group_id, index = group_and_index(outcome.rollout_id)
         verdict = _verdict(outcome.score)
         self._note(
-            "INSERT INTO rollouts "
-            "(group_id, rollout_index, tokens, reward, failure, metrics, scored_at, recorded_at, crc) "
-            "VALUES (?, ?, 0, ?, ?, ?, ?6, ?6, ?) ON CONFLICT DO UPDATE SET reward = excluded.reward, "
-            "failure = excluded.failure, metrics = excluded.metrics, scored_at = excluded.scored_at, "
-            "crc = row_crc(group_id, rollout_index, tokens, finish_reason, excluded.reward, excluded.failure, "
-            "excluded.metrics, oldest, newest)",
-            *(group_id, index, *verdict, time.time(), row_crc(group_id, index, 0, None, *verdict, None, None)),
+            _SCORE,
+            group_id,
+            index,
+            *verdict,
+            time.time(),
+            row_crc(group_id, index, 0, None, *verdict, None, None),
         )
 
     def requested(self, request: EngineRequest) -> None:
@@ -218,10 +239,7 @@ class Journal(JournalFile):
 
     def taken(self, batch: Batch, late: int) -> None:
         """A batch leaves for training."""
-        self._note(
-            "INSERT INTO batches (step, version, late, taken_at) VALUES (?, ?, ?, ?)",
-            *(batch.step, batch.version, late, time.time()),
-        )
+        self._insert("batches", step=batch.step, version=batch.version, late=late, taken_at=time.time())
         for group_id in batch.group_ids:
             self._note("UPDATE groups SET state = 'taken', step = ? WHERE id = ?", batch.step, group_id)
 
@@ -229,21 +247,21 @@ class Journal(JournalFile):
         """A step is trained; one that is trained again keeps what it reported first."""
         self._note(
             "UPDATE batches SET trained_at = ?, digest = ?, metrics = ? WHERE step = ? AND trained_at IS NULL",
-            *(time.time(), record.digest, json.dumps(dict(record.metrics)), record.step),
+            time.time(),
+            record.digest,
+            json.dumps(dict(record.metrics)),
+            record.step,
         )
 
     def published(self, record: PublishRecord) -> None:
         """Every engine serves a version."""
-        self._note(
-            "INSERT OR REPLACE INTO publishes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            *(record.version, record.step, time.time(), record.checksum),
-            *(record.seconds, record.stall_s, record.gap, record.change),
-            *(record.write_s, record.transfer_s, record.waited_s, json.dumps(dict(record.pauses))),
-        )
+        columns = asdict(record) | {"pauses": json.dumps(dict(record.pauses))}
+        self._insert("publishes", replace=True, at=time.time(), **columns)
 
-    def checkpointed(self, step: int, folder: str, seconds: float) -> None:
-        """A checkpoint is complete on disk."""
-        self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, NULL)", step, time.time(), folder, seconds)
+    def checkpointed(self, step: int, folder: str, seconds: float, at: float | None = None) -> None:
+        """A checkpoint is complete on disk, now or since the unix time ``at``."""
+        saved_at = time.time() if at is None else at
+        self._insert("checkpoints", replace=True, step=step, at=saved_at, folder=folder, seconds=seconds)
 
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
         """Record the checkpoints on disk when this process begins, as folder and unix time of saving by step: a kill
@@ -252,35 +270,25 @@ class Journal(JournalFile):
         known = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
             if step not in known:
-                self._note("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, 0.0, NULL)", step, saved_at, folder)
+                self.checkpointed(step, folder, 0.0, saved_at)
         for step in known - on_disk.keys():
             self.checkpoint_removed(step)
 
     def checkpoint_removed(self, step: int) -> None:
-        """A checkpoint is removed."""
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
     def evaluated(self, result: Mapping[str, Any]) -> None:
         """An evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
-        self._note(
-            f"INSERT OR REPLACE INTO evaluations ({', '.join(names)}, at) VALUES ({'?, ' * len(names)}?)",
-            *(*(result[name] for name in names), time.time()),
-        )
+        self._insert("evaluations", replace=True, at=time.time(), **{name: result[name] for name in names})
 
     def failed(self, kind: str, part: str, message: str) -> None:
         """Something failed, whether or not the run continued."""
-        self._note(
-            "INSERT INTO failures (at, kind, part, message) VALUES (?, ?, ?, ?)",
-            *(time.time(), kind, _storable(part), _storable(message)),
-        )
+        self._insert("failures", at=time.time(), kind=kind, part=_storable(part), message=_storable(message))
 
     def engine_changed(self, engine: str, change: str, reason: str) -> None:
         """An engine began to serve (``join``), or left (``leave``)."""
-        self._note(
-            "INSERT INTO engine_changes (at, engine, change, reason) VALUES (?, ?, ?, ?)",
-            *(time.time(), engine, change, _storable(reason)),
-        )
+        self._insert("engine_changes", at=time.time(), engine=engine, change=change, reason=_storable(reason))
 
     # -- committing
 
@@ -323,6 +331,12 @@ class Journal(JournalFile):
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))
 
+    def _insert(self, table: str, replace: bool = False, **columns: Any) -> None:
+        """Note a row. A second one with its key fails the commit, unless it may ``replace`` the first."""
+        verb = "INSERT OR REPLACE" if replace else "INSERT"
+        marks = ", ".join("?" * len(columns))
+        self._note(f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({marks})", *columns.values())
+
     def _note(self, sql: str, *parameters: Any) -> None:
         if fault := _fault_in(parameters):
             table = _TABLE.search(sql)
@@ -351,7 +365,6 @@ def _fault_in(values: Iterable[object]) -> str:
 
 
 def _refusal(record: str, fault: str, path: Path) -> JournalError:
-    """The error for a ``record`` that cannot be stored in the journal at ``path``."""
     return JournalError(
         f"{record} cannot be stored: it contains {fault}",
         location=str(path),
