@@ -45,17 +45,14 @@ class Template:
 
     @property
     def name(self) -> str:
-        """Its name on the command line."""
         return self.folder.name
 
     @property
     def title(self) -> str:
-        """The heading of its README."""
         return (self.folder / "README.md").read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
 
     @property
     def has_model(self) -> bool:
-        """Whether it comes with a model."""
         return (self.folder / MODEL).is_dir()
 
     def copy(self, folder: Path, force: bool) -> list[str]:
@@ -96,7 +93,6 @@ def _renamed(spec: str, folder: str) -> str:
 
 
 def templates() -> list[Template]:
-    """All templates, by name."""
     package = Path(asyncrl_cli.__file__).parent
     candidates = (package / "_templates", package.parent / "templates")
     folder = next(path for path in candidates if path.is_dir())

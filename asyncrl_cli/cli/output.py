@@ -45,14 +45,12 @@ def echo(text: str, err: bool = False) -> None:
 
 
 def echo_json(value: Any) -> None:
-    """Print a JSON document."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     # JSON's own escapes: it allows unescaped characters that control a terminal or cannot be encoded.
     typer.echo("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))
 
 
 def show(page: Page, as_json: bool) -> None:
-    """Print a page."""
     if as_json:
         echo_json(page.document)
     else:

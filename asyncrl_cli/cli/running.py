@@ -223,7 +223,6 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bo
 
 
 def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
-    """The closing lines of a run."""
     from asyncrl_cli.monitors.mlflow.sender import target_of
 
     lines = [f"\nfinished {counted(run.state.step, 'step')} in {outcome.seconds:.0f} s"]

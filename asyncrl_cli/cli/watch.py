@@ -90,7 +90,6 @@ class Screen:
         return True
 
     def draw(self) -> RenderableType:
-        """The screen as it is now."""
         from rich.console import Group
 
         from asyncrl_cli.core.terminal import plain_text

@@ -35,7 +35,6 @@ class Background:
 
     @property
     def waiting(self) -> int:
-        """Number of jobs in the queue."""
         return self._queue.qsize()
 
     def wait(self, timeout_s: float) -> bool:

@@ -74,7 +74,6 @@ def stored(run: RunDirectory) -> Stored:
 
 
 def list_page(found: Stored) -> Page:
-    """All checkpoints of a run."""
     rows = [found.row(checkpoint) for checkpoint in found.checkpoints]
     document = {"run": found.run.run_id, "checkpoints": rows}
     if not rows:
@@ -95,7 +94,6 @@ def list_page(found: Stored) -> Page:
 
 
 def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
-    """One checkpoint with its files."""
     row = found.row(checkpoint)
     trainer = checkpoint.trainer()
     files = {

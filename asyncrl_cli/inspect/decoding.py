@@ -45,7 +45,6 @@ class Decoder:
         return texts
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token."""
         return self.parts(ids, range(1, len(ids) + 1))
 
     def _text(self, ids: Sequence[int], start: int, end: int, last: bool) -> str:

@@ -174,7 +174,6 @@ class _Trace:
                     yield {"ph": "C", "pid": process, "name": name, "ts": since, "args": known}
 
     def milestones(self) -> Iterator[TraceEvent]:
-        """Evaluations, checkpoints, faults and starts."""
         free = 0
         facts: dict[str, Any]
         for event in events(self._connection, [kind.name for kind in (Evaluation, Checkpoint, Fault, Stall, Start)]):

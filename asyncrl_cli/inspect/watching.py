@@ -151,11 +151,9 @@ class Pager:
             self._shown = found or self._shown
 
     def recolour(self) -> None:
-        """Colour by the other of log-prob and version."""
         self.colouring = "weight version" if self.colouring == "log-prob" else "log-prob"
 
     def page(self) -> Text:
-        """The rollout that was turned to."""
         if self._shown is None:
             return plain_text(self._note if self.wanted != "all" else "no rollout has ended yet")
         if not self._decoder_sought:

@@ -29,7 +29,6 @@ class Reproduced:
     """The part that does not fit the measurements; no prediction holds then."""
 
     def under(self, max_staleness: int) -> Outcome:
-        """The outcome with another staleness bound."""
         if max_staleness == self.scenario.settings.max_staleness:
             return self.outcome
         return simulate(with_bound(self.scenario, max_staleness), STEPS)

@@ -35,7 +35,6 @@ class SupportsWrite(Protocol):
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
-    """One step in one line."""
     held_out = f"  held-out {accuracy['greedy']:.3f}" if "greedy" in accuracy else ""
     return (
         f"step {step}/{steps}  reward {metrics['reward/mean']:.3f}{held_out}"

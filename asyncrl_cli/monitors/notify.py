@@ -60,7 +60,6 @@ class Notifier(Monitor):
 
     @property
     def pending(self) -> bool:
-        """Whether notices are being delivered."""
         return any(thread.is_alive() for thread in self._under_way)
 
     def stalled(self, text: str) -> None:

@@ -54,7 +54,6 @@ class Outlet:
 
     @property
     def lost(self) -> int:
-        """Lines that were not written."""
         return self._dropped + self._failed
 
     def write(self, text: str) -> int:
@@ -83,7 +82,6 @@ class Outlet:
         """Does nothing: the thread writes as soon as it can."""
 
     def isatty(self) -> bool:
-        """Whether the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     @property

@@ -64,7 +64,6 @@ class _Member:
         self.ended = True
 
     def close(self, patience_s: float) -> None:
-        """Wait for the thread."""
         if self._thread is not None and not self._off and not self._thread.close(patience_s):
             self._switch_off("it has not finished in time")
 
@@ -119,23 +118,18 @@ class Reporter:
         self.notes |= {member.name: member.note for member in ended if member.note}
 
     def status(self, text: str) -> None:
-        """What the run is doing while it starts or ends."""
         self._tell(lambda monitor: monitor.status(text))
 
     def doing(self, text: str, counts: Counts) -> None:
-        """What the loop is doing, and what is in the buffer."""
         self._tell(lambda monitor: monitor.doing(text, counts))
 
     def warn(self, text: str) -> None:
-        """Something failed or takes long, and the run continues."""
         self._tell(lambda monitor: monitor.warn(text))
 
     def faulted(self, kind: str) -> None:
-        """A fault of this kind is about to be recorded."""
         self._tell(lambda monitor: monitor.faulted(kind))
 
     def stalled(self, text: str) -> None:
-        """A part has been waiting for long, which may end the run."""
         self.warn(text)
         self._tell(lambda monitor: monitor.stalled(text))
 
@@ -153,7 +147,6 @@ class Reporter:
         self._tell(lambda monitor: monitor.engines(serving, wanted))
 
     def evaluated(self, result: EvaluationResult) -> None:
-        """An evaluation is done."""
         if result.step == 0:
             self.accuracy_before[result.kind] = result.accuracy
         self.accuracy[result.kind] = result.accuracy

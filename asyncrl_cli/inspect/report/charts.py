@@ -309,14 +309,12 @@ def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
 
 
 def shares_chart(title: str, found: Shares) -> Chart:
-    """Shares of rollouts or groups, over ranges of steps."""
     of_groups = found.shares.keys() <= GROUP_COLOURS.keys()
     colours = [GROUP_COLOURS[name] for name in found.shares] if of_groups else ramp(len(found.shares))
     return _stacked(title, found.steps, found.shares, colours)
 
 
 def histogram_chart(title: str, found: Histogram) -> Chart:
-    """Distributions side by side, one for each range of steps."""
     return _heat_map(title, found.steps, found.values, found.shares)
 
 

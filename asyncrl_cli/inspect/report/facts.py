@@ -55,7 +55,6 @@ def facts(
     files: Sequence[EvaluationFile],
     machine: Sequence[MachineSample],
 ) -> Facts:
-    """All facts, by group and name."""
     return {
         "Run": _run(run, phase, past, spans),
         "Setup": _setup(spec),

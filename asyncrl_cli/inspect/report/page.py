@@ -68,8 +68,6 @@ LABEL_LENGTH = 28
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """One run."""
-
     run_id: str
     answers: tuple[Answer, ...]
     prediction: Prediction | str
@@ -207,7 +205,6 @@ def short_labels(run_ids: Sequence[str]) -> list[str]:
 
 
 def write(text: str, path: Path) -> None:
-    """Write a page whole. Raises ``OSError``."""
     with output_file(path) as file:
         file.write(text.encode())
 

@@ -74,7 +74,6 @@ def evaluation_files(run: RunDirectory) -> list[EvaluationFile]:
 
 
 def evaluation_samples(file: EvaluationFile) -> Iterator[Mapping[str, Any]]:
-    """The samples of an evaluation, as they were written."""
     rows = _rows(file.path)
     next(rows, None)
     return rows

@@ -133,13 +133,11 @@ class Tracker:
         self._ending: Ending | None = None
 
     def more(self) -> None:
-        """There is new data in the run's folder."""
         with self._changed:
             self._more = True
             self._changed.notify_all()
 
     def end(self, ending: Ending) -> None:
-        """The run has ended."""
         with self._changed:
             self._ending = ending
             self._changed.notify_all()
