@@ -1,7 +1,8 @@
 """The command line: `asyncrl COMMAND`.
 
-Each command is a function in one of the modules below and is registered here. These modules import only typer at the
-top, and everything else inside their functions, so that `asyncrl --help` never waits for torch, Ray or vLLM.
+Each command is a function in one of the modules below and is registered here. At the top, these modules import only
+typer and modules that load in milliseconds; everything else inside their functions. So `asyncrl --help` never waits for
+torch, Ray or vLLM.
 """
 
 from __future__ import annotations

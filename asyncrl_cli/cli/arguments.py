@@ -13,6 +13,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.runs.catalogue import all_runs, find_run
+
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
 """The base class of typer's errors of usage, which has other names in other releases."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
@@ -129,8 +132,6 @@ def add(
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
     """The ids of the runs in ``--runs-dir`` that begin with what was typed."""
-    from asyncrl_cli.runs.catalogue import all_runs
-
     runs_dir = Path(context.params.get("runs_dir") or "runs")
     names = [run.run_id for run in all_runs(runs_dir)] if runs_dir.is_dir() else []
     return [name for name in names if name.startswith(incomplete) and name.isprintable()]
@@ -143,8 +144,6 @@ def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:
     """The steps of the checkpoints of the run that the command line names."""
-    from asyncrl_cli.core.errors import UserError
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
     values = context.params

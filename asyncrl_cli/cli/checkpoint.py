@@ -9,10 +9,12 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, Step, add
 from asyncrl_cli.cli.output import echo, show
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.runs.catalogue import find_run
+from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.runs.checkpoints import Checkpoint
-    from asyncrl_cli.runs.directory import RunDirectory
 
 app = typer.Typer(
     cls=Group, help="List, check, export and prune a run's checkpoints.", no_args_is_help=True, rich_markup_mode=None
@@ -25,7 +27,6 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
     Files are compared by name and size; `verify` reads every byte.
     """
     from asyncrl_cli.inspect.checkpoint_pages import list_page, stored
-    from asyncrl_cli.runs.catalogue import find_run
 
     show(list_page(stored(find_run(runs_dir, run))), as_json)
 
@@ -35,7 +36,6 @@ def show_checkpoint(
 ) -> None:
     """Show the newest checkpoint, or that of --step, with its files."""
     from asyncrl_cli.inspect.checkpoint_pages import show_page, stored
-    from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
     show(show_page(stored(found), _chosen(found, step)[-1]), as_json)
@@ -48,7 +48,6 @@ def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: Run
     """
     from rich.filesize import decimal
 
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import verify
 
     damaged = False
@@ -70,7 +69,6 @@ def export(
 
     transformers and vLLM load it. The checkpoint is verified first.
     """
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import verified_checkpoint
     from asyncrl_cli.spec.load import load_recorded
 
@@ -107,10 +105,8 @@ def prune(
     """
     from rich.filesize import decimal
 
-    from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.checkpoint_pages import stored
     from asyncrl_cli.journal.file import checkpoints_removed
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import remove
 
     found = find_run(runs_dir, run)
@@ -143,7 +139,6 @@ def prune(
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
     """All checkpoints, or that of a step. Raises ``RunError`` when there is none."""
-    from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
 
     if step is not None:

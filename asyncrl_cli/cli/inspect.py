@@ -11,6 +11,9 @@ import typer
 
 from asyncrl_cli.cli.arguments import AsJson, Group, RunName, RunsDir, add, one_of
 from asyncrl_cli.cli.output import echo, show
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.terminal import plain_text
+from asyncrl_cli.runs.catalogue import find_run
 
 if TYPE_CHECKING:
     from asyncrl_cli.inspect.pages import Page
@@ -79,7 +82,6 @@ def inspect_buffer(
     from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.records.generation import group_and_index
-    from asyncrl_cli.runs.catalogue import find_run
 
     wanted = next((at for at in STATES if at == state), None)
     if wanted != state:
@@ -121,7 +123,6 @@ def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: Runs
     from asyncrl_cli.journal.history import history
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE, JournalError
-    from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
     try:
@@ -155,7 +156,6 @@ def events(
     from asyncrl_cli.inspect.history_page import as_json as json_line
     from asyncrl_cli.inspect.history_page import as_line, run_events
     from asyncrl_cli.journal.events import KINDS
-    from asyncrl_cli.runs.catalogue import find_run
 
     for name in kind or ():
         if name not in KINDS:
@@ -187,14 +187,12 @@ def staleness(
     Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups trained late with `on_stale: train`
     are counted, but are not violations. Steps count from 1, as in metrics.jsonl.
     """
-    from asyncrl_cli.core.errors import RunError
     from asyncrl_cli.inspect.resolved import resolved_spec
     from asyncrl_cli.inspect.staleness_page import staleness_page, with_what_if
     from asyncrl_cli.inspect.what_if import reproduced_from
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.journal.staleness import staleness_report
-    from asyncrl_cli.runs.catalogue import find_run
 
     if steps not in (None, "all"):
         raise typer.BadParameter("the only value is `all`", param_hint="--steps")
@@ -218,7 +216,6 @@ def _watch(look: Callable[[], Page]) -> None:
     from rich.live import Live
 
     from asyncrl_cli.core.console import PlainConsole
-    from asyncrl_cli.core.terminal import plain_text
 
     console = PlainConsole()
     if not console.is_terminal:

@@ -11,7 +11,9 @@ import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.runs.catalogue import find_run
 
 
 def replay(
@@ -31,8 +33,6 @@ def replay(
     are equal, or when --set changed something; 1 when one differs.
     """
     from asyncrl_cli.cli.running import search_path
-    from asyncrl_cli.core.errors import RunError
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.runs.checkpoints import complete_checkpoints, verified_checkpoint
     from asyncrl_cli.spec.changes import check_changes
     from asyncrl_cli.spec.load import load_recorded

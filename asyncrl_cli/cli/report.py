@@ -11,6 +11,9 @@ import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.files import is_replaceable
+from asyncrl_cli.runs.catalogue import find_run
 
 
 def report(
@@ -32,7 +35,6 @@ def report(
     Reads the journals of runs that are running, stopped or dead.
     """
     from asyncrl_cli.inspect.report.page import render, summarize, write
-    from asyncrl_cli.runs.catalogue import find_run
 
     found = list({run.path: run for run in (find_run(runs_dir, name) for name in runs or ["latest"])}.values())
     page = render([summarize(run) for run in found])
@@ -57,7 +59,6 @@ def timeline(
     Reads the journal of a run that is running, stopped or dead. A FILE that ends with .gz is compressed.
     """
     from asyncrl_cli.inspect.timeline import write_timeline
-    from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
     path = output or found.path / "timeline.json"
@@ -68,8 +69,6 @@ def timeline(
 
 @contextmanager
 def _writing(what: str, path: Path) -> Iterator[None]:
-    from asyncrl_cli.core.errors import RunError
-
     is_new = not path.parent.is_dir()
     try:
         yield
@@ -81,6 +80,4 @@ def _writing(what: str, path: Path) -> Iterator[None]:
 
 
 def _confirm(path: Path, text: str) -> None:
-    from asyncrl_cli.core.files import is_replaceable
-
     echo(text, err=not is_replaceable(path))  # the file itself may be standard output

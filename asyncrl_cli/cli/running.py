@@ -14,13 +14,15 @@ from asyncrl_cli.cli.arguments import Overrides, RunName, RunsDir, Step
 from asyncrl_cli.cli.output import debugging, echo, in_runs_dir, start_checks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.inspect.pages import count_range
+from asyncrl_cli.runs.catalogue import find_run
+from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.checks.finding import Finding
     from asyncrl_cli.monitors.outlet import Terminal
     from asyncrl_cli.orchestrator.experiment import Experiment
     from asyncrl_cli.orchestrator.launch import Outcome, Start
-    from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the run's id and problems.")]
@@ -58,7 +60,6 @@ def train(
 
     from asyncrl_cli.orchestrator.launch import Start
     from asyncrl_cli.plan.scenario import shares_host
-    from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.runs.manifest import describe_start
     from asyncrl_cli.system.processors import processor_speed
 
@@ -122,7 +123,6 @@ def resume(
     The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
     again; unfinished rollouts continue from their recorded tokens. Exit codes are those of `asyncrl train`.
     """
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.changes import check_changes, kept_horizon
     from asyncrl_cli.spec.load import dump_spec, load_recorded
 
@@ -179,7 +179,6 @@ def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) 
 
 
 def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bool, terminal: Terminal) -> None:
-    from asyncrl_cli.inspect.pages import count_range
     from asyncrl_cli.monitors.console import open_view
     from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
     from asyncrl_cli.orchestrator.launch import run_experiment

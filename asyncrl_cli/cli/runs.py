@@ -9,15 +9,18 @@ from dataclasses import asdict
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
 from asyncrl_cli.cli.output import echo, echo_json
-
-if TYPE_CHECKING:
-    from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.core.terminal import counted
+from asyncrl_cli.inspect.pages import duration, paragraph, table
+from asyncrl_cli.runs.catalogue import all_runs, find_run
+from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 POLL_S = 0.5
 QUIET = ("starting", "running", "finished")
@@ -32,9 +35,6 @@ def runs(
 
     A run that failed or was interrupted has the reason below it. Times are in UTC.
     """
-    from asyncrl_cli.inspect.pages import paragraph, table
-    from asyncrl_cli.runs.catalogue import all_runs
-
     rows = [_row(run) for run in all_runs(runs_dir)]
     if as_json:
         echo_json(rows)
@@ -74,9 +74,6 @@ def _row(run: RunDirectory) -> dict[str, Any]:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    from asyncrl_cli.inspect.pages import duration
-    from asyncrl_cli.runs.directory import ACTIVE
-
     engines, accuracy = row["engines"], row["accuracy"]
     return (
         row["run"],
@@ -106,10 +103,6 @@ def scale(
     joins waits until Ray has room for it. If that takes longer than --wait, the command prints what is missing and
     exits with 0.
     """
-    from asyncrl_cli.core.errors import ConfigError, RunError
-    from asyncrl_cli.core.terminal import counted
-    from asyncrl_cli.runs.catalogue import find_run
-    from asyncrl_cli.runs.directory import ACTIVE
     from asyncrl_cli.runs.scaling import request_engines
 
     run = find_run(runs_dir, run_id)
@@ -151,9 +144,6 @@ def track(
 
     Nothing is sent twice. Exit code: 1 when something could not be sent; then try again later.
     """
-    from asyncrl_cli.core.secrets import hide
-    from asyncrl_cli.core.terminal import counted
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, run_id)

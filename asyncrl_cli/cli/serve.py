@@ -13,6 +13,7 @@ import typer
 from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
 from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.runs.catalogue import find_run
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.serving import Address, Served
@@ -79,7 +80,6 @@ def _is_spec(target: str) -> bool:
 
 
 def _of_run(runs_dir: Path, name: str, changes: list[str], step: int | None) -> Served:
-    from asyncrl_cli.runs.catalogue import find_run
     from asyncrl_cli.spec.load import load_recorded
 
     run = find_run(runs_dir, name)

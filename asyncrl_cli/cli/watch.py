@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from asyncrl_cli.cli.arguments import RunName, RunsDir
+from asyncrl_cli.core.terminal import plain_text
+from asyncrl_cli.runs.catalogue import find_run
+from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from asyncrl_cli.runs.directory import RunDirectory
 
 REFRESH_S = 1.0
 """Seconds between two updates."""
@@ -42,7 +44,6 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
     from asyncrl_cli.core.console import PlainConsole
     from asyncrl_cli.inspect.dashboard import panel
     from asyncrl_cli.inspect.watching import look
-    from asyncrl_cli.runs.catalogue import find_run
 
     found = find_run(runs_dir, run)
     console = PlainConsole()
@@ -92,7 +93,6 @@ class Screen:
     def draw(self) -> RenderableType:
         from rich.console import Group
 
-        from asyncrl_cli.core.terminal import plain_text
         from asyncrl_cli.inspect.dashboard import panel
         from asyncrl_cli.inspect.watching import look
 
