@@ -88,6 +88,9 @@ class Lanes:
     def __len__(self) -> int:
         return len(self._free_at)
 
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"lane {lane}" for lane in range(1, len(self) + 1))
+
 
 def write_timeline(run: RunDirectory, path: Path) -> int:
     """Write a run's trace; gzipped when the path ends with ``.gz``, which Perfetto opens as it is.
@@ -126,9 +129,8 @@ class _Trace:
         self._connection = connection
         self._begun = begun
         self._ranks = ranks
-        self._engines = [f"engine-{engine}" for engine in range(engines)]
         self._lanes = Lanes()
-        self._lanes_of = {engine: Lanes() for engine in self._engines}
+        self._lanes_of = {f"engine-{engine}": Lanes() for engine in range(engines)}
 
     def steps(self) -> Iterator[TraceEvent]:
         """Training, publishing, the arrows between trainer and engines, and the counters."""
@@ -156,10 +158,11 @@ class _Trace:
         name = f"version {publish.version}"
         for rank in range(self._ranks):
             yield _slice(TRAINER, rank + 1, f"publish {name}", begin, free, {"version": publish.version})
-        for number in range(len(self._engines)):
+        engines = len(self._lanes_of)
+        for number in range(engines):
             engine = ENGINES + number
             yield _slice(engine, LOADS, f"load {name}", load, end, {"longest pause (s)": publish.stall_s})
-            arrow = {"cat": "publish", "name": name, "id": publish.version * len(self._engines) + number}
+            arrow = {"cat": "publish", "name": name, "id": publish.version * engines + number}
             yield arrow | {"ph": "s", "pid": TRAINER, "tid": 1, "ts": begin}
             yield arrow | {"ph": "f", "bp": "e", "pid": engine, "tid": LOADS, "ts": load}
 
@@ -216,27 +219,25 @@ class _Trace:
     def requests(self) -> Iterator[TraceEvent]:
         """Every request that an engine had, in the order in which they began."""
         for request in engine_requests(self._connection):
-            engine = request.engine
-            if engine not in self._lanes_of:  # the run had more engines once
-                self._engines.append(engine)
-                self._lanes_of[engine] = Lanes()
+            # One that is not known: the run had more engines once.
+            lanes = self._lanes_of.setdefault(request.engine, Lanes())
+            process = ENGINES + list(self._lanes_of).index(request.engine)
             start = self._us(request.begun_at)
             end = max(start, self._us(request.ended_at))
-            lane = LOADS + self._lanes_of[engine].put(start, end)
-            facts = {"ended": request.ending}
-            yield _slice(ENGINES + self._engines.index(engine), lane, request.request_id, start, end, facts)
+            lane = LOADS + lanes.put(start, end)
+            yield _slice(process, lane, request.request_id, start, end, {"ended": request.ending})
 
     def names(self, run_id: str) -> Iterator[TraceEvent]:
         """What processes and tracks are called; after the rollouts, when their lanes are known."""
         processes = {RUN: f"run {run_id}", TRAINER: "trainer", ROLLOUTS: "rollouts"}
-        processes |= dict(enumerate(self._engines, ENGINES))
+        processes |= dict(enumerate(self._lanes_of, ENGINES))
         tracks = {
             RUN: ("steps", "evaluations", "checkpoints", "faults", "starts"),
             TRAINER: tuple(f"rank {rank}" for rank in range(self._ranks)),
-            ROLLOUTS: _lanes(self._lanes),
+            ROLLOUTS: self._lanes.names(),
         }
-        for number, engine in enumerate(self._engines):
-            tracks[ENGINES + number] = ("weights", *_lanes(self._lanes_of[engine]))
+        for number, lanes in enumerate(self._lanes_of.values()):
+            tracks[ENGINES + number] = ("weights", *lanes.names())
         for process, name in processes.items():
             yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
             yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
@@ -250,10 +251,6 @@ class _Trace:
 
     def _instant(self, track: int, name: str, at: float, facts: Mapping[str, Any]) -> TraceEvent:
         return {"ph": "i", "s": "p", "pid": RUN, "tid": track, "name": name, "ts": self._us(at), "args": _sound(facts)}
-
-
-def _lanes(lanes: Lanes) -> tuple[str, ...]:
-    return tuple(f"lane {lane}" for lane in range(1, len(lanes) + 1))
 
 
 def _slice(process: int, track: int, name: str, begin: int, end: int, facts: Mapping[str, Any]) -> TraceEvent:
