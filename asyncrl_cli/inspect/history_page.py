@@ -49,15 +49,15 @@ def history_page(run: RunDirectory, history: History | None) -> Page:
         f"folder   {run.path}",
     ]
     if history is not None:
-        document["history"] = _history_document(history)
-        for block in (
-            _starts(history),
-            _failures(history),
-            _work(history),
-            _checkpoints(history),
-            _evaluations(history),
-        ):
-            section = list(block)
+        work = history.work
+        document["history"] = asdict(history)
+        if work.seconds:
+            document["history"]["work"] |= {
+                "trained_tokens_per_s": work.trained_tokens / work.seconds,
+                "generated_tokens_per_s": work.generated_tokens / work.seconds,
+            }
+        for block in (_starts, _failures, _work, _checkpoints, _evaluations):
+            section = list(block(history))
             lines += ["", *section] if section else []
     return Page(document, lines)
 
@@ -149,17 +149,6 @@ def _evaluations(history: History) -> Iterator[str]:
     if rows:
         header = ("evaluations", "kind", "accuracy", "mean reward", "mean tokens", "prompts")
         yield from table(header, rows, left=(0, 1))
-
-
-def _history_document(history: History) -> dict[str, Any]:
-    document = asdict(history)
-    work = history.work
-    if work.seconds:
-        document["work"] |= {
-            "trained_tokens_per_s": work.trained_tokens / work.seconds,
-            "generated_tokens_per_s": work.generated_tokens / work.seconds,
-        }
-    return document
 
 
 LOOK_S = 0.5
