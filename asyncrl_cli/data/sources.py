@@ -45,7 +45,7 @@ def read_source(
         case "hub" | "saved":
             return _read_data_set(spec, form)
         case "function":
-            return _read_function(spec.path, base, split, spec.size, form)
+            return _read_function(spec, form, base=base, split=split)
         case "parquet":
             return read_parquet(Path(form.source), spec.size, form)
         case "csv" | "jsonl":
@@ -164,13 +164,15 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
     elif split is not None and not hub:
         form.refuse(None, f"no split {split!r}: the data set has no splits", "remove `split`")
     mapped = [file["filename"] for file in found.cache_files]
-    return ArrowPrompts(found.with_format("arrow")[: spec.size], spec.size, form, mapped)
+    return ArrowPrompts(found.with_format("arrow")[: spec.size], spec.size, form, mapped=mapped)
 
 
-def _read_function(target: str, base: Path, split: str, size: int | None, form: RowForm) -> list[Prompt]:
-    """The first ``size`` prompts that ``target(split, size)`` yields (all of them by default), as mappings or
-    ``Prompt``s. It yields the same ones at every call: a run that is resumed calls it again."""
-    function = import_named(target, base, target, "name a function f(split, size) that yields rows", DataError)
+def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> list[Prompt]:
+    """The first ``size`` prompts that the function yields (all of them by default), as mappings or ``Prompt``s. It must
+    yield the same ones at every call: a run that is resumed calls it again."""
+    target, size = form.source, spec.size
+    hint = "name a function f(split, size) that yields rows"
+    function = import_named(target, base, location=target, hint=hint, error_type=DataError)
     try:
         inspect.signature(function).bind("train", None)
     except (TypeError, ValueError) as error:

@@ -66,7 +66,7 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
             known += " (`asyncrl init --list` has examples)"
             hint = did_you_mean(use, READY_TASKS, known)
             raise TaskError(f"there is no ready task {use!r}", location=USE, hint=hint)
-        found = import_named(target, search_path, USE, ANY_KIND, TaskError)
+        found = import_named(target, search_path, location=USE, hint=ANY_KIND, error_type=TaskError)
         if isinstance(found, type):
             return _construct(found, use, options)
         if callable(found):

@@ -116,7 +116,8 @@ class MixTask:
             again = np.flatnonzero(rows_before >= lengths[strata])
             end = int(again[0]) if len(again) else size
             strata, rows_before = strata[:end], rows_before[:end]
-        return MixedPrompts([member.name for member in members], own, strata, rows_before)
+        names = [member.name for member in members]
+        return MixedPrompts(names, own, strata=strata, rows_before=rows_before)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         task, its_prompt = self.scored_by(prompt)
@@ -150,7 +151,7 @@ class OneCall:
 
         messages, tools = chat_of(prompt)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-            await ask(http, model, messages, tools or ())
+            await ask(http, model, messages, tools=tools or ())
         return None
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:

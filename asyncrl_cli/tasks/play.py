@@ -44,7 +44,7 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
         messages = await asyncio.to_thread(_reset, environment)
         while True:
             try:
-                reply = await ask(http, model, messages, tools)
+                reply = await ask(http, model, messages, tools=tools)
             except LimitReached:
                 break
             step, number = await asyncio.to_thread(_step, environment, reply)

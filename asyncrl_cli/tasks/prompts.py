@@ -44,7 +44,7 @@ def load_prompts(
     location = location or f"data.{split_name}"
     check = task.check_prompt if isinstance(task, CheckingTask) else None
     if split_spec.path is not None:
-        prompts = read_source(split_spec, split_name, base, check)
+        prompts = read_source(split_spec, split_name, base, check=check)
         if not isinstance(prompts, list):  # a list has been read row by row
             _check_first(prompts)
         return prompts

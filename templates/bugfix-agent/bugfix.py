@@ -99,7 +99,7 @@ class Bugfix(ToolTask):
             raise ValueError(f"kinds must be some of {', '.join(BUG_KINDS)}, not {kinds}")
         if not 0 <= careful <= 1:
             raise ValueError(f"careful must be between 0 and 1, not {careful}")
-        self._shape = Shape(functions, bugs, max_lines, tuple(kinds), terse)
+        self._shape = Shape(functions=functions, bugs=bugs, max_lines=max_lines, kinds=tuple(kinds), terse=terse)
         self._instruction = instruction or INSTRUCTION.format(
             bugs="one function returns" if bugs == 1 else f"{bugs} functions return",
             readme="" if terse else README_HINT,
@@ -165,7 +165,7 @@ class Bugfix(ToolTask):
         tests, broken = prompt.fields["tests"], prompt.fields["broken"]
         passed = dict.fromkeys(tests, False)
         if all(len(text) <= MOST_CHARACTERS for text in left.values()):
-            results = _passing(tuple(left.items()), tuple(tests.values()), self._limits, self._kind)
+            results = _passing(tuple(left.items()), tuple(tests.values()), limits=self._limits, kind=self._kind)
             passed = dict(zip(tests, results, strict=True))
         if self._partial:
             kept = all(right for name, right in passed.items() if name not in broken)
@@ -196,7 +196,8 @@ class Bugfix(ToolTask):
         messages.append(result_message(0, source.rstrip("\n")))
         if right or rng.random() >= IDLE:
             announced = f"Needs {edit.text}. " if edit == fix else None
-            messages.append(call_message(1, TOOL, {"command": f"sed -i '{edit.sed(source)}' {MODULE}"}, announced))
+            command = f"sed -i '{edit.sed(source)}' {MODULE}"
+            messages.append(call_message(1, TOOL, {"command": command}, content=announced))
             if reply == "edit":
                 return messages
             messages.append(result_message(1, ""))
@@ -280,4 +281,4 @@ def _passing(
     nothing that is written to a file can read a test, change it or report that it passed.
     """
     with SLOTS:
-        return tuple(run(PROGRAM.format(files=dict(files)), [Check(test) for test in tests], limits, kind))
+        return tuple(run(PROGRAM.format(files=dict(files)), [Check(test) for test in tests], limits=limits, kind=kind))

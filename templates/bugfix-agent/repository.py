@@ -16,7 +16,7 @@ import random
 import re
 import tokenize
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import functions
@@ -113,7 +113,8 @@ def library(max_lines: int | None = None) -> tuple[Function, ...]:
         source = inspect.getsource(function)
         lines = len(source.splitlines()) - 2  # `def`, and a docstring of one line
         if max_lines is None or lines <= max_lines:
-            found.append(Function(function.__name__, source, tuple(inspect.signature(function).parameters), lines))
+            arguments = tuple(inspect.signature(function).parameters)
+            found.append(Function(function.__name__, source, arguments=arguments, lines=lines))
     return tuple(found)
 
 
@@ -263,7 +264,7 @@ def make_repository(rng: random.Random, shape: Shape) -> Repository:
     members: list[_Member] = []
     for function in rng.sample(known, len(known)):
         if len(members) < shape.functions:
-            member = _member(rng, function, shape, len(members) in broken)
+            member = _member(rng, function, shape, broken=len(members) in broken)
             members += [member] if member is not None else []
     if len(members) < shape.functions:
         raise ValueError(f"too few functions can have a bug of the kinds {', '.join(shape.kinds)}")
@@ -274,7 +275,8 @@ def make_repository(rng: random.Random, shape: Shape) -> Repository:
         if (bug := member.bug) is not None:
             place = bug.place
             others = tuple(sorted({place.text, *place.alternatives} - {bug.text}))
-            undone = Place(place.kind, place.line + text.count("\n"), place.column, bug.text, others)
+            line = place.line + text.count("\n")
+            undone = replace(place, line=line, text=bug.text, alternatives=others)
             fixes[f"calc.{member.name}"] = Edit(undone, place.text)
         text += member.right if bug is None else bug.applied(member.right)
     files = {MODULE: text}
@@ -297,12 +299,13 @@ def _member(rng: random.Random, function: Function, shape: Shape, broken: bool) 
     right = function.written(rng, shape.terse)
     calls = function.calls(rng, CALLS)
     if not broken:
-        return _Member(function.name, right, None, calls)
+        return _Member(function.name, right, bug=None, calls=calls)
     solution = callable_of(right, function.name)
     possible = edits(right, shape.kinds)
     for bug in rng.sample(possible, len(possible)):
         for _ in range(TRIES):
             calls = function.calls(rng, CALLS)
-            if not passes(bug.applied(right), function.name, calls, [solution(*call) for call in calls]):
-                return _Member(function.name, right, bug, calls)
+            expected = [solution(*call) for call in calls]
+            if not passes(bug.applied(right), function.name, calls=calls, expected=expected):
+                return _Member(function.name, right, bug=bug, calls=calls)
     return None

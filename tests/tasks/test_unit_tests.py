@@ -102,7 +102,7 @@ def test_tests_that_check_nothing_are_refused(tests: str, why: str) -> None:
 
 def test_only_the_first_rows_are_tried_without_code(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
-    monkeypatch.setattr(unit_tests, "run", lambda *_: tried.append(1) or [False])
+    monkeypatch.setattr(unit_tests, "run", lambda *_, **__: tried.append(1) or [False])
     task = UnitTests()
     for _ in range(1000):
         task.check_prompt(Prompt("row", "?", {"tests": "assert f() == 1"}))
@@ -119,7 +119,7 @@ def test_errors_in_a_row_are_not_blamed_on_the_response() -> None:
 
 
 def test_a_sandbox_that_fails_gives_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> list[bool]:
+    def broken(*_: object, **__: object) -> list[bool]:
         raise SandboxError("no memory")
 
     task = UnitTests()

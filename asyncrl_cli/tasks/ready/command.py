@@ -85,7 +85,7 @@ class Command:
         self._reward: FunctionTask | None = None
         if reward is not None:
             location, hint = "task.options.reward", "name a function as module:function, in a file beside the spec"
-            found = import_named(reward, None, location, hint, TaskError)
+            found = import_named(reward, None, location=location, hint=hint, error_type=TaskError)
             if not callable(found):
                 raise TaskError(f"{reward} is not a function", location=location, hint=hint)
             self._reward = FunctionTask(found, reward, location)

@@ -270,7 +270,7 @@ class _Algebra:
         decimals = [re.search(r"\.\d", text) is not None for text in (one, other)]
         limited = _math_verify().utils.timeout(timeout_seconds=seconds)(_same_values)
         try:
-            return bool(limited(values[0][0], values[1][0], decimals, seconds))
+            return bool(limited(values[0][0], values[1][0], decimals=decimals, seconds=seconds))
         except (_math_verify().errors.TimeoutException, Exception):  # SymPy raises anything for odd expressions
             return False
 

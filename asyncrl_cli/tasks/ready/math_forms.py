@@ -359,11 +359,11 @@ def _item(text: str) -> Item:
         number = replace(number, value=number.value * factor)
         return Item(str(number.value), name, number=number)
     brackets = value[:1] + value[-1:]
-    if re.fullmatch(r"[(\[][)\]]", brackets) and closing(value, 0, OPENERS, CLOSERS) == len(value) - 1:
+    if re.fullmatch(r"[(\[][)\]]", brackets) and closing(value, 0, openers=OPENERS, closers=CLOSERS) == len(value) - 1:
         inner = value[1:-1]
         parts = list(_split(inner, _COMMA))
         if len(parts) > 1:
-            return Item(value, name, brackets, tuple(map(_item, parts)))
+            return Item(value, name, brackets=brackets, parts=tuple(map(_item, parts)))
         if brackets == "()" and (in_brackets := _number(inner.strip())) is not None:
             return Item(inner.strip(), name, number=in_brackets)
     return Item(value, name, number=number)

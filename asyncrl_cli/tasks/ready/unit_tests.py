@@ -56,7 +56,7 @@ class UnitTests:
                 raise ValueError(f"{name} must be more than 0, not {number}")
         self._field = field
         self._partial = partial
-        self._limits = Limits(time_s, memory_mb, disk_mb, processes)
+        self._limits = Limits(time_s=time_s, memory_mb=memory_mb, disk_mb=disk_mb, processes=processes)
         self._sandbox = choose(sandbox)
         self._to_try, self._try_s = ROWS_TRIED, TRY_S
         if self._sandbox != "bubblewrap":
@@ -69,7 +69,8 @@ class UnitTests:
         if self._to_try <= 0 or self._try_s <= 0:
             return
         started = time.monotonic()
-        passed = run("", tests, replace(self._limits, time_s=min(self._limits.time_s, self._try_s)), self._sandbox)
+        limits = replace(self._limits, time_s=min(self._limits.time_s, self._try_s))
+        passed = run("", tests, limits=limits, kind=self._sandbox)
         self._to_try, self._try_s = self._to_try - 1, self._try_s - (time.monotonic() - started)
         if all(passed):
             raise UnusableTests("the tests pass without any code")
@@ -82,7 +83,7 @@ class UnitTests:
         """
         tests = self._tests(prompt)
         code = code_in(response)
-        passed = run(code, tests, self._limits, self._sandbox) if _compiles(code) else [False]
+        passed = run(code, tests, limits=self._limits, kind=self._sandbox) if _compiles(code) else [False]
         share = sum(passed) / len(passed)
         return RewardResult(share if self._partial else float(all(passed)), {"tests_passed": share})
 
