@@ -188,22 +188,26 @@ class GatewayActor:
 
         Raises ``UserError``: the address is not available, or the tool parser does not fit the model.
         """
+        from asyncrl_cli.gateway.bodies import Bodies
         from asyncrl_cli.gateway.connections import ConnectionLimits, raise_descriptor_limit
-        from asyncrl_cli.gateway.server import start_gateway
+        from asyncrl_cli.gateway.server import Gateway, listen
+        from asyncrl_cli.gateway.service import Service
 
         asyncio.get_running_loop().set_exception_handler(_FullOnce())
         limits = ConnectionLimits(most=raise_descriptor_limit())
         self._chat = await asyncio.to_thread(setup.chat)
-        self._server = await start_gateway(
-            setup.spec.rollout.gateway.model_copy(update={"port": port}),
-            chat=self._chat,
+        spec = setup.spec.rollout.gateway
+        service = Service(
             sessions=self._sessions,
-            new_session=one_call_sessions(setup.spec, self._chat, self._transfer),
-            model=setup.model,
             secret=setup.secret,
+            new_session=one_call_sessions(setup.spec, self._chat, self._transfer),
             api_key=setup.api_key,
-            limits=limits,
+            chat=self._chat,
+            model=setup.model,
+            bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
         )
+        self._server = Gateway(service, listen(spec.host, port), limits)
+        await self._server.start()
         return os.getpid(), self._server.url
 
     async def tell(self, outgoing: Outgoing) -> None:

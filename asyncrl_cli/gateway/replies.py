@@ -20,7 +20,7 @@ from asyncrl_cli.gateway.parsers import (
     tool_parser,
     vllm_reasoning_parser,
 )
-from asyncrl_cli.gateway.reply_stream import FieldStream, Form, Layout, divided
+from asyncrl_cli.gateway.reply_stream import FieldStream, Form, divided
 from asyncrl_cli.rollout.response_text import cut, special_tokens
 
 
@@ -85,8 +85,14 @@ class ReplyFormat:
             first = next((at for at, token in enumerate(ids) if token in dropped or token in self._ends), len(ids))
             return ids[:first], first < len(ids)
 
-        layout = None if self._reasoning is not None else Layout(self._form, self._calls if tools else ())
-        return FieldStream(self._decode, readable, stop, layout)
+        return FieldStream(
+            self._decode,
+            readable,
+            stop,
+            form=self._form,
+            calls=self._calls if tools else (),
+            held=self._reasoning is not None,
+        )
 
     @property
     def _form(self) -> Form | None:

@@ -154,19 +154,6 @@ def divided(text: str, form: Form) -> tuple[str, str]:
     return reasoning, content
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a reply's text is divided.
-
-    Args:
-        form: of its reasoning; None: it has none.
-        calls: the texts at which its content may end; None: they are not known, so content comes at the end.
-    """
-
-    form: Form | None = None
-    calls: tuple[str, ...] | None = ()
-
-
 class FieldStream:
     """Turns tokens into parts of the message."""
 
@@ -175,16 +162,20 @@ class FieldStream:
         decode: Callable[[Sequence[int]], str],
         readable: Callable[[Sequence[int]], tuple[Sequence[int], bool]],
         stop: Sequence[str],
-        layout: Layout | None,
+        *,
+        form: Form | None = None,
+        calls: tuple[str, ...] | None = (),
+        held: bool = False,
     ) -> None:
         """``readable``: filter new tokens; returns the visible ones, and whether nothing can be sent after them.
-        ``layout``: None: nothing is sent before ``finish``."""
+        ``form``: the form of the reasoning, if there is any. ``calls``: the texts at which the content may end; None:
+        they are not known, so content comes at the end. ``held``: nothing is sent before ``finish``."""
         self._readable = readable
         self._text = TextStream(decode, stop)
-        self._division = Division(layout.form) if layout and layout.form else None
-        self._calls = layout.calls if layout else None
-        self._held = layout is None
-        self._content_held = self._calls is None
+        self._division = Division(form) if form else None
+        self._calls = calls
+        self._held = held
+        self._content_held = calls is None
         self._rest = ""
         self._sent: dict[Kind, str] = {}
 

@@ -1,10 +1,10 @@
-"""The HTTP server around the application, in the caller's event loop."""
+"""The HTTP server around the application."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,13 +12,8 @@ import uvicorn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.gateway.app import create_app
-from asyncrl_cli.gateway.bodies import Bodies
-from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits, Connections
 from asyncrl_cli.gateway.service import Service
-from asyncrl_cli.gateway.session import Session
-from asyncrl_cli.gateway.sessions import Sessions
-from asyncrl_cli.spec.sections import GatewaySpec
 from asyncrl_cli.system.network import family_of
 
 START_S = 10.0
@@ -51,6 +46,8 @@ class _Server(uvicorn.Server):
 
 
 class Gateway:
+    """Serves in the caller's event loop, from ``start`` to ``stop``."""
+
     def __init__(self, service: Service, listener: socket.socket, limits: ConnectionLimits) -> None:
         self._service = service
         self._listener = listener
@@ -96,35 +93,6 @@ class Gateway:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         self._service.bodies.close()
-
-
-async def start_gateway(
-    spec: GatewaySpec,
-    *,
-    chat: ChatFormat,
-    sessions: Sessions,
-    new_session: Callable[[], Session],
-    model: str,
-    secret: bytes,
-    api_key: str | None,
-    limits: ConnectionLimits,
-) -> Gateway:
-    """A gateway that serves, in this event loop.
-
-    The arguments are those of ``service.Service``. Raises ``GatewayError`` when the address is not available.
-    """
-    service = Service(
-        sessions=sessions,
-        secret=secret,
-        new_session=new_session,
-        api_key=api_key,
-        chat=chat,
-        model=model,
-        bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
-    )
-    gateway = Gateway(service, listen(spec.host, spec.port), limits)
-    await gateway.start()
-    return gateway
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -25,7 +25,7 @@ from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.history import Conversation, History
 from asyncrl_cli.gateway.parsers import Tools
-from asyncrl_cli.gateway.reply_stream import FieldStream, Layout, Part
+from asyncrl_cli.gateway.reply_stream import FieldStream, Part
 from asyncrl_cli.gateway.transcript import Branch, Call, Transcript, Turn
 from asyncrl_cli.records.generation import (
     FinishReason,
@@ -266,7 +266,7 @@ class Session:
     def _stream(self, asked: Rendered, stop: Sequence[str]) -> FieldStream:
         if asked.messages is not None:
             return self._chat.stream(asked.tools, stop)
-        return FieldStream(self._chat.decode, lambda ids: (ids, False), stop, Layout())
+        return FieldStream(self._chat.decode, lambda ids: (ids, False), stop)
 
     async def _sample(
         self, call: Call, sampling: Sampling, index: int, *, streamed: bool, on_tokens: Callable[[Sequence[int]], None]

@@ -16,9 +16,11 @@ import httpx
 import numpy as np
 import openai
 
+from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.connections import ConnectionLimits
-from asyncrl_cli.gateway.server import Gateway, start_gateway
+from asyncrl_cli.gateway.server import Gateway, listen
+from asyncrl_cli.gateway.service import Service
 from asyncrl_cli.gateway.session import Limits, Session
 from asyncrl_cli.gateway.sessions import Sessions, session_key, session_url
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
@@ -171,16 +173,18 @@ async def served(
         opened.append(new_session(f"call-{len(opened)}", engine))
         return opened[-1]
 
-    gateway = await start_gateway(
-        GatewaySpec(**settings),
-        chat=engine.chat,
+    spec, limits = GatewaySpec(**settings), limits or ConnectionLimits()
+    service = Service(
         sessions=sessions,
-        new_session=for_one_call,
-        model=MODEL,
         secret=SECRET,
+        new_session=for_one_call,
         api_key=KEY if plain else None,
-        limits=limits or ConnectionLimits(),
+        chat=engine.chat,
+        model=MODEL,
+        bodies=Bodies(spec.max_body_mb * 2**20, limits.body_s),
     )
+    gateway = Gateway(service, listen(spec.host, spec.port), limits)
+    await gateway.start()
     headers = {"Authorization": f"Bearer {KEY}"}
     most = httpx.Limits(max_connections=None)
     try:
