@@ -57,11 +57,6 @@ class Render(Protocol):
     async def __call__(self, work: Callable[[], T]) -> T: ...
 
 
-async def inline(work: Callable[[], T]) -> T:
-    """Renders in the caller's thread."""
-    return work()
-
-
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """What one call asks for; None: the session's setting."""
@@ -159,23 +154,6 @@ class Session:
         self._transcript = Transcript(rollout_id, recorded or {}, on_segments)
         self._running: set[asyncio.Task[Rollout]] = set()
         self._closed = False
-
-    async def chat(
-        self,
-        messages: Sequence[Message],
-        tools: Tools | None,
-        options: CallOptions,
-        on_part: OnPart | None = None,
-    ) -> list[Reply]:
-        """``render_chat`` and ``answer``."""
-        return await self.answer(await self.render_chat(messages, tools), options, on_part)
-
-    async def complete(
-        self, prompt: str | Sequence[int], options: CallOptions, on_part: OnPart | None = None
-    ) -> list[Reply]:
-        """``render_text`` or ``render_ids``, and ``answer``."""
-        rendered = self.render_text(prompt) if isinstance(prompt, str) else self.render_ids(prompt)
-        return await self.answer(await rendered, options, on_part)
 
     def close(self) -> None:
         """End the session: calls under way are cancelled, later ones refused, both with an ``ApiError``."""
@@ -320,7 +298,7 @@ class Session:
 
     # -- rendering a call
 
-    async def render_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render = inline) -> Rendered:
+    async def render_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render) -> Rendered:
         """Find the branch that a conversation continues, and render what is new of it.
 
         Raises ``ApiError`` for what cannot be rendered.
@@ -344,7 +322,7 @@ class Session:
             ids = await render(partial(self._chat.render, conversation.messages, tools))
         return Rendered(tuple(ids), None, tools, conversation.after(None))
 
-    async def render_text(self, prompt: str, render: Render = inline) -> Rendered:
+    async def render_text(self, prompt: str, render: Render) -> Rendered:
         """As ``render_chat``, for a text to continue."""
         self._refuse_if_ended()
         self._refuse_flood(len(prompt))

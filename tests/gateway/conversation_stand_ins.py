@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 
 from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.parsers import Tools
+from asyncrl_cli.gateway.session import CallOptions, OnPart, Reply, Session
 from asyncrl_cli.gateway.transcript import OnSegments
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Segment, TokenSequence
+from asyncrl_cli.records.prompt import Message
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 
@@ -84,6 +87,27 @@ def end_of(chat: ChatFormat) -> int:
     """The one end token of these models."""
     (end,) = chat.end_tokens
     return end
+
+
+async def inline(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+async def ask_chat(
+    session: Session,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    options: CallOptions,
+    on_part: OnPart | None = None,
+) -> list[Reply]:
+    return await session.answer(await session.render_chat(messages, tools, inline), options, on_part)
+
+
+async def ask_text(
+    session: Session, prompt: str | Sequence[int], options: CallOptions, on_part: OnPart | None = None
+) -> list[Reply]:
+    rendered = session.render_text(prompt, inline) if isinstance(prompt, str) else session.render_ids(prompt)
+    return await session.answer(await rendered, options, on_part)
 
 
 @dataclass

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from gateway_stand_ins import MODEL, in_time, served
 
+from tests.gateway.conversation_stand_ins import ask_text
+
 HELLO: Any = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "hello"}]
 
 
@@ -41,6 +43,6 @@ def test_a_call_belongs_to_the_session_that_it_names() -> None:
             assert there.engine.asked[-1].sampling.temperature == 0.1
             (own,) = there.opened
             with pytest.raises(Exception, match="has ended"):
-                await own.complete("y", None)  # type: ignore[arg-type]
+                await ask_text(own, "y", None)  # type: ignore[arg-type]
 
     in_time(test)

@@ -19,6 +19,7 @@ from tests.gateway.conversation_stand_ins import (
     CALC,
     HashModel,
     Record,
+    ask_chat,
     byte_chat,
     character_chat,
     sampled_runs,
@@ -78,7 +79,7 @@ class Harness:
         messages, tools = asked
         sent = [disguised(message) if op.disguise else dict(message) for message in messages]
         options = CallOptions(max_tokens=op.max_tokens, n=op.n)
-        return await self._session.chat(sent, [CALC] if tools else None, options)
+        return await ask_chat(self._session, sent, [CALC] if tools else None, options)
 
     def _messages(self, op: Op) -> tuple[Messages, bool]:
         if op.kind == "new" or not self.conversations:

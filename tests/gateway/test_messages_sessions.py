@@ -15,7 +15,7 @@ from asyncrl_cli.gateway.messages_reply import reply_blocks
 from asyncrl_cli.gateway.messages_request import MessagesRequest
 from asyncrl_cli.gateway.session import CallOptions, Limits, Session
 from asyncrl_cli.records.generation import Sampling
-from tests.gateway.conversation_stand_ins import CALC, HashModel, byte_chat, character_chat
+from tests.gateway.conversation_stand_ins import CALC, HashModel, ask_chat, byte_chat, character_chat
 
 TOOL: dict[str, Any] = {"name": CALC["function"]["name"], "input_schema": {"type": "object", "properties": {}}}
 
@@ -49,7 +49,9 @@ def test_every_call_continues_the_one_before(chat: Any, turns: list[tuple[str, b
                 "messages": sent,
             }
             request = MessagesRequest.model_validate(body | {"tools": [TOOL]})
-            (reply,) = await session.chat(request.chat_messages(), request.offered_tools(), CallOptions(max_tokens=64))
+            (reply,) = await ask_chat(
+                session, request.chat_messages(), request.offered_tools(), CallOptions(max_tokens=64)
+            )
             assert reply.prompt_ids[: len(before)] == before
             before = (*reply.prompt_ids, *reply.token_ids)
             blocks: list[Any] = javascript(json.loads(json.dumps(reply_blocks(reply.message))))

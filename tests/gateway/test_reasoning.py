@@ -20,7 +20,7 @@ from asyncrl_cli.gateway.session import CallOptions, Limits, Reply, Session
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.continuation import finished
 from asyncrl_cli.rollout.response_text import decoder
-from tests.gateway.conversation_stand_ins import CALC, byte_tokenizer, end_of
+from tests.gateway.conversation_stand_ins import CALC, ask_chat, ask_text, byte_tokenizer, end_of
 
 CALL = '<tool_call>{"name": "calc", "arguments": {"e": "1+1"}}</tool_call>'
 QUESTION: dict[str, Any] = {"role": "user", "content": "1+1?"}
@@ -173,7 +173,7 @@ def test_a_conversation_continues_in_the_tokens_of_the_reasoning(template: str, 
     async def test() -> list[Reply]:
         session, messages, replies = script.session(), [QUESTION], []
         for after in (QUESTION, {"role": "tool", "content": "2"}, QUESTION):
-            (reply,) = await session.chat(messages, [CALC], CallOptions())
+            (reply,) = await ask_chat(session, messages, [CALC], CallOptions())
             sent = dict(reply.message)
             reasoning = sent.pop("reasoning_content")
             messages = [*messages, sent | ({sent_back: reasoning} if sent_back else {}), after]
@@ -197,13 +197,13 @@ def test_reasoning_that_a_client_changes_begins_a_branch(template: str, rendered
 
     async def test() -> None:
         session = script.session()
-        (reply,) = await session.chat([QUESTION], None, CallOptions())
+        (reply,) = await ask_chat(session, [QUESTION], None, CallOptions())
         changed = dict(reply.message) | {"reasoning_content": "two"}
-        (other,) = await session.chat([QUESTION, changed, QUESTION], None, CallOptions())
+        (other,) = await ask_chat(session, [QUESTION, changed, QUESTION], None, CallOptions())
         assert rendered in script.chat.decode(other.prompt_ids, special=True), "the template decides whether it is kept"
         rollout = session.rollout()
         assert rollout is not None and len(rollout.branches) == 1
-        (same,) = await session.chat([QUESTION, reply.message, QUESTION], None, CallOptions())
+        (same,) = await ask_chat(session, [QUESTION, reply.message, QUESTION], None, CallOptions())
         assert len(session.rollout().branches) == 1, "the first sequence continues"  # type: ignore[union-attr]
         known = (*reply.prompt_ids, *reply.token_ids)
         assert same.prompt_ids[: len(known)] == known
@@ -216,7 +216,7 @@ def test_a_text_is_not_divided() -> None:
     parts: list[Part] = []
 
     async def test() -> None:
-        (reply,) = await script.session().complete("a", CallOptions(), lambda _, part: parts.append(part))
+        (reply,) = await ask_text(script.session(), "a", CallOptions(), lambda _, part: parts.append(part))
         assert reply.text == "".join(part.text for part in parts) == THOUGHT
         assert {part.kind for part in parts} == {"content"}
 
@@ -230,7 +230,7 @@ def test_reasoning_and_content_are_streamed_in_pieces_before_the_calls(most: int
 
     async def test() -> Reply:
         options = CallOptions(max_tokens=most)
-        (reply,) = await script.session().chat([QUESTION], [CALC], options, lambda _, part: parts.append(part))
+        (reply,) = await ask_chat(script.session(), [QUESTION], [CALC], options, lambda _, part: parts.append(part))
         return reply
 
     reply = asyncio.run(test())

@@ -18,7 +18,7 @@ from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sam
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
-from tests.gateway.conversation_stand_ins import CALC, HashModel, Record, character_chat, end_of
+from tests.gateway.conversation_stand_ins import CALC, HashModel, Record, ask_chat, ask_text, character_chat, end_of
 
 CHAT = character_chat()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -76,9 +76,9 @@ def run(work: Awaitable[Any]) -> Any:
 def test_the_fields_of_a_request() -> None:
     model = Model("a", "b", "c", "d")
     fixed = session(model)
-    run(fixed.chat(HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",))))
-    run(fixed.chat(HELLO, None, CallOptions(), on_part=lambda choice, part: None))
-    run(session(model, fixed=False).chat(HELLO, None, CallOptions(temperature=0.1, seed=9, n=2)))
+    run(ask_chat(fixed, HELLO, None, CallOptions(max_tokens=7, temperature=0.1, seed=9, stop=("!",))))
+    run(ask_chat(fixed, HELLO, None, CallOptions(), on_part=lambda choice, part: None))
+    run(ask_chat(session(model, fixed=False), HELLO, None, CallOptions(temperature=0.1, seed=9, n=2)))
     one, two, three, four = model.requests
     assert (one.rollout_id, one.priority, one.affinity, one.awaited, one.streamed) == ("3-1/0", 3, "3-1", True, False)
     assert two.rollout_id == "3-1/1" and two.streamed
@@ -88,18 +88,20 @@ def test_the_fields_of_a_request() -> None:
     assert [(r.sampling.temperature, r.sampling.seed) for r in (three, four)] == [(0.1, 9), (0.1, 10)]
 
     again = Model("a")
-    run(session(again).chat(HELLO, None, CallOptions()))
+    run(ask_chat(session(again), HELLO, None, CallOptions()))
     assert again.requests[0].sampling.seed == one.sampling.seed, "derived from the session's seed and its number"
 
 
 def test_stop_strings_stay_in_the_tokens_and_not_in_the_text() -> None:
     model, pieces = Model("so ##", "more"), []
     one = session(model)
-    (reply,) = run(one.chat(HELLO, None, CallOptions(max_tokens=5), on_part=lambda _, part: pieces.append(part.text)))
+    (reply,) = run(
+        ask_chat(one, HELLO, None, CallOptions(max_tokens=5), on_part=lambda _, part: pieces.append(part.text))
+    )
     assert (reply.text, reply.message["content"]) == ("so ", "so ")
     assert CHAT.decode(reply.token_ids) == "so ##"
     assert pieces == ["so "]
-    (later,) = run(one.chat([*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    (later,) = run(ask_chat(one, [*HELLO, reply.message, {"role": "user", "content": "?"}], None, CallOptions()))
     assert CHAT.decode(later.prompt_ids, special=True) == "helloso ##<eos>?", "the missing end token is added"
     assert one.last_text == "more"
 
@@ -109,7 +111,7 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     one = session(model)
     conversation: list[Any] = list(HELLO)
     for tools in (None, None, [CALC]):
-        (reply,) = run(one.chat(conversation, tools, CallOptions()))
+        (reply,) = run(ask_chat(one, conversation, tools, CallOptions()))
         conversation += [reply.message, {"role": "user", "content": "?"}]
     rollout = one.rollout()
     assert rollout is not None
@@ -122,11 +124,11 @@ def test_texts_continue_in_token_space() -> None:
     model = Model("abc", "def", "ghi", "jkl", "mno")
     one = session(model)
     cut = CallOptions(max_tokens=3)
-    (first,) = run(one.complete("x=", cut))
-    (second,) = run(one.complete("x=abc+", cut))
+    (first,) = run(ask_text(one, "x=", cut))
+    (second,) = run(ask_text(one, "x=abc+", cut))
     assert second.prompt_ids == (*first.prompt_ids, *first.token_ids, *CHAT.encode("+"))
-    (third,) = run(one.complete([*second.prompt_ids, *second.token_ids, 50], CallOptions()))
-    (fourth,) = run(one.complete("x=abc+defg", cut))
+    (third,) = run(ask_text(one, [*second.prompt_ids, *second.token_ids, 50], CallOptions()))
+    (fourth,) = run(ask_text(one, "x=abc+defg", cut))
     rollout = one.rollout()
     assert rollout is not None
     first_sequence, branch = rollout.sequences
@@ -135,20 +137,25 @@ def test_texts_continue_in_token_space() -> None:
     assert (rollout.finish_reason, branch.finish_reason) == ("stop", "length")
     # The text does not contain the end token, so a text that continues it is another conversation.
     text = CHAT.decode(third.prompt_ids) + "ghi"
-    run(one.complete(text + "!", cut))
+    run(ask_text(one, text + "!", cut))
     assert len(one.rollout().sequences) == 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
     ("work", "status", "code", "failed"),
     [
-        (lambda s: s.chat([{"role": "user", "content": "x" * 100}], None, CallOptions()), 400, "context_length", True),
-        (lambda s: s.chat(HELLO, None, CallOptions(n=5)), 400, "max_calls_exceeded", True),
-        (lambda s: s.chat(HELLO, None, CallOptions(max_tokens=0)), 400, "invalid_value", False),
-        (lambda s: s.chat([], None, CallOptions()), 400, "invalid_value", False),
-        (lambda s: s.chat([{"role": "user", "content": 3}], None, CallOptions()), 400, "invalid_value", False),
-        (lambda s: s.complete("", CallOptions()), 400, "invalid_value", False),
-        (lambda s: s.complete([5, 99], CallOptions()), 400, "invalid_value", False),
+        (
+            lambda s: ask_chat(s, [{"role": "user", "content": "x" * 100}], None, CallOptions()),
+            400,
+            "context_length",
+            True,
+        ),
+        (lambda s: ask_chat(s, HELLO, None, CallOptions(n=5)), 400, "max_calls_exceeded", True),
+        (lambda s: ask_chat(s, HELLO, None, CallOptions(max_tokens=0)), 400, "invalid_value", False),
+        (lambda s: ask_chat(s, [], None, CallOptions()), 400, "invalid_value", False),
+        (lambda s: ask_chat(s, [{"role": "user", "content": 3}], None, CallOptions()), 400, "invalid_value", False),
+        (lambda s: ask_text(s, "", CallOptions()), 400, "invalid_value", False),
+        (lambda s: ask_text(s, [5, 99], CallOptions()), 400, "invalid_value", False),
     ],
 )
 def test_refused_calls(work: Callable[[Session], Any], status: int, code: str, failed: bool) -> None:
@@ -167,24 +174,24 @@ def test_limits_are_kept() -> None:
     one = session(model, limits=Limits(max_length=40, max_call_tokens=8, max_calls=4, max_sampled_tokens=25))
     conversation: list[Any] = list(HELLO)
     for allowed in (8, 8, 8, 1):
-        (reply,) = run(one.chat(conversation, None, CallOptions(max_tokens=40)))
+        (reply,) = run(ask_chat(one, conversation, None, CallOptions(max_tokens=40)))
         assert len(reply.token_ids) == allowed, "the limit of a call, and the rest of the session's limit"
         conversation += [reply.message, {"role": "user", "content": ""}]
     with pytest.raises(ApiError) as error:
-        run(one.chat(conversation, None, CallOptions()))
+        run(ask_chat(one, conversation, None, CallOptions()))
     assert (error.value.code, one.failure) == ("max_calls_exceeded", "this session has reached its limit of 4 calls")
     one.calls = 0
     with pytest.raises(ApiError, match="25 generated tokens") as error:
-        run(one.chat(HELLO, None, CallOptions()))
+        run(ask_chat(one, HELLO, None, CallOptions()))
     assert error.value.code == "max_sampled_tokens_exceeded"
     assert one.failure == "this session has reached its limit of 4 calls", "the first one"
 
     short = session(model, limits=Limits(max_length=9, max_call_tokens=50))
     for most in (None, 32_000):
-        (reply,) = run(short.chat(HELLO, None, CallOptions(max_tokens=most)))
+        (reply,) = run(ask_chat(short, HELLO, None, CallOptions(max_tokens=most)))
         assert (len(reply.token_ids), reply.finish_reason) == (4, "length"), "as many tokens as fit"
     with pytest.raises(ApiError) as error:
-        run(short.chat([*HELLO, reply.message, *HELLO], None, CallOptions()))
+        run(ask_chat(short, [*HELLO, reply.message, *HELLO], None, CallOptions()))
     assert error.value.code == "context_length_exceeded"
 
 
@@ -192,12 +199,12 @@ def test_the_end_cancels_running_calls_and_refuses_later_ones() -> None:
     async def main() -> None:
         model = Model("one", "two", "three")
         one = session(model)
-        await one.chat(HELLO, None, CallOptions())
+        await ask_chat(one, HELLO, None, CallOptions())
         model.held = asyncio.Event()
-        call = asyncio.create_task(one.chat(HELLO, None, CallOptions(n=2)))
+        call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
         await model.begun.wait()
         one.close()
-        for work in (call, one.chat(HELLO, None, CallOptions()), one.complete("x", CallOptions())):
+        for work in (call, ask_chat(one, HELLO, None, CallOptions()), ask_text(one, "x", CallOptions())):
             with pytest.raises(ApiError) as error:
                 await work
             assert (error.value.status, error.value.code) == (410, "session_ended")
@@ -216,10 +223,10 @@ def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> No
         record = Record()
         model = Model("first", *["second reply"] * 2 * n)
         one = session(model, on_segments=record.add)
-        (first,) = await one.chat(HELLO, None, CallOptions())
+        (first,) = await ask_chat(one, HELLO, None, CallOptions())
         messages = [*HELLO, first.message, {"role": "user", "content": "?"}]
         model.held = asyncio.Event()
-        call = asyncio.create_task(one.chat(messages, None, CallOptions(n=n)))
+        call = asyncio.create_task(ask_chat(one, messages, None, CallOptions(n=n)))
         await model.begun.wait()
         if how == "cancelled":
             call.cancel()
@@ -233,7 +240,7 @@ def test_an_abandoned_call_continues_when_it_is_repeated(how: str, n: int) -> No
         assert rollout.ids.tolist() == [*first.prompt_ids, *first.token_ids]
 
         model.held, model.fails = None, False
-        replies = await one.chat(messages, None, CallOptions(n=n))
+        replies = await ask_chat(one, messages, None, CallOptions(n=n))
         assert [reply.text for reply in replies] == ["second reply"] * n
         assert [request.generated for request in model.requests[-n:]] == [6] * n, "it continues its own tokens"
         rollout = one.rollout()
@@ -250,14 +257,14 @@ def test_a_call_that_differs_from_the_recorded_one_discards_the_recorded_tokens(
     record = Record()
     model = Model("first", "second")
     one = session(model, on_segments=record.add)
-    (first,) = run(one.chat(HELLO, None, CallOptions(max_tokens=4)))
-    run(one.chat([*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    (first,) = run(ask_chat(one, HELLO, None, CallOptions(max_tokens=4)))
+    run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
 
     other = Model("something else")
     again = session(other, recorded=record.recorded(), on_segments=record.add)
-    (same,) = run(again.chat(HELLO, None, CallOptions()))
+    (same,) = run(ask_chat(again, HELLO, None, CallOptions()))
     assert same.token_ids == first.token_ids, "the whole reply, because the conversation continued after it"
-    run(again.chat([*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
+    run(ask_chat(again, [*HELLO, first.message, {"role": "user", "content": "!"}], None, CallOptions()))
     rollout = again.rollout()
     assert rollout is not None
     assert len(other.requests) == 1
@@ -273,7 +280,7 @@ def test_a_recorded_reply_that_ended_with_any_end_token_is_complete() -> None:
     versions = np.asarray([CONTEXT] * 5 + [4] * 5, np.int32)
     parts = tuple(split_by_version("3-1", 0, ids, np.zeros(10, np.float32), [(CONTEXT, 0), (4, 5)]))
     one = Session("3-1", chat, Model().generate, SAMPLING, Limits(100, 50), fixed_sampling=True, recorded={0: parts})
-    (reply,) = run(one.chat(HELLO, None, CallOptions()))
+    (reply,) = run(ask_chat(one, HELLO, None, CallOptions()))
     assert (reply.text, reply.finish_reason) == ("done.", "stop")
     rollout = one.rollout()
     assert rollout is not None and rollout.versions.tolist() == versions.tolist()
@@ -283,12 +290,12 @@ def test_recorded_branches_are_found_in_any_order() -> None:
     record, chats = Record(), [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
     model = HashModel(CHAT)
     one = session(model, on_segments=record.add)
-    replies = [run(one.chat(chat, None, CallOptions()))[0] for chat in chats]
+    replies = [run(ask_chat(one, chat, None, CallOptions()))[0] for chat in chats]
 
     again_model, record_again = HashModel(CHAT), Record()
     again = session(again_model, recorded=record.recorded(), on_segments=record.add)
     for chat, reply in reversed(list(zip(chats, replies, strict=True))):
-        assert run(again.chat(chat, None, CallOptions()))[0].token_ids == reply.token_ids
+        assert run(ask_chat(again, chat, None, CallOptions()))[0].token_ids == reply.token_ids
     assert again_model.sampled == []
     rollout = again.rollout()
     assert rollout is not None
@@ -303,8 +310,8 @@ def test_a_template_that_cannot_continue_gives_each_call_a_branch() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '.' if loop.last else ',' }}{% endfor %}"
     model = Model("a", "b")
     one = Session("3-1", ChatFormat(tokenizer), model.generate, SAMPLING, Limits(100, 50), fixed_sampling=True)
-    (first,) = run(one.chat(HELLO, None, CallOptions()))
-    (second,) = run(one.chat([*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
+    (first,) = run(ask_chat(one, HELLO, None, CallOptions()))
+    (second,) = run(ask_chat(one, [*HELLO, first.message, {"role": "user", "content": "?"}], None, CallOptions()))
     assert CHAT.decode(second.prompt_ids) == "hello,a,?."
     rollout = one.rollout()
     assert rollout is not None
@@ -325,7 +332,7 @@ def test_the_registry_knows_what_is_open_and_what_has_ended() -> None:
             sessions.get(name)
         assert error.value.status == status
     with pytest.raises(ApiError, match="has ended"):
-        run(one.chat(HELLO, None, CallOptions()))
+        run(ask_chat(one, HELLO, None, CallOptions()))
     sessions.open(session(Model()))
     assert len(sessions) == 1
 
@@ -334,7 +341,7 @@ def test_a_call_for_several_choices_at_the_end_of_its_session_is_refused() -> No
     async def test() -> None:
         model = Model("one", "two")
         one = session(model)
-        call = asyncio.create_task(one.chat(HELLO, None, CallOptions(n=2)))
+        call = asyncio.create_task(ask_chat(one, HELLO, None, CallOptions(n=2)))
         await asyncio.sleep(0)  # there is a task for each choice now
         one.close()
         with pytest.raises(ApiError, match="has ended"):

@@ -31,7 +31,7 @@ from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.scoring import Response
-from tests.gateway.conversation_stand_ins import end_of
+from tests.gateway.conversation_stand_ins import ask_chat, end_of
 
 CHAT = ChatFormat(character_tokenizer(4096))
 PROMPT = Prompt("row/1", "begin")
@@ -142,7 +142,7 @@ def turns(count: int, then: Played = FINE) -> Agent:
     async def agent(session: Session) -> Played:
         messages: list[Any] = [{"role": "user", "content": "begin"}]
         for turn in range(count):
-            (reply,) = await session.chat(messages, None, CallOptions())
+            (reply,) = await ask_chat(session, messages, None, CallOptions())
             messages += [reply.message, {"role": "user", "content": f"turn {turn}"}]
         return then
 
@@ -242,7 +242,7 @@ def test_what_an_earlier_driver_recorded_is_not_generated_again() -> None:
 def test_branches_are_kept_too() -> None:
     async def other_histories(session: Session) -> Played:
         for text in ("one", "two", "three"):
-            await session.chat([{"role": "user", "content": text}], None, CallOptions())
+            await ask_chat(session, [{"role": "user", "content": text}], None, CallOptions())
         return FINE
 
     async def lost(session: Session) -> Played:
@@ -262,7 +262,7 @@ def test_branches_are_kept_too() -> None:
 def test_without_a_reply_there_is_no_rollout() -> None:
     async def too_long(session: Session) -> Played:
         with pytest.raises(ApiError):
-            await session.chat([{"role": "user", "content": "x" * 300}], None, CallOptions())
+            await ask_chat(session, [{"role": "user", "content": "x" * 300}], None, CallOptions())
         return FINE
 
     async def test() -> None:

@@ -19,6 +19,7 @@ from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, 
 from asyncrl_cli.records.generation import Rollout, RolloutFailure, RolloutRequest, Sampling, Segment
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.system.supervised_actor import RestartBudget
+from tests.gateway.conversation_stand_ins import ask_chat
 
 HELLO: Any = [{"role": "user", "content": PROMPT.content}]
 
@@ -120,14 +121,14 @@ def test_an_abandoned_session_leaves_nothing_and_its_name_can_be_used_again() ->
         async with running() as harness:
             harness.model.held.clear()
             async with harness.session("1-0"):
-                call = asyncio.create_task(harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                call = asyncio.create_task(ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions()))
                 while not harness.model.asked:
                     await asyncio.sleep(0)
             async with harness.session("1-0") as second:
                 await asyncio.gather(call, return_exceptions=True)
                 assert "has ended" in str(call.exception())
                 harness.model.held.set()
-                (reply,) = await harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+                (reply,) = await ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions())
                 end = await second.finish()
             assert end.rollout is not None and end.last_text == reply.text
             assert [one.rollout_id for one in harness.model.asked] == ["1-0/0", "1-0/0"]
@@ -147,7 +148,7 @@ def test_an_unexpected_error_costs_its_call() -> None:
             harness.model.generate = broken  # type: ignore[method-assign]
             async with harness.session("1-0"):
                 with pytest.raises(GenerationFailed, match="ZeroDivisionError in the driver"):
-                    await harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+                    await ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions())
 
             async def failing(*_: Any) -> Rollout:
                 raise GenerationFailed("no such token")
@@ -155,10 +156,10 @@ def test_an_unexpected_error_costs_its_call() -> None:
             harness.model.generate = failing  # type: ignore[method-assign]
             async with harness.session("1-0"):
                 with pytest.raises(GenerationFailed, match="no such token"):
-                    await harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions())
+                    await ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions())
             harness.model.generate = generate  # type: ignore[method-assign]
             async with harness.session("1-1"):
-                await harness.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+                await ask_chat(harness.actor.sessions.get("1-1"), HELLO, None, CallOptions())
 
     run(test())
 
@@ -215,7 +216,7 @@ def test_a_call_of_a_session_that_the_driver_no_longer_knows_is_refused() -> Non
             with pytest.raises(GenerationFailed, match="the session has ended"):
                 await harness.actor.inner._transfer.generate(17, request("1-0/0"))
             async with harness.session("1-1"):
-                await harness.actor.sessions.get("1-1").chat(HELLO, None, CallOptions())
+                await ask_chat(harness.actor.sessions.get("1-1"), HELLO, None, CallOptions())
 
     run(test())
 
@@ -230,7 +231,7 @@ def test_an_error_of_the_link_is_a_lost_gateway_and_ends_nothing_else() -> None:
 
             with patch.object(link, "_begin", broken):
                 async with harness.session("1-0") as session:
-                    call = asyncio.create_task(harness.actor.sessions.get("1-0").chat(HELLO, None, CallOptions()))
+                    call = asyncio.create_task(ask_chat(harness.actor.sessions.get("1-0"), HELLO, None, CallOptions()))
                     with pytest.raises(GatewayLost, match="ZeroDivisionError"):
                         await session.end
                     call.cancel()
