@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory of GPUs and hosts.
+"""Whether a run fits into the memory of GPUs and hosts, and changes of its spec with which it fits.
 
 `asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start does not count activations,
 because estimating them takes seconds: its result is a lower bound, and a run whose lower bound is too large is refused.
@@ -6,17 +6,27 @@ because estimating them takes seconds: its result is a lower bound, and a run wh
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from math import lcm
+from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.sizing.estimate import Estimate, estimate, excesses
+from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Role, shown
-from asyncrl_cli.sizing.remedies import remedies
+from asyncrl_cli.sizing.trainer import largest_microbatch
 from asyncrl_cli.spec.sections import ExperimentSpec
+
+SHOWN = 3
+"""The most changes that are named."""
+
+
+Change = Mapping[str, Any]
+"""Keys of a spec, with dots, and their new values."""
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> Result:
@@ -102,3 +112,138 @@ def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
     if largest == "processes":
         return "this machine", "stop other programs, or lower rollout.engines or trainer.ranks"
     return model, "use a smaller model, adapters (model.lora), a higher trainer.zero_stage, or fewer engines"
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which the run fits on a device. ``nbytes``: what the run then takes there; None for an engine's
+    GPU, where the cache takes all that is left."""
+
+    change: Change
+    nbytes: int | None
+
+    def __str__(self) -> str:
+        values = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.change.items()}
+        text = " and ".join(f"{key} to {value}" for key, value in values.items())
+        return f"{text} ({self.nbytes / GB:.1f} GB)" if self.nbytes is not None else text
+
+
+def remedies(
+    spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate], kv_heads: int
+) -> list[Remedy]:
+    """At most ``SHOWN`` changes with each of which the run fits on the device, the best first.
+
+    A change that is not enough is tried together with those before it that were not enough either. ``again`` makes an
+    estimate; ``kv_heads`` are the model's key-value heads.
+    """
+    found: list[Remedy] = []
+    tried: Change = {}
+    for change in _changes(spec, excess.device.role, kv_heads):
+        attempts = (_tried(excess, attempt, spec, again) for attempt in (change, {**tried, **change}))
+        if remedy := next(filter(None, attempts), None):
+            found.append(remedy)
+        else:
+            tried = {**tried, **change}
+        if len(found) == SHOWN:
+            break
+    return found
+
+
+def _tried(
+    excess: Excess, change: Change, spec: ExperimentSpec, again: Callable[[ExperimentSpec], Estimate]
+) -> Remedy | None:
+    changed = with_changes(spec, change)
+    result = again(changed)
+    role, name = excess.device.role, excess.device.name
+    for problem in excesses(changed, result):
+        of_engine = problem.cannot and problem.device.role is Role.ENGINE and "rollout.gpus_per_engine" in change
+        if of_engine or (problem.device.role, problem.device.name) == (role, name):
+            return None
+    left = [device.total for device in result.devices if device.name == name and device.role is not Role.ENGINE]
+    return Remedy(change, left[0] if left else None)
+
+
+def _changes(spec: ExperimentSpec, role: Role, kv_heads: int) -> Iterator[Change]:
+    rollout = spec.rollout
+    match role:
+        case Role.TRAINER:
+            yield from _trainer_changes(spec, kv_heads)
+        case Role.BOTH:  # lower the states of a rank, or an engine's share of their GPU
+            of_states = {"trainer.zero_stage", "trainer.offload", "trainer.dtype"}
+            yield from (change for change in _trainer_changes(spec, kv_heads) if change.keys() & of_states)
+            shares = (tenths / 10 for tenths in range(9, 0, -1))
+            yield from ({"rollout.gpus_per_engine": share} for share in shares if share < rollout.gpus_per_engine)
+        case Role.ENGINE:
+            yield from _shorter(spec)
+            for factor in (2, 4, 8):
+                if rollout.gpus_per_engine >= 1 and rollout.gpus_per_engine * factor <= spec.cluster.gpus_per_host:
+                    yield {"rollout.gpus_per_engine": int(rollout.gpus_per_engine) * factor}
+            yield from _fewer_rollouts(spec)
+        case Role.HOST:
+            yield from _host_changes(spec, kv_heads)
+
+
+def _shorter(spec: ExperimentSpec) -> Iterator[Change]:
+    if spec.model.max_length > spec.rollout.longest_rollout:
+        yield {"model.max_length": spec.rollout.longest_rollout}
+
+
+def _fewer_rollouts(spec: ExperimentSpec) -> Iterator[Change]:
+    running = spec.rollout.max_running_rollouts
+    while running > spec.rollout.group_size:
+        running //= 2
+        yield {"rollout.max_running_rollouts": running}
+
+
+def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
+    trainer = spec.trainer
+    if not trainer.gradient_checkpointing:
+        yield {"trainer.gradient_checkpointing": True}
+    if trainer.zero_stage < 3 and trainer.ranks > 1:
+        yield {"trainer.zero_stage": 3}
+    rows, length, _ = largest_microbatch(spec)
+    if rows > 1:
+        tokens = max(length, trainer.tokens_per_microbatch // 2 // length * length)
+        yield {"trainer.tokens_per_microbatch": tokens}
+        if tokens > length:
+            yield {"trainer.tokens_per_microbatch": length}
+    experts_divided = trainer.expert_parallel > 1
+    if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage and not experts_divided:
+        yield {"trainer.offload": "optimizer"}
+    if trainer.attention != "eager" and not experts_divided:
+        for size in (2 * trainer.sequence_parallel, 4 * trainer.sequence_parallel):
+            if trainer.ranks % size == 0 and kv_heads % size == 0:
+                yield {"trainer.sequence_parallel": size}
+    for ranks in (2 * trainer.ranks, 4 * trainer.ranks):
+        yield {"trainer.ranks": ranks}
+    if trainer.dtype == "float32" and trainer.gpus_per_rank:
+        yield {"trainer.dtype": "bfloat16", "rollout.dtype": "bfloat16"}
+
+
+def _host_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
+    rollout, trainer = spec.rollout, spec.trainer
+    if not rollout.gpus_per_engine:
+        yield from _shorter(spec)
+        if rollout.kv_cache_mb is None:
+            yield from _fewer_rollouts(spec)
+    if not trainer.gpus_per_rank:
+        yield from (c for c in _trainer_changes(spec, kv_heads) if "trainer.ranks" not in c)
+        if trainer.ranks > 1 and trainer.ranks // 2 % lcm(trainer.sequence_parallel, trainer.expert_parallel) == 0:
+            yield {"trainer.ranks": trainer.ranks // 2}
+    elif trainer.offload == "all":
+        yield {"trainer.offload": "optimizer"}
+    elif trainer.offload == "optimizer":
+        yield {"trainer.offload": "none"}
+    if rollout.max_engines > 1 and not rollout.gpus_per_engine:
+        yield {"rollout.engines": rollout.max_engines // 2}
+    if rollout.dtype == "float32":
+        yield {"rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16"}
+
+
+def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
+    """The spec with these values, which are not validated again."""
+    for key, value in change.items():
+        section, name = key.split(".")
+        part = getattr(spec, section).model_copy(update={name: value})
+        spec = spec.model_copy(update={section: part})
+    return spec

@@ -11,13 +11,12 @@ from typing import Any
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
+from asyncrl_cli.sizing.config import ask_hub, cached_config, one_line
 from asyncrl_cli.sizing.model import SizedModel, sized, without_weights
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
 
-HUB_S = 5.0
-"""Seconds that the model hub has to answer."""
 MOST_LAYERS = 1000
 """More than any model has. Building 100,000 layers takes minutes, even without weights."""
 
@@ -39,19 +38,13 @@ def check_saved_model(model: ModelSpec) -> Result:
 
 
 def _check_hub_model(name: str) -> Result:
-    """Whether the hub has the model, with one quick request: transformers itself tries six times, for half a minute."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.errors import RepositoryNotFoundError
 
+    cached = cached_config(name) is not None
     try:
-        cached = isinstance(try_to_load_from_cache(name, "config.json"), str)
-        if constants.HF_HUB_OFFLINE and not cached:
-            raise ConnectionError("HF_HUB_OFFLINE is set, and the model is not in the cache")
-        if not constants.HF_HUB_OFFLINE:
-            HfApi().model_info(name, timeout=HUB_S)
-    except HFValidationError as error:
-        hint = "name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
-        raise ConfigError(f"{name!r} is not a hub id: {_one_line(error)}", location="model.path", hint=hint) from None
+        if not (cached and constants.HF_HUB_OFFLINE):
+            ask_hub(name)
     except RepositoryNotFoundError:
         hint = "correct its name; a private model needs HF_TOKEN in the environment"
         raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
@@ -60,7 +53,7 @@ def _check_hub_model(name: str) -> Result:
             found = f"{name}, from the cache; the hub does not answer"
             return Warned(found, "set HF_HUB_OFFLINE=1 to start without asking it")
         raise ConfigError(
-            f"there is no folder {name!r}, and the model hub does not answer: {_one_line(error)}",
+            f"there is no folder {name!r}, and the model hub does not answer: {one_line(error)}",
             location="model.path",
             hint="check the network (HF_ENDPOINT names another hub), or download the model and name its folder",
         ) from None
@@ -75,7 +68,7 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
         raise
     except Exception as error:
         raise ConfigError(
-            f"no tokenizer can be loaded: {_one_line(error)}",
+            f"no tokenizer can be loaded: {one_line(error)}",
             location="model.path",
             hint="save the tokenizer to the model's folder (tokenizer.save_pretrained)",
         ) from error
@@ -91,7 +84,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
         model = without_weights(config)
     except Exception as error:  # of any layer
         hint = "change the sizes in model.init.config" if spec.model.init else "name a causal language model"
-        message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {_one_line(error)}"
+        message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {one_line(error)}"
         raise ConfigError(message, location=key, hint=hint) from error
     vocabulary = model.get_input_embeddings().num_embeddings
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])  # ids may have gaps
@@ -216,7 +209,7 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
                     raise TypeError(f"it must return TokenLosses of shape [rows, tokens], not {type(losses).__name__}")
         except Exception as error:  # of the functions
             name = getattr(algorithm, location.rpartition(".")[2])
-            message = f"{name} fails on a small batch: {type(error).__name__}: {_one_line(error)}"
+            message = f"{name} fails on a small batch: {type(error).__name__}: {one_line(error)}"
             raise ConfigError(
                 message, location=location, hint="docs/algorithms.md says what the function must do"
             ) from error
@@ -228,8 +221,3 @@ def _many(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f}{unit}"
     return str(count)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return text if len(text) <= 300 else f"{text[:300]}…"

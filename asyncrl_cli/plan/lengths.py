@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
+from statistics import fmean, pstdev
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,10 @@ def describe(groups: Groups, longest: int) -> dict[str, float]:
     """Statistics of the response lengths. ``sigma`` is the standard deviation of their logarithms, ``at_limit`` the
     share that reaches ``longest``."""
     lengths = sorted(rollout.response for group in groups for rollout in group.rollouts)
-    logs = [log(max(1, length)) for length in lengths]
-    centre = sum(logs) / len(logs)
     return {
         "rollouts": len(lengths),
-        "mean": sum(lengths) / len(lengths),
-        "sigma": sqrt(sum((each - centre) ** 2 for each in logs) / len(logs)),
+        "mean": fmean(lengths),
+        "sigma": pstdev(log(max(1, length)) for length in lengths),
         "p99": lengths[int(0.99 * (len(lengths) - 1))],
         "longest": lengths[-1],
         "at_limit": sum(length >= longest for length in lengths) / len(lengths),

@@ -51,36 +51,55 @@ def load_config(model: Path | str, location: str) -> PreTrainedConfig:
         # With None, transformers asks on a terminal whether to run the folder's code.
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # of transformers and of what the file holds
-        message = f"no model config: {' '.join(str(error).split())[:300]}"
+        message = f"no model config: {one_line(error)}"
         hint = "transformers must know the model_type in its config.json; asyncrl runs no code from a model folder"
         raise ConfigError(message, location=location, hint=hint) from error
 
 
-def _of_hub(name: str) -> Path:
-    """The folder that has the config of a hub's model."""
-    from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
+def cached_config(name: str) -> Path | None:
+    """The config of a hub's model in the cache; None if it is not there. Raises ``ConfigError``."""
+    from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
         hint = "name a saved model's folder, or a hub id such as Qwen/Qwen3-0.6B"
-        message = f"{name!r} is neither a folder nor a hub id: {' '.join(str(error).split())[:200]}"
+        message = f"{name!r} is neither a folder nor a hub id: {one_line(error)}"
         raise ConfigError(message, location="model.path", hint=hint) from None
-    if isinstance(cached, str):
-        return Path(cached).parent
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def ask_hub(name: str) -> None:
+    """Ask for the model with one quick request: a download would try six times, for half a minute."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        raise ConnectionError("HF_HUB_OFFLINE is set")
+    HfApi().model_info(name, timeout=HUB_S)
+
+
+def _of_hub(name: str) -> Path:
+    """The folder that has the config of a hub's model."""
+    from huggingface_hub import hf_hub_download
+
+    if (cached := cached_config(name)) is not None:
+        return cached.parent
     copy = COPIES / name.replace("/", "--")
     if copy.is_dir():
         return copy
     try:
-        if constants.HF_HUB_OFFLINE:
-            raise ConnectionError("HF_HUB_OFFLINE is set")
-        HfApi().model_info(name, timeout=HUB_S)  # fails at once, where a download would try again for half a minute
+        ask_hub(name)
         return Path(hf_hub_download(name, "config.json", etag_timeout=HUB_S)).parent
     except Exception as error:  # of the network, in many types
         raise ConfigError(
-            f"the config of {name} is not on this machine, and the model hub does not answer: "
-            f"{' '.join(str(error).split())[:200]}",
+            f"the config of {name} is not on this machine, and the model hub does not answer: {one_line(error)}",
             location="model.path",
             hint="save the model's config.json in a folder and name it by --model-config FOLDER",
         ) from None
+
+
+def one_line(error: BaseException) -> str:
+    """The message of a library's error, for a message of ours."""
+    text = " ".join(str(error).split()) or "no message"
+    return text if len(text) <= 300 else f"{text[:300]}…"

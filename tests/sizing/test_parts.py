@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncrl_cli.checks.memory import remedies, with_changes
 from asyncrl_cli.sizing.engine import engine_parts
 from asyncrl_cli.sizing.estimate import estimate, excesses
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
-from asyncrl_cli.sizing.remedies import remedies, with_changes
 from asyncrl_cli.sizing.trainer import gathered_numbers, largest_microbatch, rank_parts
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
