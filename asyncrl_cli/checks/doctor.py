@@ -56,7 +56,7 @@ SOCKET_PATH_BYTES = 107
 RAY_SOCKET = "/asyncrl-12345678/r/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"
 """A path that Ray makes below the folder for temporary files."""
 CLOCK_SKEW_S = 2.0
-"""Seconds by which the clock of the runs folder's file system may differ."""
+"""Seconds that the clock of the runs folder's file system may be off."""
 SLOW_COMMIT_S = 0.1
 """A commit that takes longer delays the buffer."""
 IMPORT_S = 180.0

@@ -1,4 +1,4 @@
-"""Findings: what `asyncrl doctor`, `train --dry-run` and every start check, and how the checks are run."""
+"""The findings of `asyncrl doctor`, of `train --dry-run` and of every start, and the runner of their checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check found. ``hint`` says what to do; it is empty if the status is ``OK``."""
+    """The finding of one check. ``hint`` names a remedy; it is empty if the status is ``OK``."""
 
     check: str
     status: Status

@@ -33,7 +33,7 @@ JOB_FOLDERS = "/runtime_resources/working_dir_files/"
 """Part of the path of every working directory that Ray makes for a job."""
 REQUIRED = ("torch", "deepspeed", "ray", "transformers")
 MIN_VLLM = (0, 32)
-"""The first version whose outputs have the weight version of every token."""
+"""The first version that reports the weight version of every token."""
 NUMA = "libnuma.so.1"
 """The system library that vLLM's CPU build is linked with."""
 LEAST_DRIVER = {"12": 525, "13": 580}

@@ -1,7 +1,7 @@
 """Whether a run fits into the memory of GPUs and hosts, and changes of its spec with which it fits.
 
 `asyncrl validate-spec --memory` and `asyncrl train --dry-run` estimate all parts. A start does not count activations,
-because estimating them takes seconds: its result is a lower bound, and a run whose lower bound is too large is refused.
+because estimating them takes seconds: its result is a lower bound, and a run is refused if even this is too large.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | No
 def memory_problems(
     spec: ExperimentSpec, model: SizedModel, found: Estimate
 ) -> tuple[ConfigError | None, list[Warned]]:
-    """The first problem with which every run fails, and those with which a run may fail; hints say what to change."""
+    """The first problem that makes every run fail, and the problems that may. Hints name changes."""
     refused, warned = None, []
     for problem in excesses(spec, found):
         again = partial(estimate_memory, model=model, gpu_bytes=problem.device.gpu)
@@ -116,8 +116,8 @@ def _advice(spec: ExperimentSpec, device: Device) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """A change with which the run fits on a device. ``nbytes``: what the run then takes there; None for an engine's
-    GPU, where the cache takes all that is left."""
+    """A change with which the run fits on a device. ``nbytes``: the bytes that it then takes there; None for
+    an engine's GPU, where the cache takes all that is left."""
 
     change: Change
     nbytes: int | None
@@ -131,7 +131,7 @@ class Remedy:
 def remedies(
     spec: ExperimentSpec, excess: Excess, again: Callable[[ExperimentSpec], Estimate], kv_heads: int
 ) -> list[Remedy]:
-    """At most ``SHOWN`` changes with each of which the run fits on the device, the best first.
+    """At most ``SHOWN`` changes, the best first. The run fits on the device with each of them.
 
     A change that is not enough is tried together with those before it that were not enough either. ``again`` makes an
     estimate; ``kv_heads`` are the model's key-value heads.

@@ -135,7 +135,7 @@ def _check_config(config: Any, key: str) -> None:
 
 
 def check_served(config: Any, key: str) -> None:
-    """Raise ``ConfigError`` for a model whose published weights no engine can load, or that has none to train.
+    """Raise ``ConfigError`` for a model that no engine can load from published weights, or that has none to train.
 
     ``config`` is the model's config, ``key`` the key of the spec that it comes from.
     """

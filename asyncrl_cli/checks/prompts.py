@@ -99,7 +99,7 @@ def check_prompts(
 def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: Any) -> Result:
     """The first prompt as the model gets it: the number of tokens, and their text with special tokens and line breaks.
 
-    A warning if the text already has the chat template's tokens, so that the prompt would have them twice.
+    A warning if the text already has the chat template's tokens: the prompt would have them twice.
     """
     try:
         prompt = prompts[0]
@@ -194,7 +194,7 @@ def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
 
 
 def template_variables(tokenizer: Any) -> frozenset[str] | None:
-    """The variables that a chat template reads, without those of transformers; None if they cannot be determined."""
+    """The variables that a chat template reads, except ``GIVEN``; None if they cannot be determined."""
     from jinja2 import TemplateError, meta, nodes
 
     if tokenizer.chat_template is None:

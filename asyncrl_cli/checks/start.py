@@ -108,8 +108,8 @@ class StartChecks:
         return replace(self._experiment, examiner=partial(Newcomers, self._spec, self._replica_bytes))
 
     def findings(self, only: Collection[str] | None = None) -> Iterator[Finding]:
-        """What each check found, including failures. With ``only``: only these checks; `cluster` stands for all checks
-        of its hosts."""
+        """The findings of all checks, including failures. With ``only``: only these checks; `cluster` stands for
+        all checks of its hosts."""
         yield from findings_of(check for check in self._checks() if only is None or check.name in only)
         if only is None or "cluster" in only:
             yield from self._hosts()

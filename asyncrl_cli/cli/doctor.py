@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MARKS = {"ok": "ok  ", "warning": "warn", "failure": "FAIL"}
 INDENT = 23
-"""The column in which the text of a finding begins."""
+"""The column where the text of a finding begins."""
 
 
 def doctor(
@@ -86,7 +86,7 @@ def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
 
 
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
-    """Print each finding as soon as it is known and the failures again at the end, or print one JSON document.
+    """Print each finding immediately and the failures again at the end, or print one JSON document.
 
     Returns whether no finding is a failure; in JSON the key ``verdict`` has this.
     """
@@ -109,7 +109,7 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
 
 
 def show_finding(finding: Finding) -> None:
-    """Print one check: a mark for its status, its name, what it found, and the hint."""
+    """Print one check: a mark for its status, its name, its finding and the hint."""
     from asyncrl_cli.inspect.pages import paragraph
 
     hint = [f"-> {finding.hint}"] if finding.hint else []

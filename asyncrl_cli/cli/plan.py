@@ -101,7 +101,7 @@ def plan(
     if search is (gpus is None):
         raise typer.BadParameter("--search and --gpus belong together", param_hint="--search")
     loaded = load_spec(spec, overrides or ()).spec
-    # Before anything is measured: a run that does not exist is reported at once.
+    # Before anything is measured: a run that does not exist is reported first.
     compared = find_run(runs_dir, compare) if compare is not None else None
     run = find_run(runs_dir, calibrate_from) if calibrate_from is not None else None
     if calibrate:

@@ -1,6 +1,4 @@
-"""The pages of `asyncrl plan`: what is predicted, what it rests on, and, with a run to compare, how far off it was;
-with `--search`, the best allocations of GPUs.
-"""
+"""The pages of `asyncrl plan`: the prediction, its basis, a comparison with a run, and the best allocations of GPUs."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ def plan_page(
 
 
 def calibration_page(run_id: str, measured: Calibration, lines: Sequence[Line]) -> Page:
-    """What was measured in a run, with residuals, and how well its own steps are simulated."""
+    """The measurements of a run, with residuals, and how well its own steps are simulated."""
     costs, trainer = measured.costs, measured.trainer
     text = [f"measured in {run_id}, over {counted(measured.observed.steps, 'step')}"]
     if (engine := measured.engine) is not None:

@@ -1,5 +1,4 @@
-"""Compares a simulation with what a run measured: the errors, the part that causes most of them, and what each part
-contributes."""
+"""Compares a simulation with a run's measurements: the errors, and the parts that cause them."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def _per_step(outcome: Outcome, *parts: str) -> float:
 def error_parts(predicted: Scenario, measured: Calibration) -> Mapping[str, float]:
     """By how many seconds the predicted step changes when one part of the prediction is replaced by the measurement.
 
-    ``together`` replaces all parts. What then still differs from the run is something that the simulator lacks.
+    ``together`` replaces all parts. The rest of the error is something that the simulator lacks.
     """
     base = simulate(predicted, STEPS).step_s
     own, then = predicted.costs, measured.costs

@@ -1,4 +1,4 @@
-"""What engines, trainer and publishes cost, in seconds. docs/planning.md has the formulas and their sources.
+"""The costs of engines, trainer and publishes, in seconds. docs/planning.md has the formulas and their sources.
 
 Constants are measured (plan/from_journal.py) or follow from data sheets (plan/guess.py). Pure.
 """
@@ -28,9 +28,9 @@ class EngineCost:
 
     iteration: Callable[[int], float]
     per_context_token_s: float = 0.0
-    prefill_s: float = 0.0  # to read a token of a prompt; all sequences of the engine wait meanwhile
+    prefill_s: float = 0.0  # to read a token of a prompt; all sequences of the engine wait for it
     kv_tokens: int | None = None  # that the key-value cache has room for; None where that is never reached
-    beside_trainer: float = 0.0  # share by which an iteration is longer while the trainer trains on its processors
+    beside_trainer: float = 0.0  # how much longer an iteration is while the trainer trains on its processors: a share
 
 
 def seconds_of(base_s: float, growth_s: float, iterations: float) -> float:
@@ -52,7 +52,7 @@ class TrainerCost:
     per_token_s: float
     trained_share: float = 1.0  # of a batch's tokens, that are in the loss
     longest_token_s: float = 0.0
-    beside_engines: float = 0.0  # share by which a step is longer while engines generate on its processors
+    beside_engines: float = 0.0  # how much longer a step is while engines generate on its processors: a share
 
     def seconds(self, tokens: int, longest: int) -> float:
         """Seconds of a step on rollouts of so many tokens, prompts included, while engines are idle. ``longest``: the

@@ -1,4 +1,4 @@
-"""One simulated engine. Between two events it generates at a known rate, so tokens need no events of their own.
+"""One simulated engine. Between two events it generates at a known rate, so tokens need no events.
 
 All sequences advance by one token in an iteration, so a sequence ends when the engine's count of iterations has grown
 by its length. The time of m iterations follows from the number n of sequences and their context C, which grows by n
@@ -85,7 +85,7 @@ class Engine:
         ended = []
         self._skip_gone()
         if self._ends:
-            self._generate(max(0.0, self._ends[0][0] - self.iterations))  # what rounding has left
+            self._generate(max(0.0, self._ends[0][0] - self.iterations))  # the rest after rounding
         while self._ends and self._ends[0][0] <= self.iterations + 1e-9:
             sequence = self.running.pop(heappop(self._ends)[1])
             self.context -= sequence.context + (self.iterations - sequence.started)

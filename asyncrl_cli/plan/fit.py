@@ -29,7 +29,7 @@ SETTLED = 1e-5
 class Request:
     """A request that an engine had from ``begun_at`` to ``ended_at``: tokens that it sampled, and those before them.
 
-    ``fitted``: whether constants are fitted to its duration. Other requests only ran beside those.
+    ``fitted``: whether constants are fitted to its duration. Other requests only ran at the same time.
     """
 
     begun_at: float
@@ -89,14 +89,14 @@ def fit_engine(
     """An engine's constants from the requests that engines had.
 
     A request of L tokens lasts for L iterations, each of ``fixed + per_sequence·n + per_context·C``. Over its life that
-    is ``fixed·L + per_sequence·N + per_context·K``: N is the number of tokens that its engine sampled meanwhile, K the
-    sum over these iterations of the engine's contexts. When an iteration took place depends on the constants, so
+    is ``fixed·L + per_sequence·N + per_context·K``: N is the number of tokens that its engine sampled in that time, K
+    the sum over these iterations of the engine's contexts. When an iteration took place depends on the constants, so
     they are fitted in rounds. While the trainer trains on the same processors, time counts for 1/(1 + beside_trainer)
     of itself.
 
     Args:
         engines: the requests of each engine.
-        stalls: begin and end of each engine's pauses for new weights, in which nothing is sampled.
+        stalls: begin and end of each engine's pauses for new weights, without sampling.
         training: begin and end of each step's training.
         shared_host: whether trainer and engines share processors.
 
@@ -113,7 +113,7 @@ def fit_engine(
     columns, found = np.concatenate([grid.columns() for grid in grids]), np.zeros(4)
     for _ in range(ROUNDS):
         before, found = found, _solve(columns, target)
-        # What each constant explains of a request, on average: in units of time, they can be compared.
+        # The time of a request that each constant explains, on average: in units of time they can be compared.
         if np.abs((found - before) * columns.mean(axis=0)).max() < SETTLED * target.mean():
             break
         for grid in grids:
@@ -155,7 +155,7 @@ def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit
 
 
 class _Engine:
-    """The requests of an engine over time, divided into intervals in each of which the same requests run."""
+    """The requests of an engine over time. In each interval the same requests run."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class _Engine:
 
     def columns(self) -> Floats:
         """For each fitted request: its iterations, the tokens that all requests sampled in them, the sum of their
-        contexts in them, and the seconds of its life in which the trainer trained."""
+        contexts in them, and the seconds of its life while the trainer trained."""
         own = np.maximum(self._over_lives(self._iterations), 1e-12)
         sampled = self._over_lives(self._iterations * self._running) / own
         contexts = self._over_lives(self._iterations * self._contexts) / own * self._has_contexts

@@ -42,7 +42,7 @@ Spans = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the measured steps of a run were like; the names are those of ``simulator.Outcome``."""
+    """The measured steps of a run, with the names of ``simulator.Outcome``."""
 
     steps: int
     step_s: float
@@ -64,11 +64,11 @@ class Calibration:
     groups: tuple[GroupLengths, ...]
     costs: Costs
     # None where the journal has no engine requests. A simulated rollout then takes as long as the recorded one,
-    # whatever runs beside it.
+    # whatever else runs.
     engine: EngineFit | None
     trainer: TrainerFit
     observed: Observed
-    concurrency: int  # the most rollouts that ran at once
+    concurrency: int  # the most rollouts that ran at the same time
 
 
 def calibrate(connection: sqlite3.Connection, shared_host: bool) -> Calibration:
@@ -91,7 +91,7 @@ def joined(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 class _Measurement:
-    """What the journal has of the measured steps, and what follows from it."""
+    """The measured steps of a journal."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -142,7 +142,7 @@ class _Measurement:
         )
 
     def _undisturbed(self, evaluations: Spans) -> list[StepSpan]:
-        """The steps from whose begin to whose end there was no start, checkpoint or one of these evaluations."""
+        """The steps without a start, a checkpoint or one of these evaluations."""
         settings, spans = self._settings, self._spans
         starts = [(start.at, start.at) for start in Start.read(self._connection)]
         saved = [(one.at - one.seconds, one.at) for one in Checkpoint.read(self._connection)]
@@ -214,7 +214,7 @@ class _Measurement:
         busy = joined(map(_running, self._requests))
         trained = sum(span.trained_until - span.taken_at for span in self._fitted)
         both = sum(_overlap((span.taken_at, span.trained_until), busy) for span in self._fitted)
-        share = both / trained if trained else 0.0  # of the training, in which engines had requests
+        share = both / trained if trained else 0.0  # of the training time, when engines had requests
         # The measured steps were mostly trained while engines were busy. With idle engines they would be shorter. By
         # how much is assumed to be the same as for engines: a run shows the trainer too rarely in both situations.
         alone = 1 - share + share / (1 + beside)
@@ -271,7 +271,7 @@ class _Measurement:
         return Overheads(start_s=_mean(starts), settle_s=_mean(settles), step_s=_mean(free), deliver_s=_mean(delivered))
 
     def _observed(self, with_engines: bool) -> Observed:
-        """``with_engines``: whether a simulation knows what engines do."""
+        """``with_engines``: whether a simulation has engines' work."""
         spent: defaultdict[str, float] = defaultdict(float)
         idle = idle_of = 0.0
         for span in self._chosen:
@@ -319,11 +319,11 @@ def _overlap(span: tuple[float, float], others: Spans) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Alone:
-    """How long other work would have taken if trainer and engines had not run on its processors: the inverse of what
-    the simulator does to it."""
+    """How long other work would have taken if trainer and engines had not run on its processors: the inverse of
+    the simulator's contention."""
 
     beside: float  # ``EngineCost.beside_trainer``; 0 where they have other processors
-    idle: float  # share of their time in which engines had no request
+    idle: float  # share of their time that engines had no request
     training: Spans
 
     def __call__(self, begin: float, end: float) -> float:

@@ -110,7 +110,7 @@ def training_flops(shape: Shape, groups: Groups, passes: float) -> tuple[float, 
     """Operations for a token of rollouts like these, on average, and for a token of the longest rollout.
 
     A forward pass is 2·N for a token, and 2·L·attention in each layer for the mean of its L causal predecessors;
-    ``passes`` counts forward passes, of which a backward pass is two.
+    ``passes`` counts forward passes; a backward pass counts as two.
     """
     lengths = [rollout.prompt + rollout.response for group in groups for rollout in group.rollouts]
     weighted = sum(length * length for length in lengths) / sum(lengths)

@@ -1,6 +1,6 @@
 """How long rollouts are: recorded groups, or groups drawn from a distribution.
 
-A group stays together, so that the correlation of lengths within a prompt stays, too. Lengths are in tokens. Pure.
+A group stays together, because the lengths of a prompt's rollouts are correlated. Lengths are in tokens. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The prediction for a scenario: the time of a step, what limits it, and what other settings and lengths would change.
+"""The prediction for a scenario: the time of a step, its limit, and the effect of other settings and lengths.
 
 This is the only source of advice on speed: `asyncrl plan`, `asyncrl report` and `asyncrl staleness --what-if` print
 ``advice``. Every number comes from ``simulate``. The limit of a run is the part that shortens a step most when it is
@@ -109,8 +109,6 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What is predicted for a scenario."""
-
     outcome: Outcome
     sync: Outcome  # the same with ``max_staleness`` 0, where trainer and engines work in turns
     lengths: Mapping[str, float]  # ``describe`` of its rollouts

@@ -30,7 +30,7 @@ def shares_host(spec: ExperimentSpec) -> bool:
 def planned_scenario(
     spec: ExperimentSpec, settings: BufferSettings, measured: Calibration, of_run: ExperimentSpec
 ) -> Planned:
-    """A spec, with what was measured in the run ``of_run``.
+    """A spec, with the measurements of the run ``of_run``.
 
     Raises ``ConfigError`` when the runs differ in something that the measured constants depend on.
     """
@@ -70,7 +70,7 @@ def planned_scenario(
 
 
 def _architecture(spec: ExperimentSpec) -> object:
-    """What decides the speed of the model."""
+    """The settings that decide on the model's speed."""
     model = spec.model
     return (model.path, model.init, model.lora, tensor_parallel(spec))
 

@@ -18,7 +18,7 @@ ENGINE_GPUS = (1, 2, 4, 8)
 TRAINER_SHARES = (0.25, 0.375, 0.5, 0.625, 0.75)
 BOUNDS = (1, 2, 4)
 CONCURRENCY = (1, 2)
-"""Rollouts that all engines run at once, as multiples of those of a step."""
+"""Rollouts that all engines together run, as multiples of a step's rollouts."""
 COARSE_STEPS, STEPS = 8, 30
 """Steps of a rough simulation, and of a full one."""
 LEAST_ENGINES = 8
@@ -67,11 +67,11 @@ class Found:
 
 
 ScenarioOf = Callable[[ExperimentSpec, int | None], Scenario]
-"""Makes the scenario of a spec, whose engines' caches have room for so many tokens (None: not known)."""
+"""Makes the scenario of a spec and of the number of tokens that an engine's cache has room for (None: not known)."""
 
 
 def allocations(gpus: int, rollouts: int, engine_gpus: Sequence[int] = ENGINE_GPUS) -> Iterator[Allocation]:
-    """The allocations of ``gpus`` that are tried. ``rollouts``: those of a step."""
+    """The allocations of ``gpus`` that are tried. ``rollouts``: number in a step."""
     seen = set()
     for size in engine_gpus:
         for share in TRAINER_SHARES:
@@ -112,7 +112,7 @@ def search(
     gpu_bytes: int | None,
     scenario_of: ScenarioOf,
 ) -> Found:
-    """Simulate the candidates that fit and whose ranks can be divided as the spec says.
+    """Simulate the candidates that fit, if the spec can divide their ranks.
 
     ``model`` is None where its sizes are not known; then all candidates count as fitting.
     """

@@ -1,7 +1,7 @@
 """A run, event by event: the real ``Ledger`` decides what is admitted and what a batch takes, costs give the times.
 
-``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. Its rules are those of
-the orchestrator: groups start while the ledger has room and engines have places; a batch is taken, trained and, where
+``asyncrl plan``, ``asyncrl staleness --what-if`` and the report's advice all call ``simulate``. Its rules are the
+orchestrator's: groups start while the ledger has room and engines have places; a batch is taken, trained and, where
 one is due, a version is written; engines load it while the trainer takes its next batch, with at most one publish in
 flight (decision 0062). Evaluations, checkpoints and faults are not simulated. Pure: no clock, no I/O.
 """
@@ -25,25 +25,23 @@ from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.records.groups import BufferSettings
 
 SLICES = 4
-"""Parts into which other work is divided where trainer and engines slow it down: they may start or end meanwhile."""
+"""Parts of other work where trainer and engines slow it down: they may start or end between two parts."""
 
 WeightUpdate = Literal["keep", "recompute", "drain"]
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated."""
-
     settings: BufferSettings  # the ledger's; ``total_steps`` is replaced by the steps that are simulated
     groups: Groups
     costs: Costs
     engines: int = 1
-    slots: int = 256  # sequences that an engine runs at once
+    slots: int = 256  # sequences that an engine runs in parallel
     weight_update: WeightUpdate = "keep"
     partial_rollouts: bool = False  # engines stop when a batch is complete, and go on with the new weights
 
     def scaled(self, share: float) -> Scenario:
-        """A smaller run, whose steps take as long and are simulated faster: it has ``share`` of the engines, of the
+        """A smaller run that is simulated faster. Its steps take as long: it has ``share`` of the engines, of the
         trainer and of the groups in a step.
 
         With a share below 1/4 the outcome can differ by 10 %.
@@ -59,7 +57,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the simulated steps were like, without those in which the buffer fills."""
+    """The simulated steps, without the first ones, which fill the buffer."""
 
     steps: int
     step_s: float  # mean seconds of a step
@@ -67,8 +65,8 @@ class Outcome:
     # waited for: ``groups`` (fewer had finished than a batch needs), ``missing`` (groups that were due), ``publish``
     # (engines that load).
     trainer: dict[str, float]
-    engines_idle: float  # share of the engines' time in which they had no request
-    engines_stalled: float  # share of their time in which they had requests, and loaded weights
+    engines_idle: float  # share of the engines' time without a request
+    engines_stalled: float  # share of their time that they had requests, and loaded weights
     running: float  # mean number of sequences that an engine runs
     staleness: Counter[int]  # number of trained groups by their staleness, in versions
     generated_tokens: float  # tokens of responses a second
@@ -381,7 +379,7 @@ class Simulation:
             self._schedule(engine)
 
     def _load(self) -> None:
-        """A version is at the engines' hosts: they load it, at once or when their rollouts have ended."""
+        """A version is at the engines' hosts: they load it, now or when their rollouts have ended."""
         if self._scenario.weight_update == "drain":
             self._draining = len(self._engines)
             for engine in self._engines:
@@ -420,15 +418,15 @@ class Simulation:
         self._changed()
 
     def _contention(self) -> float:
-        """The factor by which other work takes longer now: on one CPU host, trainer and engines compete with it."""
+        """How many times as long other work takes now: on one CPU host, trainer and engines compete with it."""
         beside = self._costs.engine.beside_trainer
         return 1 + beside * (self._training + any(engine.running for engine in self._engines)) if beside else 1.0
 
     def _in_background(
         self, seconds: float, action: Callable[..., None], *arguments: object, slices: int = SLICES
     ) -> None:
-        """Call ``action`` after work of ``seconds``, which is slowed down by what competes with it. That may change
-        meanwhile, so each slice of the work is scheduled by itself."""
+        """Call ``action`` after work of ``seconds``, which is slowed down by what competes with it. That may
+        change, so each slice of the work is scheduled by itself."""
         if not self._costs.engine.beside_trainer or slices == 1 or not seconds:
             self._at(self._now + seconds * self._contention(), action, *arguments)
             return

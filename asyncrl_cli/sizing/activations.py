@@ -2,7 +2,7 @@
 
 The policy runs on torch's fake tensors, which have shapes and no memory, and every storage is counted while it lives.
 Weights are not counted, and a weight's gradient only until it is complete: these are counted in ``trainer.py``. Two
-short models are traced; what one more layer takes follows from their difference.
+short models are traced; their difference gives the bytes of one more layer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Pass(NamedTuple):
 
 
 def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int:
-    """Peak bytes beside weights and complete gradients, of one micro-batch.
+    """Peak bytes of one micro-batch, without weights and complete gradients.
 
     Args:
         config: the model's transformers config.
         kinds: one value per layer, in order; equal values are layers of equal shapes.
 
-    Raises what transformers or torch raise for a model whose code needs the values of its tensors.
+    Raises an error of transformers or torch if the model's code needs the values of its tensors.
     """
     # ``first``: how many layers come before the last kind begins, such as the dense ones of DeepSeek-V3. From there on
     # the kinds repeat after ``period`` layers.
@@ -110,7 +110,7 @@ class _Adapted(torch.nn.Module):
 
 
 def _adapt(model: Any, lora: LoraSpec) -> None:
-    """Freeze a model, and put adapters beside the layers that the spec names."""
+    """Freeze a model, and add adapters to the layers that the spec names."""
     model.requires_grad_(False)
     wanted = None if isinstance(lora.target_modules, str) else tuple(f".{name}" for name in lora.target_modules)
     for name, layer in list(model.named_modules()):

@@ -1,5 +1,5 @@
-"""The config of a spec's model, found without its weights: in its folder, in the hub's cache, among the copies beside
-this file, or on the hub."""
+"""The config of a spec's model, found without its weights: in its folder, in the hub's cache, among the copies
+next to this file, or on the hub."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def load_config(model: Path | str, location: str) -> PreTrainedConfig:
     try:
         # With None, transformers asks on a terminal whether to run the folder's code.
         return AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except Exception as error:  # of transformers and of what the file holds
+    except Exception as error:  # of transformers, for any content of the file
         message = f"no model config: {one_line(error)}"
         hint = "transformers must know the model_type in its config.json; asyncrl runs no code from a model folder"
         raise ConfigError(message, location=location, hint=hint) from error

@@ -41,7 +41,7 @@ def engine_parts(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None 
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", batched_tokens(spec, gpu_bytes)))
     if not rollout.gpus_per_engine:
-        # It is made beside the weights that serve (decision 0052).
+        # It is made next to the weights that serve (decision 0052).
         following = Part("next version", adapters.bytes or weights.bytes, "prepared while this one serves")
         return some(
             [weights, adapters, following, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")]
@@ -64,7 +64,7 @@ def base_numbers(spec: ExperimentSpec, model: SizedModel) -> int:
 
 def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache | None:
     """The cache of a GPU engine, which gets what the other parts leave of vLLM's share of its GPUs. None where the
-    model's config does not say what a token takes."""
+    model's config does not give a token's size."""
     if model.cache_numbers is None:
         return None
     ranks = tensor_parallel(spec)
@@ -74,7 +74,7 @@ def gpu_cache(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int) -> Cache 
 
 
 def cpu_cache(spec: ExperimentSpec, model: SizedModel, nbytes: int) -> Cache | None:
-    """The cache of a CPU engine, whose size the spec gives."""
+    """The cache of a CPU engine. The spec gives its size."""
     return None if model.cache_numbers is None else _cache(spec, nbytes, token_bytes(spec, model))
 
 

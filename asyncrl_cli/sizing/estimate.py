@@ -26,8 +26,8 @@ class Estimate:
     """Memory of a run."""
 
     devices: tuple[Device, ...]  # GPUs by what runs on them, then hosts, with the ranks and engines on their CPUs
-    cache: Cache | None  # of each engine; None where the config does not say what a token takes, or without a known GPU
-    journal: int  # bytes by which the journal grows in a step
+    cache: Cache | None  # of each engine; None where a token's size or the GPU is not known
+    journal: int  # bytes that a step adds to the journal
 
 
 def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, host_bytes: int | None) -> Estimate:
@@ -89,7 +89,7 @@ class Excess:
 
 
 def excesses(spec: ExperimentSpec, found: Estimate) -> list[Excess]:
-    """What does not fit, GPUs first."""
+    """The devices that are too small, GPUs first."""
     problems = []
     for device in found.devices:
         if device.capacity is None:

@@ -82,7 +82,7 @@ def host_parts(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> tuple
 
 
 def _loading(spec: ExperimentSpec, model: SizedModel, kind: HostKind) -> Part:
-    """What ranks have in host memory while they load the model, before it is on their GPUs."""
+    """The ranks' host memory while they load the model, before it is on their GPUs."""
     number = NUMBER_BYTES[spec.trainer.dtype]
     if spec.trainer.zero_stage < 3:
         return Part("loading", kind.ranks * model.parameters * number, "the model, whole, by every rank")

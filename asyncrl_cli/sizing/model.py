@@ -12,7 +12,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 
 class ActivationBytes(Protocol):
-    """The peak bytes of a micro-batch, without weights and gradients; the arguments are those of ``Pass``."""
+    """The peak bytes of a micro-batch, without weights and gradients; the arguments: as in ``Pass``."""
 
     def __call__(self, rows: int, length: int, positions: int, recompute: bool) -> int: ...
 

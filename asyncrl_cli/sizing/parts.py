@@ -18,12 +18,10 @@ class Part:
 
     name: str
     bytes: int
-    note: str = ""  # what its size follows from
+    note: str = ""  # the reason for its size
 
 
 class Role(StrEnum):
-    """What a device is for."""
-
     TRAINER = "trainer"  # the GPU of a rank
     ENGINE = "engine"  # a GPU of an engine
     BOTH = "both"  # a GPU that they share, while both use it

@@ -143,7 +143,7 @@ def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
 
 
 def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
-    """Bytes of the buckets in which ZeRO 2 and 3 add up gradients over the ranks, also over a single one.
+    """Bytes of the buckets that ZeRO 2 and 3 use to add up gradients over the ranks, even over a single one.
 
     On a host only the part of a bucket that is written takes memory, on a GPU all of it. Ranks that add up bfloat16
     gradients in float32 convert them, and copy them into one tensor. A gradient that is larger than a bucket is only
@@ -163,8 +163,8 @@ def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:
 
 
 def _step(spec: ExperimentSpec, trained: int) -> int:
-    """Bytes of the gradients' copies: the optimizer gets those of a part as one float32 tensor, and without ZeRO they
-    are added up over the ranks in copies."""
+    """Bytes of the gradients' copies: the optimizer gets a part's gradients as one float32 tensor, and without ZeRO
+    copies are added up over the ranks."""
     from asyncrl_cli.train.deepspeed_engine import sums_in_float32
 
     stage, ranks, number = spec.trainer.zero_stage, spec.trainer.ranks, NUMBER_BYTES[spec.trainer.dtype]

@@ -1,7 +1,7 @@
 """Whether hosts of a cluster can work together: for `asyncrl doctor --cluster`, and for every start on several hosts.
 
-All hosts answer at once, and every wait has a limit, so the time does not grow with the number of hosts. Their answers
-are judged in verdicts.py.
+All hosts answer in parallel, and every wait has a limit, so the time does not grow with the number of hosts.
+verdicts.py judges their answers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from asyncrl_cli.system.remote import on_node, wait_for
 START_S = 60.0
 """Seconds that a host has to start its probe, a process that imports Ray."""
 ANSWER_S = 20.0 + 2 * CONNECT_S + SAMPLE_S + shared_folder.VISIBLE_S
-"""Seconds that a probe has to answer: 20 more than the limits of what it does."""
+"""Seconds that a probe has to answer: 20 more than its own limits."""
 LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host, or remove it from the cluster"
 
 
@@ -52,9 +52,9 @@ class Host:
 
 @dataclass(slots=True)
 class Answers:
-    """What the hosts answered, by host name."""
+    """The hosts' answers, by host name."""
 
-    lost: dict[str, tuple[str, str]] = field(default_factory=dict)  # what happened to a host, and a hint
+    lost: dict[str, tuple[str, str]] = field(default_factory=dict)  # why it is lost, and a hint
     facts: dict[str, Facts] = field(default_factory=dict)
     ahead: dict[str, float] = field(default_factory=dict)  # seconds that its clock is ahead of the driver's
     failures: dict[verdicts.Pair, Failure] = field(default_factory=dict)
@@ -127,7 +127,7 @@ def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | 
 
 
 def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
-    """All checks of several hosts, none for a single one. Versions must be those of the first. Ray must be joined.
+    """All checks of several hosts, none for a single one. The first host's versions are expected. Ray must be joined.
     ``replica_bytes`` is the size of one version of the weights, 0 if there is no model."""
     if len(hosts) < 2:
         return
@@ -141,7 +141,7 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
 
 async def examine_newcomer(hosts: Sequence[Host], name: str, folder: Path, replica_bytes: int) -> list[Finding]:
     """The checks of the host with this name, which has joined, and between it and each of the others, the driver's
-    first. What is wrong with the others is omitted."""
+    first. Problems of the others are omitted."""
     answers = await _ask(hosts, folder, name)
     answers.lost = {host: lost for host, lost in answers.lost.items() if host == name}
     answers.unshared = {host: problem for host, problem in answers.unshared.items() if host == name}
@@ -178,8 +178,8 @@ def refuse(findings: Iterator[Finding], notice: Callable[[str], None]) -> None:
 
 
 async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = None) -> Answers:
-    """Start a probe on every host, and collect the answers. A host whose probe does not answer is lost, and not asked
-    again. ``newcomer``: the only host whose pairs are examined; None: all pairs are."""
+    """Start a probe on every host, and collect the answers. A host without an answer is lost, and not asked again.
+    ``newcomer``: only pairs with this host are examined; None: all pairs."""
     import ray
 
     secret = secrets.token_hex(16)

@@ -19,7 +19,7 @@ from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 AVOID_S = 600.0
-"""Seconds until a bad node may be examined again: a firewall may have been opened meanwhile."""
+"""Seconds until a bad node may be examined again: a firewall may have been opened since."""
 
 
 class Newcomers:

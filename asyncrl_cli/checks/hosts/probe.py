@@ -51,7 +51,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a host reports about itself."""
+    """A host's report about itself."""
 
     port: int  # of its probe
     versions: Mapping[str, str]  # by package; also of ``python`` and ``asyncrl``
@@ -64,7 +64,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a host finds out about the others."""
+    """A host's report about the others."""
 
     failures: Mapping[str, Failure]  # by node id
     speed: float | None  # bytes per second from its neighbour
@@ -89,7 +89,7 @@ class HostProbe:
         return await asyncio.to_thread(_facts, self._server.sockets[0].getsockname()[1])
 
     async def examine(self, targets: list[Target], neighbour: Target | None, mark: shared_folder.Mark) -> Answer:
-        """Connect to all targets at once, measure the speed from the neighbour, and use the shared folder."""
+        """Connect to all targets in parallel, measure the speed from the neighbour, and use the shared folder."""
         found = await asyncio.gather(*(self.reach(target) for target in targets))
         failures = {target.node_id: failure for target, failure in zip(targets, found, strict=True) if failure}
         speed = None

@@ -1,5 +1,5 @@
 """Whether several hosts see one and the same folder: each reads what the driver wrote there, and the driver reads what
-each of them wrote. Equal paths prove nothing: every host may have a disk of its own below them.
+each of them wrote. Equal paths prove nothing: every host may have its own disk there.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ WHY: Mapping[Failure, tuple[str, str]] = {
     ),
     Failure.CLOSED: ("closed the connection", "see Ray's logs on that host; its probe may have been killed"),
 }
-"""For each kind of failure: what happened, and a hint."""
+"""A description of each kind of failure, and a hint."""
 
 
 def judge_token(facts: Mapping[str, Facts]) -> Finding:
@@ -103,8 +103,8 @@ def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def judge_clocks(ahead: Mapping[str, float]) -> Finding:
-    """Whether times of different hosts can be compared. ``ahead``: seconds by which a host's clock is ahead of the
-    driver's, up to the time that its answer took."""
+    """Whether times of different hosts can be compared. ``ahead``: seconds that a host's clock is ahead of the
+    driver's, give or take the time of its answer."""
     if skewed := [f"{host}: {seconds:+.1f} s" for host, seconds in ahead.items() if abs(seconds) > SKEW_S]:
         hint = "synchronize the clocks (chrony, systemd-timesyncd): times of events on several hosts cannot be compared"
         return Finding("clocks", Status.WARNING, f"not the driver's time on {_some(skewed)}", hint)
@@ -118,7 +118,7 @@ def judge_pairs(
     newcomer: str | None = None,
 ) -> list[Finding]:
     """Whether every host reaches every other, and fast enough. ``speeds`` are in bytes per second, of some pairs.
-    ``newcomer``: the only host whose pairs count."""
+    ``newcomer``: only pairs with this host count."""
     findings = []
     for pair, failure in list(failures.items())[:SHOWN]:
         happened, hint = WHY[failure]
@@ -169,8 +169,8 @@ def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
 
 
 def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[Finding]:
-    """The findings for hosts that did not answer; ``problems``: what happened and a hint, by host. Hosts that have
-    ``left`` the cluster, which Ray notices after some seconds, are a warning only: a run does not use them."""
+    """The findings for hosts that did not answer. ``problems``: the reason and a hint, by host. Hosts that have
+    ``left`` the cluster, which Ray notices after some seconds, are only a warning: a run does not use them."""
     findings = []
     for host, (problem, hint) in problems.items():
         if host in left:
