@@ -1,4 +1,4 @@
-"""The findings of `asyncrl doctor`, of `train --dry-run` and of every start, and the runner of their checks."""
+"""The findings of `asyncrl doctor`, of `train --dry-run` and of every start, and the functions that run their checks."""
 
 from __future__ import annotations
 

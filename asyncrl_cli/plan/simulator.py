@@ -38,7 +38,7 @@ class Scenario:
     engines: int = 1
     slots: int = 256  # sequences that an engine runs in parallel
     weight_update: WeightUpdate = "keep"
-    partial_rollouts: bool = False  # engines stop when a batch is complete, and go on with the new weights
+    partial_rollouts: bool = False  # engines stop when a batch is complete, and continue with the new weights
 
     def scaled(self, share: float) -> Scenario:
         """A smaller run that is simulated faster. Its steps take as long: it has ``share`` of the engines, of the
