@@ -1,4 +1,4 @@
-"""The findings of `asyncrl doctor`, of `train --dry-run` and of every start, and the functions that run their checks."""
+"""The findings of `asyncrl doctor`, `train --dry-run` and every start, and the functions that run the checks."""
 
 from __future__ import annotations
 
