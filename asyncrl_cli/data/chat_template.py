@@ -122,44 +122,41 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """How a template takes messages, and which features no form of them makes it show.
-
-    Args:
-        text_arguments: arguments of tool calls are JSON text, not objects.
-        null_content: a message with tool calls has the content None.
-        one_call: a message has at most one tool call. Further calls, each with its result, follow as messages.
-        separate_text: a text next to tool calls is a message before them.
-        text_parts: content is a list of parts, as in models that also see.
-        lost: features that the template leaves out ("") or refuses (its error).
-        default_system: the system message that the template adds where there is none.
-    """
+    """How a template takes messages, and which features no form of them makes it show."""
 
     text_arguments: bool = False
+    """Arguments of tool calls are JSON text, not objects."""
     null_content: bool = False
+    """A message with tool calls has the content None."""
     one_call: bool = False
+    """A message has at most one tool call. Further calls, each with its result, follow as messages."""
     separate_text: bool = False
+    """A text next to tool calls is a message before them."""
     text_parts: bool = False
+    """Content is a list of parts, as in models that also see."""
     lost: Mapping[Feature, str] = field(default_factory=dict)
+    """Features that the template leaves out ("") or refuses (its error)."""
     default_system: str = ""
+    """The system message that the template adds where there is none."""
 
     def fitted(self, messages: Sequence[Message]) -> list[Message]:
         """Canonical messages in this form."""
         if self.separate_text or self.one_call:
             messages = _separated(messages, self.separate_text, self.one_call)
-        return [self._fitted(message) for message in messages]
-
-    def _fitted(self, message: Message) -> Message:
-        calls, content = message.get("tool_calls"), message["content"]
-        if calls and self.text_arguments:
-            calls = [
-                {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
-                for call in calls
-            ]
-        if calls and self.null_content and not content:
-            content = None
-        elif self.text_parts:
-            content = [{"type": "text", "text": content}]
-        return {**message, "content": content} | ({"tool_calls": calls} if calls else {})
+        fitted: list[Message] = []
+        for message in messages:
+            calls, content = message.get("tool_calls"), message["content"]
+            if calls and self.text_arguments:
+                calls = [
+                    {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
+                    for call in calls
+                ]
+            if calls and self.null_content and not content:
+                content = None
+            elif self.text_parts:
+                content = [{"type": "text", "text": content}]
+            fitted.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
+        return fitted
 
 
 class ChatTemplate:
