@@ -12,8 +12,9 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
@@ -43,39 +44,98 @@ class HostGone(RunError):
     """An agent is lost together with its node, and is not replaced."""
 
 
-@dataclass(slots=True, eq=False)
-class _Agent:
-    """The agent of one node. ``held``: the ranks whose shards it has, by version and checksum. ``gone``: why it is not
-    replaced, if it is lost with its node."""
+class AgentProcess(SupervisedActor):
+    """One node's agent, and the agents that replace it."""
 
-    node: str
-    process: SupervisedActor
-    gone: str = ""
-    endpoint: Endpoint | None = None
-    held: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
-    faults: dict[str, str] = field(default_factory=dict)
+    def __init__(
+        self,
+        node: str,
+        make: Callable[[str, str], Any],
+        *,
+        settings: Callable[[], tuple[Any, ...]],
+        budget: RestartBudget,
+        why_gone: Callable[[str], str],
+    ) -> None:
+        """``settings()`` are the arguments of the actor's start. The other arguments are those of ``Replicas``."""
+        name = f"host-agent-{node[:8]}"
+        super().__init__("host-agent", name, partial(make, name, node), self._bring_up, budget)
+        self.node = node
+        self.gone = ""
+        """Why it is not replaced, if it is lost with its node."""
+        self.endpoint: Endpoint | None = None
+        self.losses = 0
+        """How often an agent was lost, with the versions in its memory."""
+        self.held: dict[tuple[int, str], frozenset[int]] = {}
+        """The ranks whose shards it has, by version and checksum."""
+        self._settings = settings
+        self._why_gone = why_gone
+        self._faults: dict[str, str] = {}
+
+    async def _bring_up(self, actor: Any) -> None:
+        self.held, self.endpoint = {}, None
+        self.endpoint = await wait_for(actor.start.remote(*self._settings()), self.name, START_TIMEOUT_S)
+
+    async def ask_for(self, method: str, *arguments: Any, limit_s: float) -> Any:
+        """The answer of the agent. Raises ``AgentLost`` and ``HostGone``."""
+        if self.gone:
+            raise HostGone(self.gone, location=self.name)
+        actor = await self.running()
+        try:
+            return await wait_for(getattr(actor, method).remote(*arguments), self.name, limit_s)
+        except ActorLost as lost:
+            await self._note_loss(actor, lost)
+            if self.gone:
+                raise HostGone(self.gone, location=self.name) from lost
+            raise AgentLost(lost.message, location=self.name) from lost
+
+    async def look(self) -> None:
+        """Detect its death since the last call."""
+        if self.started:
+            actor = self.actor
+            try:
+                await wait_for(actor.report.remote(), self.name, LOOK_S)
+            except ActorDied as died:
+                await self._note_loss(actor, died)
+            except RunError:
+                pass  # it may be unreachable only for a while, and then still has its memory
+
+    async def _note_loss(self, actor: Any, lost: ActorLost) -> None:
+        # Until the state of the node is known, the agent counts as alive: a caller may stop waiting for it.
+        gone = await why_lost(lambda: self._why_gone(self.node), isinstance(lost, Unreachable))
+        if actor is self.actor:
+            self.losses += 1
+            self.held, self.endpoint, self.gone = {}, None, gone
+            if gone:
+                self.release()
+            else:
+                await self.lose(actor, lost.message)
+
+    def note_held(self, manifest: Manifest, ranks: Collection[int]) -> None:
+        if self.endpoint is not None:  # else it was lost meanwhile
+            # A host keeps two versions.
+            self.held = {key: held for key, held in self.held.items() if key[0] >= manifest.version - 1}
+            self.held[manifest.version, manifest.checksum] = frozenset(ranks)
+
+    async def note_fault(self, holder: str, message: str) -> None:
+        """Record that this host could not fetch from another one."""
+        if self._faults.get(holder) != message:  # a repeated pull may fail in the same way
+            self._faults[holder] = message
+            await self._budget.note("weights", self.name, message)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """A version that the ranks have written into the replicas of their hosts.
-
-    ``nodes`` are the nodes of the ranks, in rank order. ``losses``: how many agents had been lost before.
-    """
+    """A version that the ranks have written into the replicas of their hosts."""
 
     version: int
     probe: Probe
-    nodes: tuple[str, ...]
+    ranks: Mapping[str, Sequence[int]]  # by node
+    losses: Sequence[int]  # how often each node's agent had been lost before
     seconds: float
-    losses: int
 
 
 class Replicas:
-    """The host agents of one run.
-
-    Attributes:
-        losses: how many agents were lost so far.
-    """
+    """The host agents of one run."""
 
     def __init__(
         self,
@@ -91,20 +151,19 @@ class Replicas:
         self._address_of = address_of
         self._budget = budget
         self._token = secrets.token_hex(32)
-        self._agents: dict[str, _Agent] = {}
+        self._agents: dict[str, AgentProcess] = {}
         self._slots: tuple[TensorSlot, ...] = ()
         self._ranks = 0
-        self._writers: tuple[str, ...] = ()
-        self.losses = 0
+        self._writers: Collection[str] = ()
 
     def expect(self, node: str) -> None:
         """Request the agent of a node, so that its process starts in parallel with others."""
-        self._agent(node).process.ask()
+        self._agent(node).ask()
 
     def keep(self, nodes: Collection[str]) -> None:
         """End the agents of all other nodes."""
         for node in self._agents.keys() - set(nodes):
-            self._agents.pop(node).process.kill()
+            self._agents.pop(node).release()
 
     async def write(self, ranks: TrainerRanks, version: int, keep: Manifest | None = None) -> Written:
         """Have every rank write its shard of ``version``; ``keep`` is the version that engines serve.
@@ -114,18 +173,18 @@ class Replicas:
         self._slots = self._slots or await ranks.layout()
         self._ranks = len(ranks.nodes)
         while True:
-            losses, nodes = self.losses, ranks.nodes
-            self._writers = nodes
-            own = _ranks_by_node(nodes)
-            begin = [self._call(node, "begin", version, keep, its_ranks) for node, its_ranks in own.items()]
+            nodes = ranks.nodes
+            own = {node: [rank for rank, at in enumerate(nodes) if at == node] for node in nodes}
+            self._writers = own.keys()
+            losses = [self._agent(node).losses for node in own]
             try:
-                paths = dict(zip(own, await _all(begin), strict=True))
+                paths = dict(zip(own, await self._ask_all("begin", version, keep, of=own), strict=True))
                 started = time.monotonic()
                 probe = await ranks.write(version, [paths[node] for node in nodes])
-                return Written(version, probe, nodes, time.monotonic() - started, losses)
+                return Written(version, probe, ranks=own, losses=losses, seconds=time.monotonic() - started)
             except ReplicaGone:
                 await self._look()
-                if self.losses == losses:  # no agent has died: it would fail again
+                if losses == [self._agent(node).losses for node in own]:  # none has died: it would fail again
                     raise
             except RunError as error:
                 # A lost host has no ranks any more, and Ray starts no agent there (decision 0038).
@@ -137,17 +196,16 @@ class Replicas:
 
     async def manifest(self, written: Written) -> Manifest:
         """The written version's digests. Raises ``AgentLost`` when a part of it is gone."""
-        own = _ranks_by_node(written.nodes)
-        agents = [self._agent(node) for node in own]
+        agents = [self._agent(node) for node in written.ranks]
         try:
-            parts = await _all([self._call(node, "digest", written.version, own[node]) for node in own])
+            parts = await self._ask_all("digest", written.version, of=written.ranks)
         except RunError as error:
-            if self.losses == written.losses:
+            if [agent.losses for agent in agents] == written.losses:
                 raise
             raise AgentLost(error.message, location=error.location) from error  # one that died before it was asked
         manifest = Manifest.of(written.version, self._slots, self._ranks, parts)
         for agent in agents:
-            self._note_held(agent, manifest, own[agent.node])
+            agent.note_held(manifest, written.ranks[agent.node])
         return manifest
 
     async def pull(self, node: str, manifest: Manifest) -> Pulled:
@@ -155,21 +213,22 @@ class Replicas:
 
         An agent that is lost during this is replaced, and pulls again. Raises ``PullFailed`` and ``HostGone``.
         """
-        agent = self._agent(node)
         pulled: Pulled | None = None
         while pulled is None:
+            agent = self._agent(node)
             try:
-                pulled = await self._call(node, "pull", manifest, self._holders(agent), PULL_S, limit_s=PULL_S)
+                limit_s = PULL_S + self._limit_s
+                pulled = await agent.ask_for("pull", manifest, self._holders(agent), PULL_S, limit_s=limit_s)
             except AgentLost:
                 continue
             except Superseded:
                 raise
             except PullFailed as failed:
-                await self._note_fault(agent, node, failed.message)
+                await agent.note_fault(node, failed.message)
                 raise
-        self._note_held(agent, manifest, range(manifest.ranks))
+        agent.note_held(manifest, range(manifest.ranks))
         for holder, fault in pulled.faults.items():
-            await self._note_fault(agent, holder, fault)
+            await agent.note_fault(holder, fault)
         return pulled
 
     async def have(self, manifest: Manifest) -> bool:
@@ -179,90 +238,42 @@ class Replicas:
         held = [agent.held.get(key, frozenset()) for agent in self._agents.values()]
         return len(frozenset[int]().union(*held)) == manifest.ranks
 
-    def _holders(self, agent: _Agent) -> list[Endpoint]:
+    def _holders(self, agent: AgentProcess) -> list[Endpoint]:
         """The hosts that an agent pulls from: all hosts of ranks, which may have parts that no other host has, and some
         others."""
-        others = [other for other in self._agents.values() if other is not agent and other.endpoint is not None]
+        others = [other for other in self._agents.values() if other is not agent]
         random.shuffle(others)
         writers = [other for other in others if other.node in self._writers]
-        peers = [other for other in others if other.node not in self._writers][:PEERS]
+        peers = [other for other in others if other.node not in self._writers and other.endpoint is not None][:PEERS]
         return [other.endpoint for other in (*writers, *peers) if other.endpoint is not None]
 
-    def _agent(self, node: str) -> _Agent:
+    def _agent(self, node: str) -> AgentProcess:
         if node not in self._agents:
-            name = f"host-agent-{node[:8]}"
-
-            async def start(actor: Any) -> None:
-                agent.held, agent.endpoint = {}, None
-                settings = (self._slots, self._ranks, self._token, self._address_of(node))
-                agent.endpoint = await wait_for(actor.start.remote(*settings), name, START_TIMEOUT_S)
-
-            process = SupervisedActor("host-agent", name, lambda: self._make(name, node), start, self._budget)
-            agent = self._agents[node] = _Agent(node, process)
+            self._agents[node] = AgentProcess(
+                node,
+                self._make,
+                settings=lambda: (self._slots, self._ranks, self._token, self._address_of(node)),
+                budget=self._budget,
+                why_gone=self._why_gone,
+            )
         return self._agents[node]
 
-    async def _call(self, node: str, method: str, *arguments: Any, limit_s: float = 0.0) -> Any:
-        agent = self._agent(node)
-        name = agent.process.name
-        if agent.gone:
-            raise HostGone(agent.gone, location=name)
-        actor = await agent.process.running()
-        try:
-            # Twice the bytes: the memory of two versions is allocated in one call.
-            limit_s += CALL_S + seconds_for(2 * size_of(self._slots))
-            return await wait_for(getattr(actor, method).remote(*arguments), name, limit_s)
-        except ActorLost as lost:
-            await self._lose(agent, actor, lost)
-            if agent.gone:
-                raise HostGone(agent.gone, location=name) from lost
-            raise AgentLost(lost.message, location=name) from lost
+    @property
+    def _limit_s(self) -> float:
+        # Twice the bytes: the memory of two versions is allocated in one call.
+        return CALL_S + seconds_for(2 * size_of(self._slots))
+
+    async def _ask_all(self, method: str, *arguments: Any, of: Mapping[str, Sequence[int]]) -> list[Any]:
+        """The answers of the nodes' agents, each about its own ranks, once all have ended. Raises the first error."""
+        calls = [
+            self._agent(node).ask_for(method, *arguments, ranks, limit_s=self._limit_s) for node, ranks in of.items()
+        ]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     async def _look(self) -> None:
         """Detect agents that have died since their last call."""
-        await asyncio.gather(*(self._look_at(agent) for agent in list(self._agents.values())))
-
-    async def _look_at(self, agent: _Agent) -> None:
-        actor = agent.process.actor
-        if agent.process.started:
-            try:
-                await wait_for(actor.report.remote(), agent.process.name, LOOK_S)
-            except ActorDied as died:
-                await self._lose(agent, actor, died)
-            except RunError:
-                pass  # it may be unreachable only for a while, and then still has its memory
-
-    async def _lose(self, agent: _Agent, actor: Any, lost: ActorLost) -> None:
-        # Until the state of the node is known, the agent counts as alive: a caller may stop waiting for it.
-        gone = await why_lost(lambda: self._why_gone(agent.node), isinstance(lost, Unreachable))
-        if self._agents.get(agent.node) is agent and actor is agent.process.actor:  # else it is no longer needed
-            self.losses += 1
-            agent.held, agent.endpoint, agent.gone = {}, None, gone
-            if gone:
-                agent.process.release()
-            else:
-                await agent.process.lose(actor, lost.message)
-
-    def _note_held(self, agent: _Agent, manifest: Manifest, ranks: Collection[int]) -> None:
-        if agent.endpoint is not None:  # else it was lost meanwhile
-            # A host keeps two versions.
-            agent.held = {key: held for key, held in agent.held.items() if key[0] >= manifest.version - 1}
-            agent.held[manifest.version, manifest.checksum] = frozenset(ranks)
-
-    async def _note_fault(self, agent: _Agent, holder: str, message: str) -> None:
-        if agent.faults.get(holder) != message:  # a repeated pull may fail in the same way
-            agent.faults[holder] = message
-            await self._budget.note("weights", agent.process.name, message)
-
-
-def _ranks_by_node(nodes: Sequence[str]) -> dict[str, list[int]]:
-    """``nodes`` are those of the ranks, rank by rank."""
-    return {node: [rank for rank, at in enumerate(nodes) if at == node] for node in nodes}
-
-
-async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """The results of all calls, once all have ended. Raises the first error of any."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
+        await asyncio.gather(*(agent.look() for agent in list(self._agents.values())))
