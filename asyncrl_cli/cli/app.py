@@ -107,7 +107,7 @@ def console_script() -> None:
 
 
 def _end_quickly(exit_codes: list[int]) -> None:
-    """End the process at once if torch is loaded: Python takes more than a second to unload it (decision 0044).
+    """End the process immediately if torch is loaded: Python takes more than a second to unload it (decision 0044).
 
     By then, threads have ended and exit handlers have run. If the output cannot be flushed, Python ends the process.
     """
@@ -128,7 +128,7 @@ def main() -> None:
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if the parent process closed it
-            # A terminal whose encoding lacks a character shows its escape; the default ends the command.
+            # If the terminal's encoding lacks a character, show its escape; the default ends the command.
             stream.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="asyncrl")

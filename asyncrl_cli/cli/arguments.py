@@ -120,7 +120,7 @@ def add(
 ) -> None:
     """Add a command, with its line in the help of its group and an example in its own.
 
-    ``summary`` may have 61 characters: the space beside the longest name on a terminal of 80 columns. A ``foreign``
+    ``summary`` may have 61 characters: the space next to the longest name on a terminal of 80 columns. A ``foreign``
     command receives unknown options as arguments.
     """
     settings = {"ignore_unknown_options": foreign}
@@ -131,7 +131,7 @@ def add(
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
-    """The ids of the runs in ``--runs-dir`` that begin with what was typed."""
+    """The ids of the runs in ``--runs-dir`` that begin with the typed text."""
     runs_dir = Path(context.params.get("runs_dir") or "runs")
     names = [run.run_id for run in all_runs(runs_dir)] if runs_dir.is_dir() else []
     return [name for name in names if name.startswith(incomplete) and name.isprintable()]

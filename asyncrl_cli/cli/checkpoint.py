@@ -34,7 +34,7 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
 def show_checkpoint(
     run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
 ) -> None:
-    """Show the newest checkpoint, or that of --step, with its files."""
+    """Show the newest checkpoint, or the one of --step, with its files."""
     from asyncrl_cli.inspect.checkpoint_pages import show_page, stored
 
     found = find_run(runs_dir, run)
@@ -42,7 +42,7 @@ def show_checkpoint(
 
 
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
-    """Compare every byte of all checkpoints, or of that of --step, with the checksums they were written with.
+    """Compare every byte of all checkpoints, or the one of --step, with the checksums they were written with.
 
     Exit code: 0 when all are undamaged; 1, with the names of the damaged files, when one is not.
     """
@@ -65,7 +65,7 @@ def export(
     step: Step = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Write the model of the newest checkpoint, or of that of --step, as a Hugging Face directory.
+    """Write the newest checkpoint's model, or that step's with --step, as a Hugging Face directory.
 
     transformers and vLLM load it. The checkpoint is verified first.
     """
@@ -121,7 +121,7 @@ def prune(
         )
     if not dry_run:
         found.lock()
-        has = stored(found)  # what its driver has left
+        has = stored(found)  # its driver may have changed them
     reasons = has.reasons(retention)
     removed = [checkpoint for checkpoint in has.checkpoints if not reasons[checkpoint.step]]
     freed = sum(checkpoint.size for checkpoint in removed)
@@ -138,7 +138,7 @@ def prune(
 
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
-    """All checkpoints, or that of a step. Raises ``RunError`` when there is none."""
+    """All checkpoints, or one step's. Raises ``RunError`` when there is none."""
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
 
     if step is not None:

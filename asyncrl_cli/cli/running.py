@@ -155,8 +155,7 @@ def resume(
 
 
 def search_path(run: RunDirectory) -> Path:
-    """The folder in which the modules that a run's spec names are looked for: that of the spec file it was started
-    from."""
+    """The folder with the modules that a run's spec names: the folder of the spec file it was started from."""
     return Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
 
 

@@ -26,7 +26,7 @@ OLDER, NEWER = (b"p", b"\x1b[D", b"\x1bOD"), (b"n", b"\x1b[C", b"\x1bOC")
 """Keys: letters, and what terminals send for the arrows to the left and the right."""
 KEYS = "p older rollout · n newer · f all, right or wrong · 12g to step 12 · c colours · b back · q quit"
 KEY = re.compile(rb"\x1b\[[0-9;]*[^0-9;]|\x1bO.|\x1b(?=[^\[O])|[^\x1b]", re.DOTALL)
-"""What terminals send for one key: a byte, or an escape sequence."""
+"""Bytes that terminals send for one key: a single one, or an escape sequence."""
 MOST_DIGITS = 9
 """The largest number of digits of the step number that `g` takes."""
 READ_BYTES = 1024
@@ -57,7 +57,7 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
 
 
 class Screen:
-    """What is on the screen: the dashboard, or a rollout."""
+    """The contents of the screen: the dashboard, or a rollout."""
 
     def __init__(self, run: RunDirectory) -> None:
         from asyncrl_cli.inspect.watching import Pager

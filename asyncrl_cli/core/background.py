@@ -1,4 +1,4 @@
-"""Runs jobs in order on a thread, so that the caller need not wait for them."""
+"""Runs jobs in order on a thread. The caller does not wait for them."""
 
 from __future__ import annotations
 

@@ -118,5 +118,5 @@ def sync(path: Path) -> None:
 
 
 def _unfinished(path: Path) -> Path:
-    """A hidden name beside ``path``, on the same file system; a random one, as several processes may write it."""
+    """A hidden name next to ``path``, on the same file system; random, because several processes may write it."""
     return path.with_name(f".{path.name}-{secrets.token_hex(4)}")

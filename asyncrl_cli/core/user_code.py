@@ -28,7 +28,7 @@ CODE_S = 120.0
 
 
 class _TooLong(BaseException):
-    """Not an ``Exception``, so that user code that catches those cannot swallow it."""
+    """Not an ``Exception``: user code that catches those cannot swallow it."""
 
 
 @contextmanager

@@ -43,9 +43,9 @@ CONTEXT_MARGIN = "  > "
 """The margin of text that is context: the policy did not sample it."""
 AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
 REASONS = {"uniform": "all rewards are equal", "failed": "a rollout failed past its retries"}
-"""What the ledger's short categories mean."""
+"""Meanings of the ledger's short categories."""
 ENDS = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
-"""What finish reasons mean."""
+"""Meanings of finish reasons."""
 Value = TypeVar("Value")
 
 
@@ -296,7 +296,7 @@ def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None
 
 
 def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], with_tokens: bool) -> Iterator[str]:
-    """A segment with its text; context has a margin of its own, and no log-probs."""
+    """A segment with its text. Context has another margin, and no log-probs."""
     logprobs = segment.logprobs
     if segment.version == CONTEXT:
         yield f"  context, {len(logprobs)} tokens"

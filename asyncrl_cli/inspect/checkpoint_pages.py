@@ -1,4 +1,4 @@
-"""Checkpoints as pages: which there are, what is wrong with them, and why each is kept."""
+"""Checkpoints as pages: a list with damages and the reasons to keep each, and one with its files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_KEPT = "nothing: `prune` removes it"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The checkpoints of a run, with what its journal knows about them, by step."""
+    """The checkpoints of a run, with facts from its journal, by step."""
 
     run: RunDirectory
     checkpoints: tuple[Checkpoint, ...]

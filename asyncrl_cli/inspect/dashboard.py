@@ -1,7 +1,7 @@
 """The panel that shows a run on a terminal: the live view of `asyncrl train`, and `asyncrl watch` from outside.
 
-What it shows is plain data (``Shown``); a row without data is omitted. Texts of a run are text: neither markup of rich
-nor control characters of a terminal.
+It shows plain data (``Shown``) and omits rows without data. Texts of a run are text: neither markup of rich nor control
+characters of a terminal.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 TREND_STEPS = 32
-"""Values that a sparkline shows: as many as fit beside the numbers on a terminal of 80 columns."""
+"""Values in a sparkline: as many as fit next to the numbers on a terminal of 80 columns."""
 TRENDS = (
     "reward/mean",
     "response/tokens_mean",
@@ -44,7 +44,7 @@ class Shown:
     """A run at one moment. Empty or None: not known."""
 
     now: str
-    """What the run is doing."""
+    """Activity of the run."""
     step: int = 0
     steps: int = 0
     version: int = 0
@@ -58,7 +58,7 @@ class Shown:
     remaining_s: float | None = None
     """Seconds to the last step."""
     trainer: str = ""
-    """What the trainer does."""
+    """Activity of the trainer."""
     engines: str = ""
     """How many serve."""
     counts: Counts | None = None
@@ -95,7 +95,7 @@ def panel(shown: Shown) -> RenderableType:
         return shown
 
     table = Table.grid(padding=(0, 2))
-    # rich takes room from columns without a fixed width first, so that labels survive a long line.
+    # rich takes room from columns without a fixed width first. So labels survive a long line.
     table.add_column(style="dim", width=LABEL_WIDTH)
     table.add_column()
     table.add_row("now", line(shown.now))

@@ -23,7 +23,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 PRECEDING = 8
 """Tokens before one that its text may depend on: no character of UTF-8 has more than four bytes."""
 REPLACEMENT = "\ufffd"
-"""What a decoder shows for bytes that are not (yet) a character."""
+"""Shown by a decoder for bytes that are not (yet) a character."""
 
 
 class Decoder:

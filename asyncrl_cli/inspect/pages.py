@@ -17,7 +17,7 @@ WIDTH = 100
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What a command shows: ``document`` is JSON-able, ``lines`` say the same to a person."""
+    """Output of a command: ``document`` is JSON-able, ``lines`` say the same to a person."""
 
     document: dict[str, Any]
     lines: list[str]
@@ -74,7 +74,7 @@ def count_range(least: int, most: int) -> str:
 
 
 def number(value: float) -> str:
-    """A number as short as it is: whole ones with thousands apart, others with three significant digits or more."""
+    """A short form of a number: whole ones with thousands apart, others with three significant digits or more."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value):

@@ -20,7 +20,7 @@ from asyncrl_cli.plan.prediction import bound_text, less, limit_text
 from asyncrl_cli.runs.directory import RunDirectory
 
 ROWS = 20
-"""Ranges of steps, so that a long run fits a screen."""
+"""Ranges of steps, to fit a long run on a screen."""
 COLUMNS = 4
 """Ranges of staleness, likewise."""
 VIOLATIONS_SHOWN = 20
@@ -81,7 +81,7 @@ def _table(shown: Sequence[StepStaleness], whole: StepStaleness) -> list[str]:
     if len(shown) > 1:
         rows.append(row("all", whole))
     lines = table(("step", *columns, *columns, "crossed"), rows)
-    # The two halves have the same columns; the line above says what they count.
+    # The two halves have the same columns. The line above them says which counts groups, and which tokens.
     middle = lines[0].index("max") + len("max")
     above = "groups".rjust(middle) + "tokens".rjust(lines[0].rindex("max") + len("max") - middle)
     return ["shares of groups and of tokens by their staleness in versions", f"{above}  rollouts", *lines]
@@ -186,5 +186,5 @@ def _staleness_document(step: StepStaleness) -> dict[str, Any]:
 
 
 def mean_age(counts: Counter[int]) -> float | None:
-    """The mean staleness of what is counted by its staleness; None for nothing."""
+    """The mean of counts by staleness; None for no counts."""
     return sum(age * count for age, count in counts.items()) / counts.total() if counts.total() else None

@@ -48,7 +48,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 TraceEvent = Mapping[str, Any]
 
 RUN, TRAINER, ROLLOUTS, ENGINES = 1, 2, 3, 4
-"""Ids of the processes; those of the engines count on from the first."""
+"""Ids of the processes; engines count on from the last one."""
 LOADS = 1
 """The first track of an engine; its lanes follow."""
 STEPS, EVALUATIONS, CHECKPOINTS, FAULTS, STARTS = 1, 2, 3, 4, 5
@@ -67,13 +67,13 @@ COUNTERS = {
 
 
 class Lanes:
-    """Gives intervals to lanes, so that those of one lane do not overlap; a lane is used again once it is free.
+    """Gives intervals to lanes without overlaps; a lane is used again once it is free.
 
     Intervals that come in the order of their starts take as few lanes as there can be.
     """
 
     def __init__(self) -> None:
-        self._free_at: list[tuple[int, int]] = []  # a heap of the lanes, by the end of what is last in them
+        self._free_at: list[tuple[int, int]] = []  # a heap of the lanes, by the end of their last interval
 
     def put(self, start: int, end: int) -> int:
         """The lane of the interval from ``start`` to ``end``, from 1."""
@@ -93,7 +93,7 @@ class Lanes:
 
 
 def write_timeline(run: RunDirectory, path: Path) -> int:
-    """Write a run's trace; gzipped when the path ends with ``.gz``, which Perfetto opens as it is.
+    """Write a run's trace; gzipped when the path ends with ``.gz``; Perfetto opens both.
 
     Returns the number of events. Raises ``OSError``, and ``JournalError``.
     """
@@ -167,7 +167,7 @@ class _Trace:
             yield arrow | {"ph": "f", "bp": "e", "pid": engine, "tid": LOADS, "ts": load}
 
     def _counters(self, span: StepSpan) -> Iterator[TraceEvent]:
-        # A counter keeps its value until the next one, and a step's metrics are those of the window before its report.
+        # A counter keeps its value until the next one. A step's metrics cover the window before its report.
         since = self._us(span.reported_at - span.metrics.get("time/step_s", 0.0))
         for process, counters in COUNTERS.items():
             for name, values in counters.items():
@@ -198,7 +198,7 @@ class _Trace:
                     yield self._instant(STARTS, process, at, facts)
 
     def rollouts(self) -> Iterator[TraceEvent]:
-        """Every rollout of which anything is recorded, in the order of admission."""
+        """Every recorded rollout, in the order of admission."""
         for one in rollout_times(self._connection):
             start = self._us(one.admitted_at)
             end = max(start, self._us(one.recorded_at))
@@ -217,7 +217,7 @@ class _Trace:
             )
 
     def requests(self) -> Iterator[TraceEvent]:
-        """Every request that an engine had, in the order in which they began."""
+        """Every request of an engine, in the order of their starts."""
         for request in engine_requests(self._connection):
             # One that is not known: the run had more engines once.
             lanes = self._lanes_of.setdefault(request.engine, Lanes())
@@ -228,7 +228,7 @@ class _Trace:
             yield _slice(process, lane, request.request_id, start, end, {"ended": request.ending})
 
     def names(self, run_id: str) -> Iterator[TraceEvent]:
-        """What processes and tracks are called; after the rollouts, when their lanes are known."""
+        """Names of processes and tracks; after the rollouts, when their lanes are known."""
         processes = {RUN: f"run {run_id}", TRAINER: "trainer", ROLLOUTS: "rollouts"}
         processes |= dict(enumerate(self._lanes_of, ENGINES))
         tracks = {

@@ -1,6 +1,6 @@
-"""A run observed from outside, repeatedly: what the panel shows, and its rollouts one by one.
+"""A run observed from outside, repeatedly: the panel's data, and rollouts one by one.
 
-Invariant: a look costs the same for a run of any length. It reads the newest steps, what is in the buffer, the
+Invariant: a look costs the same for a run of any length. It reads the newest steps, the buffer, the
 evaluations and the newest faults, each by an index, and never walks through groups or rollouts.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 TOKENS_SHOWN = 1500
 """Tokens of a rollout that a screen has room for."""
 UNLIKELY = ((0.9, "bold underline red"), (0.5, "underline dark_orange"), (0.1, "italic yellow"))
-"""Styles of tokens whose probability was at most 1 minus the number. They differ without their colours, too."""
+"""Styles of tokens with a probability of at most 1 minus the number. They differ without their colours, too."""
 VERSION_STYLES = ("blue", "underline magenta", "bold green", "italic cyan", "bold underline yellow", "reverse red")
 """Styles by the version's age in the rollout."""
 
@@ -49,7 +49,7 @@ WANTED: dict[Wanted, RewardRange | None] = {
 
 
 def look(run: RunDirectory, now: float | None = None) -> Shown:
-    """The run as it is, at the unix time ``now``."""
+    """The state of the run at the unix time ``now``."""
     at = time.time() if now is None else now
     phase, state = run.status, run.state
     reason = f": {state.reason}" if state.reason and phase not in ACTIVE else ""
@@ -144,7 +144,7 @@ class Pager:
         self._find(lambda connection: newest_rollout(connection, step - 1, WANTED[self.wanted]), f"of step {step}")
 
     def _find(self, found_in: Callable[[sqlite3.Connection], RolloutIndex | None], where: str = "") -> None:
-        with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel says what is wrong
+        with suppress(JournalError), snapshot(self._run.path / FILE) as connection:  # the panel shows it
             found = found_in(connection)
             kind = "" if self.wanted == "all" else f"{self.wanted} "
             self._note = "" if found else f"there is no further {kind}rollout {where}".rstrip()

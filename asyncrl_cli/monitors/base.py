@@ -1,4 +1,4 @@
-"""Monitors: objects that are notified of what happens in a run.
+"""Monitors: objects that are notified of the events of a run.
 
 The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors. Users can write their own
 (``tracking.monitors``). ``reporter`` calls them, and ensures that none of them delays or ends a run.
@@ -65,7 +65,7 @@ class Ending:
 
 
 class Monitor:
-    """Notified of what happens in a run. A subclass overrides the methods it needs; the others do nothing.
+    """Notified of the events of a run. A subclass overrides the methods it needs; the others do nothing.
 
     The calls come in the order of the events. A monitor that raises is switched off for the rest of the run.
     """
@@ -77,10 +77,10 @@ class Monitor:
         """The first call: the run starts, or resumes."""
 
     def status(self, text: str) -> None:
-        """What the run is doing while it starts or ends."""
+        """The activity of a run while it starts or ends."""
 
     def doing(self, text: str, counts: Counts) -> None:
-        """What the loop is doing, and how many groups are in the buffer by state."""
+        """The activity of the loop, and the number of groups in the buffer by state."""
 
     def engines(self, serving: int, wanted: int) -> None:
         """Called after every change of how many engines serve or are wanted."""
@@ -92,7 +92,7 @@ class Monitor:
         """A part has been waiting for half of ``pipeline.stall_minutes``. ``warn`` is called, too."""
 
     def faulted(self, kind: str) -> None:
-        """A fault is recorded; its kind is that of the journal, such as ``engine``."""
+        """A fault is recorded; its kind is the journal's, such as ``engine``."""
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
         """A step (counted from 1) is done; ``version`` is the weights' version after it. docs/metrics.md describes the

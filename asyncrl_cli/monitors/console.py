@@ -92,7 +92,7 @@ class QuietView(Monitor):
 
 
 class LiveView(Monitor):
-    """The panel, drawn over itself: what `asyncrl watch` sees of the run, under the current activity of the loop."""
+    """The panel of `asyncrl watch`, drawn over itself, with the current activity of the loop."""
 
     def __init__(self, live: Live, run: RunDirectory) -> None:
         self._live = live
@@ -143,7 +143,7 @@ def looking(view: LiveView) -> Iterator[None]:
         ended.set()
         thread.join(LOOK_S)
         if not thread.is_alive():
-            view.look()  # what stays on the screen
+            view.look()  # this one stays on the screen
 
 
 @contextmanager
@@ -158,7 +158,7 @@ def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = F
     from rich.live import Live
 
     console = screen(terminal.out)
-    # What else is printed in this process has its own file.
+    # Other output of this process has its own file.
     with Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False) as live:
         view = LiveView(live, run)
         with looking(view):

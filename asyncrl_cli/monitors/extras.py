@@ -1,6 +1,6 @@
 """The monitors that a spec names: TensorBoard, Weights & Biases, and classes of the user's.
 
-Metrics of steps have their own names, evaluations those of MLflow. A resumed run writes a further file for TensorBoard;
+Metrics of steps have their own names, evaluations MLflow's names. A resumed run writes a further file for TensorBoard;
 steps that it repeats are there twice. In Weights & Biases it continues its run, which has the run's id.
 """
 
@@ -91,7 +91,7 @@ class TensorBoard(Monitor):
         for name, value in numbers:
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, step)
-        self._writer.flush()  # so that a killed run loses nothing
+        self._writer.flush()  # a killed run loses nothing
 
 
 class WeightsAndBiases(Monitor):

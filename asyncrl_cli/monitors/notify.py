@@ -1,7 +1,7 @@
 """Notices to a webhook and to a command: the run finished, failed, or has been waiting for long.
 
 Invariant: a notice delays nothing and ends nothing. Each is delivered from its own thread within a time limit, and a
-failure is a warning. Notices of a run's end are waited for, so that they go out before the process ends.
+failure is a warning. The end of a run waits for its notices.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AT_ONCE = 20
 FROM_ENVIRONMENT = "env:"
 COMMAND = "ASYNCRL_NOTIFY_COMMAND"
 LOG = "logs/notify.log"
-"""What the command prints, in the run's folder."""
+"""The command's output, in the run's folder."""
 
 
 class Notifier(Monitor):
@@ -105,7 +105,7 @@ def _notice(event: Notice, message: str, run: RunDirectory) -> dict[str, Any]:
         "event": event,
         "run": run.run_id,
         "message": message,
-        "text": f"{run.run_id}, {event}: {message}",  # what Slack, Mattermost and others show
+        "text": f"{run.run_id}, {event}: {message}",  # shown by Slack, Mattermost and others
         "step": state.step,
         "steps": state.steps,
         "folder": str(run.path),

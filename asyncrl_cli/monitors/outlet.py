@@ -32,7 +32,7 @@ STANDARD = (1, 2)
 
 
 class Outlet:
-    """A text file whose writes to a descriptor are made by a thread. It has the methods that ``print`` and rich need.
+    """A text file with a thread that writes to a descriptor. It has the methods that ``print`` and rich need.
 
     Invariant: ``write`` neither waits nor raises. Lines that cannot be written are dropped and counted.
     """

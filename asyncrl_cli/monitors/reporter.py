@@ -28,8 +28,8 @@ CALLS = 1000
 PATIENCE_S: Mapping[str, float] = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
 """Seconds that a run waits at its end for the threads of monitors, by its phase."""
 GRACE_S = 0.5
-"""Smallest number of seconds for each thread, even if earlier ones have used up the time, so that a thread that has
-finished can return its text."""
+"""Smallest number of seconds for each thread, even if earlier ones have used up the time: a thread that has finished
+can return its text."""
 
 Call = Callable[[Monitor], object]
 

@@ -20,7 +20,7 @@ from asyncrl_cli.journal.rollouts import GROUP_NAMES, Histogram, Shares
 from asyncrl_cli.journal.staleness import StepStaleness, in_ranges
 
 COLOURS = ("#2a85c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""By Okabe and Ito, so that colour-blind people tell them apart; the blue is lighter, to be seen on dark ground."""
+"""By Okabe and Ito: colour-blind people can tell them apart. The blue is lighter, to be seen on dark ground."""
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x")
 DASHES = ("solid", "dash", "dot", "dashdot")
 FAINT = "#8b949e"
@@ -112,7 +112,7 @@ SERIES = tuple(name for panel in PANELS for name in panel.series)
 
 @dataclass(frozen=True, slots=True)
 class CurveCharts:
-    """Charts of all runs together; and panels in which nothing ever changed, with the value."""
+    """Charts of all runs together, and panels with one constant value."""
 
     charts: tuple[Chart, ...]
     constant: Mapping[str, float] = field(default_factory=dict)
@@ -131,8 +131,8 @@ class _Line:
 
 
 def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
-    """Charts of held-out accuracy, of the ``PANELS`` and of the machine, with all runs in each. Charts for which no run
-    has data are omitted. ``runs`` are by their labels."""
+    """Charts of held-out accuracy, the ``PANELS`` and the machine, with all runs in each. A chart is omitted if no run
+    has data for it. ``runs`` are by their labels."""
     several = len(runs) > 1
     charts, constant = [], {}
     for panel in PANELS:
@@ -230,7 +230,7 @@ def _trace(line: _Line, *, several: bool) -> dict[str, Any]:
 
 
 def _add_bounds(chart: Chart, bounds: set[int]) -> None:
-    """Draw the bound, and the largest staleness broad, so that the mean on it does not hide it."""
+    """Draw the bound, and the largest staleness as a broad line: the mean may lie on it."""
     for trace in chart.data:
         broad = trace["name"] == "max"
         trace["line"] |= {"shape": "hvh", "dash": "solid", "width": 5.0 if broad else 1.6}
@@ -285,7 +285,7 @@ def _accuracy(runs: Mapping[str, Curves]) -> Chart:
 
 
 def time_chart(times: Sequence[StepTime]) -> Chart:
-    """What the trainer did, as shares of its time in ranges of steps."""
+    """The trainer's time by activity, as shares in ranges of steps."""
     ranges = in_parts(times, STEP_RANGES)
     sums = [{part: math.fsum(time.seconds[part] for time in some) for part in PARTS} for some in ranges]
     shown = [part for part in PARTS if any(spent[part] for spent in sums)]

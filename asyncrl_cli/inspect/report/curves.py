@@ -1,4 +1,4 @@
-"""A run's metrics over its steps, thinned to what a screen can show.
+"""A run's metrics over its steps, thinned for a screen.
 
 Invariant: every series of a run has the same points, and each point has a step, a number of trained tokens, and
 the hours since the run's first start.
@@ -26,7 +26,7 @@ POINTS = 500
 SMOOTHED_FROM = 20
 """Points from which on a running mean is drawn."""
 PASS_AT = 4
-"""Values of k for which pass@k is drawn, at most."""
+"""Largest number of values of k in the chart of pass@k."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Points:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """What a run measured over its course."""
+    """The measurements of a run over its course."""
 
     axis: Axis
     series: Mapping[str, tuple[float | None, ...]]
@@ -67,7 +67,7 @@ class Curves:
 
 
 def mean(values: Iterable[float]) -> float | None:
-    """The mean of those that are numbers; None without one."""
+    """The mean of the finite values; None without one."""
     known = [value for value in values if math.isfinite(value)]
     return math.fsum(known) / len(known) if known else None
 

@@ -3,7 +3,7 @@ report prints it below the advice (plan/prediction.py), with the costs that are 
 
 Invariant: the parts of ``split_wait`` add up to the wait.
 
-A step's window runs from the end of the step before to its own end. Time in which the run was down belongs to no
+A step's window runs from the end of the previous step to the end of this one. Time while the run was down belongs to no
 window. A reward that comes within 0.2 s is recorded together with its rollout, so its time counts as generation.
 
 Steps are counted from 0 here, as in the journal.
@@ -133,7 +133,7 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], grou
 def enough_finished(
     finished: Iterable[tuple[float, int | None]], steps: Sequence[int], groups_per_step: int
 ) -> dict[int, float]:
-    """When as many groups had finished as a batch has, without those of earlier batches: by step.
+    """Times, by step, when as many groups had finished as a batch has, earlier batches' groups not counted.
 
     ``finished`` are times and batches of groups, by time; ``steps`` ascend. From that time to the batch's own, the
     ledger waited for groups that were due.

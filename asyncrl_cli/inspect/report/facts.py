@@ -1,4 +1,4 @@
-"""The summary of a run: short values by name, in groups. Every run has the same names, so that runs can be compared."""
+"""The summary of a run: short values by name, in groups. Every run has the same names, to compare runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATE = (
     ("KL to the sampling policy", "correction/kl_behaviour", ".2g"),
     ("KL to the reference", "train/kl_reference", ".2g"),
 )
-"""Names, metrics and formats of what the last steps measured."""
+"""Names, metrics and formats of the last steps' measurements."""
 LOAD = (
     ("processor", PROCESSOR, "{:.0%}"),
     ("memory", MEMORY, "{:,.1f} GB"),

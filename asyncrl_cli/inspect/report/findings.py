@@ -85,7 +85,7 @@ def stale(report: Report, ended: bool) -> Answer:
 
 
 def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str) -> Answer:
-    """What went wrong: ``phase`` and ``reason`` of the run, faults by kind, and the ``first`` of them."""
+    """Name the failures: ``phase`` and ``reason`` of the run, faults by kind, and the ``first`` fault."""
     question = "What failed?"
     ended = f"The run {phase}: {reason}. " if phase in ("failed", "died") and reason else ""
     if phase == "died" and not reason:
@@ -102,7 +102,7 @@ LEVEL = 0.05
 Z = NormalDist().inv_cdf(1 - LEVEL / 2)
 """Standard errors on each side of an interval of 95 %."""
 SURE = 2.0
-"""Standard errors of the difference by which two means differ when it is not noise."""
+"""Two means differ beyond noise if they differ by more than this many standard errors."""
 
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
 
@@ -136,14 +136,14 @@ class Trend:
 
 
 def trend(values: Sequence[float]) -> Trend | None:
-    """How a sequence went, of which the noise is independent from one value to the next; None without two values."""
+    """The trend of a sequence with independent noise; None without two values."""
     known = [value for value in values if math.isfinite(value)]
     if len(known) < 2:
         return None
     size = max(1, len(known) // 10)
     begin, end = known[:size], known[-size:]
     first, last = math.fsum(begin) / size, math.fsum(end) / size
-    # The noise is that between neighbours, so that a trend itself does not count as noise.
+    # Noise is measured between neighbours: a trend itself does not count as noise.
     steps = [(later - earlier) ** 2 for earlier, later in pairwise(known)]
     error = math.sqrt(math.fsum(steps) / (2 * len(steps)) * 2 / size)
     if abs(last - first) <= SURE * error:

@@ -1,4 +1,4 @@
-"""The report: what it says about each run, read at one moment, and all of it as one HTML file that loads nothing.
+"""The report: everything about each run, read at one moment, as one HTML file that loads nothing.
 
 Bounded for any length of run: rows of rollouts are counted and chosen in SQL, and only steps are held one by one.
 

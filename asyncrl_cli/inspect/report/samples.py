@@ -1,4 +1,4 @@
-"""Rollouts to read, and a run's files beside its journal: evaluations with their samples, samples of the machine.
+"""Rollouts to read, and the files next to a journal: evaluations with their samples, samples of the machine.
 
 A line of a file that cannot be read is skipped: a run that was killed leaves half a line, and a report of the rest is
 worth having.
@@ -54,7 +54,7 @@ class EvaluationFile:
 
 @dataclass(frozen=True, slots=True)
 class MachineSample:
-    """What the machine did at the unix time ``at``, by the titles of charts; GPUs are averaged."""
+    """The machine's load at the unix time ``at``, by the titles of charts. GPUs are averaged."""
 
     at: float
     values: Mapping[str, float]
@@ -206,8 +206,7 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
 
 
 def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
-    """Prompts of two evaluations: some whose answer is right only in the later one, and some whose answer is wrong
-    there."""
+    """Prompts of two evaluations: some answered right only in the later one, and some answered wrong there."""
     earlier = {str(row.get("uid")): row for row in evaluation_samples(before)}
     wrong: list[HeldOutSample] = []
     learned: list[HeldOutSample] = []

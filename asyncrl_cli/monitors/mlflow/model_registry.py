@@ -4,11 +4,11 @@
       MLmodel                   what it is
       requirements.txt, python_env.yaml
       model/                    the run's model/
-      components/tokenizer/     of it, what is not a weight
+      components/tokenizer/     its files without weights
 
 Invariant: a run has one version per step at which it ended, however often this is tried. Each file is noted when it has
-arrived, so that the upload of a large model resumes where it was interrupted. The version comes after all of them, with
-the run's id and the step in tags, by which it is found again even if the answer to its creation was lost.
+arrived: the upload of a large model resumes where it was interrupted. The version comes after all of them. Its tags
+have the run's id and the step, and find it again even if the answer to its creation was lost.
 
 ``mlflow.transformers.save_model`` is not used: it copies the weights, and asks the Hugging Face hub for a licence.
 """
@@ -34,9 +34,9 @@ from asyncrl_cli.runs.directory import MODEL, RunDirectory
 RUN_TAG = "asyncrl_run"
 STEP_TAG = "asyncrl_step"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""Endings of the names of files with weights, and of the index that says which weight is in which file."""
+"""Endings of the names of files with weights, and of their index."""
 PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
-"""What loading the model needs."""
+"""Packages needed to load the model."""
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 UPLOAD_S = 600
 """Seconds that a server may take to store a file of the model before it answers."""

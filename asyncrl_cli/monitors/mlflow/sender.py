@@ -1,8 +1,8 @@
 """Sends a run's data to MLflow: numbers, parameters, evaluations and their tables, files, the report and the model.
 
 Invariant: ``send`` may fail or be killed at any point and be called again, by any process; in the end MLflow has one
-run with all data once. The MLflow run has the run's id in a tag, by which it is found again even if the answer to its
-creation was lost.
+run with all data once. A tag of the MLflow run has the run's id, and finds it again even if the answer to its creation
+was lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REPORT = "report.html"
 NO_METRICS = ("step", "version", "time")
 """Keys of a row that are not metrics."""
 TABLES_TAG = "mlflow.loggedArtifacts"
-"""The tag of a run by which MLflow knows its tables."""
+"""The tag of a run with the names of its tables."""
 FIRST_COLUMNS = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
 """Columns of every table. An evaluation's other fields follow them."""
 METRICS_AT_ONCE = 1000
@@ -58,7 +58,7 @@ ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
 """MLflow waits two minutes for an answer and tries seven times; here the caller tries again. And it writes to the
-terminal. What the user has set stays."""
+terminal. The user's settings stay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Sender:
         self._send_parameters()
         self._send_evaluations()
         self._send_status(status)
-        # Files come last, so that numbers arrive even if the artifact store does not work.
+        # Files come last: numbers arrive even if the artifact store does not work.
         self._upload()
         if ended is not None:
             self._upload_report(ended)
@@ -178,7 +178,7 @@ class Sender:
         )
 
     def _send_parameters(self) -> None:
-        """MLflow keeps a parameter as it was first logged; what a resumed run changed is in its spec.yaml."""
+        """MLflow keeps a parameter's first value. A resumed run's changes are in its spec.yaml."""
         for _ in self.outbox.files("parameters", self._run.path.glob(SPEC)):
             from mlflow.entities import Param
 
@@ -244,7 +244,7 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
     ended = run if phase in STATUS else run.as_if(phase="failed", reason="its process died")
     try:
         sender.send(STATUS.get(phase, "FAILED"), ended)
-    except RunError:  # what is missing is not MLflow's fault, and trying again later would not help
+    except RunError:  # the run's folder lacks something, and trying again later would not help
         raise
     except Exception as error:
         raise RunError(
