@@ -44,7 +44,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LAZY_S = 0.1
-"""Seconds by which a commit may be delayed if nothing waits for it, so that several calls share it."""
+"""Delay (s) of a commit that nothing waits for. Several calls can share it."""
 MANY = 500
 """With this many notes, a commit is not delayed."""
 PATIENCE_S = 2.0
@@ -94,7 +94,7 @@ class Disk:
 
 
 class Buffer:
-    """Admits groups, records what becomes of them, and gives batches; what it has answered is on disk."""
+    """Admits groups, records their rollouts and results, and gives batches. Every answer follows its commit."""
 
     @classmethod
     async def open(

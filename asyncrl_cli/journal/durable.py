@@ -44,7 +44,7 @@ class DurableLedger:
     ) -> DurableLedger:
         """Open the journal as its only writer. Raises ``JournalError``.
 
-        The state is read in the transaction that records the start, so that no earlier writer can commit in between.
+        The state is read in the transaction that records the start: no earlier writer can commit in between.
         """
         journal = Journal(path)
         with journal.transaction():
@@ -152,7 +152,7 @@ class DurableLedger:
         return self.score(outcomes, new)
 
     def score(self, outcomes: Iterable[Outcome], recorded: Collection[str] = ()) -> Settled:
-        """Rewards and failures; the journal knows those of the rollouts in ``recorded`` already.
+        """Rewards and failures. The rollouts in ``recorded`` have theirs in the journal already.
 
         The last reward of a group finishes it, and a failure rejects it.
         """
@@ -186,7 +186,7 @@ class DurableLedger:
 
     def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
         """Abandon overdue groups and start their prompts again; returns (old index, new index, version)."""
-        # Select those that are still overdue before the first requeue: groups may have finished meanwhile.
+        # Select before the first requeue: groups may have finished since the caller asked.
         started = []
         for group_id in [group_id for group_id in group_ids if group_id in self.ledger.overdue()]:
             entry = self.ledger.requeue(group_id)
@@ -209,7 +209,7 @@ class DurableLedger:
         return None
 
     def publish(self, record: PublishRecord) -> None:
-        """A version is published. One that was published before is recorded again, with what is new about it.
+        """A version is published. A record of an earlier version replaces the present one.
 
         Raises ``LedgerError`` when the version is not due.
         """
@@ -223,7 +223,7 @@ class DurableLedger:
             self.ledger.publish()
 
     def fallback(self, step: int) -> dict[str, Any]:
-        """The state that the checkpoint of ``step`` stores, as JSON, so that a run can be resumed without the journal.
+        """The state that the checkpoint of ``step`` stores, as JSON, to resume the run without its journal.
 
         It includes the prompts of a batch that is taken but not trained by then. Call it in the journal's thread: it
         reads only the file, and so the state of the last commit.

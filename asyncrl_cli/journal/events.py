@@ -30,7 +30,7 @@ def metrics_of(text: str | None) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """The first group and the first step (from 0) of which anything can still happen."""
+    """The first group and the first step (from 0) that can still have new events."""
 
     group: int = 0
     step: int = 0
@@ -45,8 +45,8 @@ class Event:
 
     name: ClassVar[str]
     query: ClassVar[str]
-    """Gives the fields in their order, of what was recorded after ``:since``. It may leave out groups before ``:group``
-    and steps before ``:step``."""
+    """Selects the fields, in their order, of the rows recorded after ``:since``. It may leave out groups before
+    ``:group`` and steps before ``:step``."""
 
     at: float
 
@@ -126,7 +126,7 @@ class Finish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Score(Event):
-    """A rollout has its reward, or none and why; ``metrics`` is what else the task measured."""
+    """A rollout has its reward, or none and why; ``metrics`` are the task's other measurements."""
 
     name = "score"
     query = (
@@ -300,7 +300,7 @@ KINDS: dict[str, type[Event]] = {
 
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = (), since: float = 0.0) -> Iterator[Event]:
-    """What was recorded after ``since``, by time; ``kinds`` are names of ``KINDS``, none for all."""
+    """The events recorded after ``since``, by time; ``kinds`` are names of ``KINDS``, none for all."""
     return merge(*(KINDS[name].read(connection, since) for name in kinds or KINDS), key=_time)
 
 
@@ -317,7 +317,7 @@ class Reader:
         for event in merge(*readers, key=_time):
             self._since[event.name] = event.at
             yield event
-        # Only now: the events above were of what was open at the last look.
+        # Only now: the queries above still needed the old value.
         self._open = Open(
             *connection.execute(
                 "SELECT coalesce((SELECT min(id) FROM groups WHERE state IN ('running', 'finished')), "

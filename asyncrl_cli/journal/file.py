@@ -40,7 +40,7 @@ Statement = tuple[str, tuple[Any, ...]]
 FILES = ("", "-wal", "-shm")
 """Endings of the names of SQLite's files."""
 PRUNED_AT_ONCE = 64
-"""Largest number of groups whose tokens one commit may drop, so that pruning never delays an answer for long."""
+"""One commit drops the tokens of at most so many groups: pruning must not delay an answer for long."""
 
 
 class JournalFile:
@@ -73,8 +73,8 @@ class JournalFile:
             self._files = {}
 
     def needed_from(self, checkpoints: int, on_disk: Collection[int]) -> int:
-        """The first step whose tokens are needed by the newest ``checkpoints`` checkpoints or any one ``on_disk``; 0 if
-        all tokens are needed."""
+        """The first step with tokens that the newest ``checkpoints`` checkpoints, or any one ``on_disk``, need; 0 if
+        they need all."""
         recorded = {step for (step,) in self._rows("SELECT step FROM checkpoints")}
         newest = sorted(recorded.union(on_disk))[-checkpoints:]
         return min([*newest, *on_disk]) if len(newest) == checkpoints else 0
@@ -132,7 +132,7 @@ class JournalFile:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """A block whose writes are committed together or not at all. Raises ``JournalError`` when another process has
+        """Commit the writes of this block together or not at all. Raises ``JournalError`` when another process has
         begun to write, and when the files are not in place."""
         self._check_files()
         with explained(self._path):

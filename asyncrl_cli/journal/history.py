@@ -49,7 +49,7 @@ class History:
 
 
 def history(connection: sqlite3.Connection) -> History:
-    """What happened so far."""
+    """The run's history so far."""
     counts = connection.execute("SELECT kind, count(*) FROM failures GROUP BY kind ORDER BY count(*) DESC")
     return History(
         progress=progress(connection),
@@ -107,7 +107,7 @@ def step_metrics(connection: sqlite3.Connection, step: int) -> dict[str, float]:
 
 
 def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
-    """The rows of metrics.jsonl (steps from 1), for all steps of which metrics are recorded."""
+    """The rows of metrics.jsonl (steps from 1), for all steps with recorded metrics."""
     for step, version, at, metrics in connection.execute(
         "SELECT step + 1, (step + 1) / (SELECT value ->> 'publish_every' FROM meta WHERE key = 'settings'), "
         "trained_at, metrics FROM batches WHERE metrics IS NOT NULL"

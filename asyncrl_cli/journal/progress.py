@@ -74,7 +74,7 @@ def steps_trained(connection: sqlite3.Connection) -> int:
 
 
 def newest_version(connection: sqlite3.Connection) -> int:
-    """The newest weight version of which the publish is recorded; 0 without one."""
+    """The newest published weight version; 0 without one."""
     return _number(connection, "SELECT coalesce(max(version), 0) FROM publishes")
 
 

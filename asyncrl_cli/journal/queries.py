@@ -37,9 +37,9 @@ _WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rej
 LARGEST = 2**63 - 1
 """The largest integer that SQLite has."""
 IN_MEMORY_BYTES = 2**25
-"""What is ``spooled`` goes to a temporary file beyond this size."""
+"""``spooled`` items beyond this size go to a temporary file."""
 RECENT_GROUPS = 1000
-"""Number of the newest groups of a state whose rollouts are used for its distributions."""
+"""A state's distributions are those of the rollouts of so many newest groups."""
 
 _OUTSTANDING, _DROPPED = f"g.{OUTSTANDING}", f"g.{DROPPED}"
 _WHERE: dict[GroupState, str] = {
@@ -54,7 +54,7 @@ _WHERE: dict[GroupState, str] = {
 
 @contextmanager
 def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection on which every query sees the journal as it is now.
+    """A connection on which every query sees the journal's present state.
 
     Raises ``JournalError``, also when nothing was ever committed.
     """
@@ -115,7 +115,7 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Groups admitted at one version that are not taken. ``staleness`` is what it would be if they were taken now,
+    """Groups admitted at one version that are not taken. ``staleness`` is their staleness if they were taken now,
     ``deadline`` the last version at which they may be taken."""
 
     version: int
@@ -323,11 +323,11 @@ def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """What is recorded of one rollout.
+    """The records of one rollout.
 
-    ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` is what the task measured.
-    ``segments`` are those of its sequences, one sequence after another (their ``rollout_id`` says which), split where
-    the version changes, and empty where the tokens were dropped (``journal.keep``).
+    ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` are the task's
+    measurements. ``segments`` come one sequence after another (their ``rollout_id`` names it), split where the version
+    changes, and empty where the tokens were dropped (``journal.keep``).
     """
 
     rollout_id: str

@@ -111,7 +111,7 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> Group:
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
-    """What is recorded of a group's rollouts beside tokens, by index. Raises ``sqlite3.DatabaseError`` for damage."""
+    """A group's rollouts without their tokens, by index. Raises ``sqlite3.DatabaseError`` for damage."""
     rollouts = {}
     for index, crc, *columns in connection.execute(
         f"SELECT rollout_index, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY rollout_index",

@@ -39,7 +39,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares by name over ranges of steps, as of ``Histogram``; those of a range sum to 1."""
+    """Shares by name over ranges of steps, as in ``Histogram``. The shares of a range sum to 1."""
 
     steps: tuple[int, ...]
     shares: Mapping[str, tuple[float, ...]]
@@ -95,8 +95,8 @@ def reward_shares(connection: sqlite3.Connection) -> Shares | None:
 
 
 def group_shares(connection: sqlite3.Connection) -> Shares | None:
-    """The share of groups whose rollouts have different rewards, from which there is something to learn, and of those
-    whose rewards are all the same, correct or not; None without one."""
+    """The shares of groups with different rewards, which teach something, and of groups with equal rewards, correct
+    or not; None without one."""
     return _shares(
         connection,
         f"SELECT g.step, CASE WHEN min(r.reward) >= {CORRECT} THEN 2 WHEN min(r.reward) < max(r.reward) THEN 1 "
@@ -120,7 +120,7 @@ def _shares(connection: sqlite3.Connection, rows: str, named: Callable[[float], 
 
 
 def _ranges(first: int, last: int) -> tuple[int, tuple[int, ...]]:
-    """Steps in a range, and the last step (from 1) of each range, so that the steps from ``first`` to ``last`` (from 0)
+    """Steps in a range, and the last step (from 1) of each range: the steps from ``first`` to ``last`` (from 0)
     are in at most ``COLUMNS`` ranges."""
     size = -(-(last - first + 1) // COLUMNS)
     return size, tuple(min(end, last + 1) for end in range(first + size, last + 1 + size, size))
@@ -133,8 +133,7 @@ def _of_column(counts: Collection[Sequence[int]]) -> tuple[tuple[float, ...], ..
 
 
 def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, int]]:
-    """Length (tokens), reward and step (from 1) of some trained rollouts: those of every n-th group, so that they are
-    about ``SCATTERED``."""
+    """Length (tokens), reward and step (from 1) of about ``SCATTERED`` trained rollouts, from every n-th group."""
     rollouts, last = connection.execute(
         "SELECT (SELECT count(*) FROM rollouts), (SELECT coalesce(max(id), 0) FROM groups)"
     ).fetchone()
@@ -206,7 +205,7 @@ _FIRST: dict[Extreme, str] = {
 
 
 class TrainedRollout(NamedTuple):
-    """A trained rollout; ``staleness`` is that of its oldest token, ``step`` counts from 0."""
+    """A trained rollout; ``staleness`` is its oldest token's; ``step`` counts from 0."""
 
     group_id: int
     rollout_index: int

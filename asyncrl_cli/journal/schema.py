@@ -1,20 +1,20 @@
 """The journal's tables, and how its file is opened.
 
     groups       one row per admitted group: its prompt with its serial number and the position of the data loader after
-                 it (NULL for a prompt that runs again), what became of it
-    rollouts     one row per rollout of which anything is recorded; no large values, so that scans stay fast
+                 it (NULL for a prompt that runs again), and its state
+    rollouts     one row per recorded rollout; no large values, to keep scans fast
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
                  version changes; version -1 is for context, which was not sampled
     experts      the experts that an engine chose for the tokens of a segment, where they are recorded: the row has the
-                 segment's key; with ``start`` -1 those of the rollout's prompt (records/experts.py has the format)
+                 segment's key; ``start`` -1 is for the rollout's prompt (records/experts.py has the format)
     engine_changes   one row for each time that an engine began to serve (``join``) or left (``leave``)
     engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
                  GROUP-INDEX/CALL, and eval:... of an evaluation's
     batches      one row per step taken; its groups are those with ``groups.step = batches.step``
     publishes    one row per weight version, with the checksum of the published bytes
     checkpoints, evaluations, failures, starts    the rest of the run's history
-    meta         what the rows mean: bounds, group size, where the history begins; ``pruned_to``: the first group whose
-                 tokens were not dropped
+    meta         bounds, group size, the beginning of the history; ``pruned_to``: the first group that still has its
+                 tokens
 
 Arrays are raw little-endian bytes of one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
 SQLite itself notices no flipped bit in a value, so rows carry CRC-32 checksums (journal/rollout_rows.py): ``crc`` of a
@@ -124,7 +124,7 @@ _SIGNS_OF_DAMAGE = ("malformed", "not a database", "corrupt", "decode")
 
 
 class JournalError(UserError):
-    """The journal cannot be written or read. What was acknowledged before is still in it."""
+    """The journal cannot be written or read. Everything acknowledged before is still in it."""
 
 
 @contextmanager

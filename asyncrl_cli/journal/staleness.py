@@ -6,7 +6,7 @@ that sampled it, as its segment says. The proof checks the rows against one anot
 * the batch of step t is trained at version t // k (k steps per publish);
 * every group of a batch has a staleness of 0 to S (with ``on_stale: train`` more is counted as late), by the settings
   that held when its step was taken: a resume may change them;
-* no token is older than its group's version, so that no token's staleness exceeds its group's;
+* no token is older than its group's version, and so no token's staleness exceeds its group's;
 * no token of a batch is newer than the batch.
 
 Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. Groups of
@@ -32,10 +32,10 @@ from asyncrl_cli.records.groups import BufferSettings
 
 @dataclass(slots=True)
 class StepStaleness:
-    """What one batch was trained on, or several together. ``groups`` and ``tokens`` count by staleness in versions.
+    """The data of one batch, or of several together. ``groups`` and ``tokens`` count by staleness in versions.
 
     ``dropped`` says that some tokens are not in the journal any more (``journal.keep``); ``rollouts`` are those with
-    tokens, and ``crossed`` those of them whose tokens are of more than one version.
+    tokens, and ``crossed`` the rollouts with tokens of more than one version.
     """
 
     first: int
@@ -67,7 +67,7 @@ class Report:
     Args:
         groups, tokens: groups in batches, and sampled tokens of all groups, that were looked at.
         late: groups past the bound with ``on_stale: train``.
-        violations: what breaks the guarantee, ``MOST_VIOLATIONS`` of it at most; empty when it held.
+        violations: rows that break the guarantee, ``MOST_VIOLATIONS`` of it at most; empty when it held.
     """
 
     progress: Progress
@@ -159,7 +159,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
 
 
 def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int], BufferSettings]:
-    """The settings by which the batch of a step was taken: those of the last start before it."""
+    """The settings that a step's batch was taken under: the last start before it has them."""
     starts = [
         (step, BufferSettings(**json.loads(text)))
         for step, text in connection.execute("SELECT step, settings FROM starts ORDER BY id")

@@ -1,6 +1,6 @@
-"""What the trainer did when, read from the journal: step after step, with the publish that followed each.
+"""The trainer's work over time, read from the journal: each step with the publish that followed it.
 
-Invariant: the spans of one step do not overlap and come in the order waiting, training, publishing, so that they can be
+Invariant: the spans of one step do not overlap and come in the order waiting, training, publishing: they can be
 drawn on one line and added up. Times that two processes noted may cross by moments; here they are put in order.
 
 Steps are counted from 0 here, as in the journal. Times are unix seconds.
@@ -99,7 +99,7 @@ def last_groups(connection: sqlite3.Connection) -> dict[int, tuple[float | None,
 
 
 def finished_groups(connection: sqlite3.Connection) -> Iterator[tuple[float, int | None]]:
-    """When each group finished, by time, and the step whose batch took it."""
+    """When each group finished, by time, and the step that took it."""
     return connection.execute(
         "SELECT ended_at, step FROM groups WHERE state IN ('finished', 'taken') AND ended_at IS NOT NULL "
         "ORDER BY ended_at"
@@ -107,8 +107,7 @@ def finished_groups(connection: sqlite3.Connection) -> Iterator[tuple[float, int
 
 
 class RolloutTimes(NamedTuple):
-    """A rollout of which anything is recorded, with what became of its group; ``oldest`` and ``newest`` are the
-    versions of its tokens."""
+    """A recorded rollout and the state of its group; ``oldest`` and ``newest`` are its tokens' versions."""
 
     group_id: int
     rollout_index: int
@@ -135,7 +134,7 @@ def rollout_times(connection: sqlite3.Connection) -> Iterator[RolloutTimes]:
 
 
 def engine_requests(connection: sqlite3.Connection) -> Iterator[EngineRequest]:
-    """Every request that an engine had, in the order in which they began."""
+    """Every request that an engine had, in the order of their begins."""
     return (
         EngineRequest(*row)
         for row in connection.execute(f"SELECT {REQUEST_COLUMNS} FROM engine_requests ORDER BY begun_at")

@@ -16,7 +16,7 @@ from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
 from asyncrl_cli.records.generation import EngineRequest
 
 EVALUATION = "eval"
-"""What the ids of an evaluation's requests begin with."""
+"""The ids of an evaluation's requests begin with this."""
 
 
 class RolloutLength(NamedTuple):
@@ -90,7 +90,7 @@ def pauses_since(connection: sqlite3.Connection, since: float) -> dict[str, list
 
 
 def staleness_of(connection: sqlite3.Connection, versions: dict[int, int]) -> Counter[int]:
-    """The groups of these steps by their staleness; ``versions`` are what the steps were trained at."""
+    """The groups of these steps by their staleness; ``versions``: the versions that the steps were trained at."""
     ages: Counter[int] = Counter()
     for step, version in versions.items():
         ages.update(

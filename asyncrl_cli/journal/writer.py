@@ -1,7 +1,7 @@
 """The journal's writer: stores every event of a run as rows, committed in groups.
 
-An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. What a method notes is
-committed together or not at all. One process writes, through one thread at a time.
+An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. The notes of one
+method are committed together or not at all. One process writes, through one thread at a time.
 
 Invariant: the segments of a sequence (a rollout, or a branch of one) follow one another from token 0 on. ``grown`` and
 ``recorded`` ensure that.
@@ -79,7 +79,7 @@ _SCORE = """
 
 
 class _Piece(NamedTuple):
-    """A recorded segment of an unfinished rollout: the values by which a repeated segment is recognized."""
+    """A recorded segment of an unfinished rollout, to recognize a repeated one."""
 
     start: int
     end: int
@@ -320,7 +320,7 @@ class Journal(JournalFile):
     def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
         start, version, *_, crc = columns
         keyed = key_crc(group_id, index, branch, start, version, crc)
-        # Not checked: integers and bytes can always be stored, and this is most of what a run writes.
+        # Not checked: integers and bytes can always be stored, and most rows of a run are segments.
         self._noted.append((_SEGMENT, (group_id, index, branch, *columns, at, keyed)))
 
     def _note_experts(self, group_id: int, index: int, branch: int, start: int, experts: Experts | None) -> None:

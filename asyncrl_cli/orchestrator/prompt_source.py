@@ -38,7 +38,7 @@ class PromptEncoder:
         apply_chat_template: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """``episodic``: rollouts are episodes, in which the task decides what the model gets. ``apply_chat_template``:
+        """``episodic``: rollouts are episodes, and the task writes the model's input. ``apply_chat_template``:
         render texts with the template, if there is one. ``template_kwargs``: the template's variables."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
@@ -101,7 +101,7 @@ class PromptEncoder:
         return ids
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
-        """What to do about a prompt that the tokenizer or its template refuses."""
+        """The hint for a prompt that the tokenizer or its template refuses."""
         if not isinstance(content, str) and len(content) > 1 and content[0]["role"] == "system":
             with suppress(ChatError):  # then the system message is not the only problem
                 self._template.text(content[1:], reply=True)

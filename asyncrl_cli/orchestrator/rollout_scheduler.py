@@ -121,7 +121,7 @@ class RolloutScheduler:
         self._warn = warn
         self._lost = 0  # number of groups lost to failed rollouts
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
-        self._to_begin = 0  # number of episodes whose coroutine has not begun
+        self._to_begin = 0  # episodes with a coroutine that has not begun
         self._generated: asyncio.Queue[Rollout] = asyncio.Queue()
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
@@ -193,7 +193,7 @@ class RolloutScheduler:
         """Play an episode to its end. Its tokens are recorded as they arrive, and again in full with its outcome."""
         self._to_begin -= 1
         task = asyncio.current_task()
-        if group.group_id not in self._open or task is None:  # it was abandoned at once
+        if group.group_id not in self._open or task is None:  # it was abandoned before it began
             return
         self._episode_tasks[request.rollout_id] = task
         try:
@@ -224,8 +224,8 @@ class RolloutScheduler:
             )
 
     async def _settle(self) -> None:
-        """Begin at once; rollouts that finish meanwhile are settled together afterwards. So a single rollout does not
-        wait, and the slower the calls of the scorer are, the fewer are made (decision 0052)."""
+        """Have rollouts scored. Those that finish during a call are scored together after it: a single rollout does not
+        wait, and slow calls are few (decision 0052)."""
         while True:
             generated = [await self._generated.get()]
             while not self._generated.empty():
@@ -243,7 +243,7 @@ class RolloutScheduler:
     async def _record(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:
         unrecorded = rollouts
         if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
-            # Rewards may take long: record the tokens now, so that a kill loses none of them (decision 0025).
+            # Rewards may take long, and a kill must not lose these tokens (decision 0025).
             await self._buffer.record(rollouts)
             unrecorded = []
         scores = zip(rollouts, await scoring, strict=True)

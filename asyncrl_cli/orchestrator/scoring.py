@@ -20,7 +20,7 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
 from asyncrl_cli.workers.scoring import Response
 
 SCORER = "scorer"
-"""The actor's name, which is also that of its log file."""
+"""The name of the actor and of its log file."""
 AT_ONCE = 16
 """Number of responses that the actor may have at a time; more if its processes can score more at a time."""
 ACTOR_S = 60.0
@@ -42,13 +42,13 @@ class Scoring:
         self._entering = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the actor and load the task, so that an error in the task is reported early."""
+        """Start the actor and load the task: an error in the task must be reported early."""
         await self._actor.running()
 
     async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
         """The score of each response, in order.
 
-        Concurrent callers take turns, so that an evaluation does not delay training.
+        Concurrent callers take turns: an evaluation must not delay training.
         """
         scored: list[Scored | RewardFailure] = [RewardFailure("")] * len(responses)
         starts = iter(range(0, len(responses), self._per_call))

@@ -29,19 +29,21 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """The numbers of the spec that the buffer works by. The first five and the last are the ledger's: B, k and S of
-    its proof, what becomes of a group that would be too stale, the steps of the whole run, which bound admission, and
-    how many batches may wait."""
+    """The spec's numbers that the buffer works by."""
 
     groups_per_step: int
+    """B of the ledger's proof."""
     publish_every: int
+    """k of the proof."""
     max_staleness: int
+    """S of the proof."""
     on_stale: OnStale
     total_steps: int
+    """Steps of the whole run, which bound admission."""
     group_size: int
     reject_uniform: bool
     note_solved: bool = False
-    """Whether ``Opening.solved`` is filled, for which the entire history is read."""
+    """Whether ``Opening.solved`` is filled. That reads the entire history."""
     ahead: int | None = None
     """Number of batches of finished groups at which admission stops; None: no limit."""
 
@@ -130,13 +132,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Groups that ended with these outcomes: finished ones, and rejected ones with the reason. ``solved``: those of
-    them in which every rollout was correct."""
+    """The groups that ended with some outcomes."""
 
     finished: tuple[int, ...]
     rejected: tuple[tuple[int, str], ...]
+    """With the reason of each."""
     counts: Counts
     solved: tuple[int, ...]
+    """Those with only correct rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,23 +171,25 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishRecord:
-    """A published version: the step it follows, the checksum of its bytes, and how it went.
-
-    ``seconds`` is the time of all, ``write_s`` that of the trainer's own part, ``transfer_s`` the longest that a host
-    of engines took to get the version, ``stall_s`` the longest pause of an engine. ``gap`` and ``change`` are nats: the
-    largest difference between engine and trainer, and between this version's probe and the last one's. ``waited_s``:
-    how long the trainer waited before it could write it, mostly for engines that loaded the version before.
-    ``pauses``: begin and end (unix times, s) of the pause of each engine that loaded it, by the engine's name.
-    """
+    """A published version, and its publish. Times are in seconds, ``gap`` and ``change`` in nats."""
 
     version: int
     step: int
+    """The step that it follows."""
     checksum: str
     seconds: float
+    """The time of the whole publish."""
     stall_s: float
+    """The longest pause of an engine."""
     gap: float
+    """The largest difference between an engine's log-probs of the probe and the trainer's."""
     change: float
+    """The largest difference between the probe's log-probs and the previous version's."""
     write_s: float = 0.0
+    """The time of the trainer's own part."""
     transfer_s: float = 0.0
+    """The longest time that a host of engines took to get the version."""
     waited_s: float = 0.0
+    """How long the trainer waited before it could write, mostly for engines that loaded the version before."""
     pauses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """By the name of each engine that loaded it, begin and end of its pause (unix times)."""

@@ -19,7 +19,7 @@ REWARD_TOLERANCE = 1e-9
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Whether all of these rewards are equal, so that a group with them gives no learning signal."""
+    """Whether all of these rewards are equal: a group with them gives no learning signal."""
     first, *others = rewards
     return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
 
@@ -37,8 +37,8 @@ class Seat:
 class TrainingGroup:
     """The finished rollouts of one prompt with their rewards, by index.
 
-    ``version`` is the weight version that the group was admitted at. ``metrics`` are what the task measured beside
-    the reward, a mapping per rollout; empty when it measures nothing.
+    ``version`` is the weight version that the group was admitted at. ``metrics`` are the task's
+    measurements other than the reward, a mapping per rollout; empty when it measures nothing.
     """
 
     group_id: int
