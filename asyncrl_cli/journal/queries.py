@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped_groups, progress
-from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, segments_of
+from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, read_tokens
 from asyncrl_cli.journal.schema import JournalError, reading
 from asyncrl_cli.records.generation import Segment, branch_id, training_rollout_id
 from asyncrl_cli.records.prompt import Prompt
@@ -358,6 +358,7 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
     if row is None:
         raise LookupError(f"there is no group {group_id}")
     group = read_group(connection, group_id)
+    tokens = read_tokens(connection, group_id)
     rollouts = [
         RolloutRecord(
             rollout_id=training_rollout_id(group_id, index),
@@ -369,7 +370,7 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
             recorded_at=row_of.recorded_at,
             segments=tuple(
                 segment
-                for branch, sequence in joined(segments_of(connection, group_id, index)).items()
+                for branch, sequence in joined(tokens.segments.get(index, {})).items()
                 for segment in sequence.segments(branch_id(training_rollout_id(group_id, index), branch))
             ),
         )

@@ -79,18 +79,22 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
 def _training_group(connection: sqlite3.Connection, step: int, group_id: int, size: int) -> TrainingGroup:
     group = read_group(connection, group_id)
     rows = read_rollouts(connection, group_id)
-    rewards = [row.reward for row in rows.values() if row.reward is not None]
+    rewards = tuple(row.reward for row in rows.values() if row.reward is not None)
     if len(rewards) != size or len(rows) != size:
         raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
-    rollouts = []
-    for index, row in rows.items():
-        branches = segments_of(connection, group_id, index)
-        if row.tokens and not branches and _is_pruned(connection, group_id):
+    tokens = read_tokens(connection, group_id)
+    if any(row.tokens and index not in tokens.segments for index, row in rows.items()):
+        (pruned_to,) = connection.execute("SELECT value FROM meta WHERE key = 'pruned_to'").fetchone()
+        if group_id < int(pruned_to):
             raise LookupError(f"the tokens of step {step} are pruned")
-        rollouts.append(_rollout(connection, group_id, index, row, branches, group.prompt_ids))
     measured = tuple(row.measured() for row in rows.values())
     return TrainingGroup(
-        group_id, group.prompt.uid, group.version, tuple(rollouts), tuple(rewards), measured if any(measured) else ()
+        group_id,
+        group.prompt.uid,
+        group.version,
+        rollouts=tuple(_rollout(group, index, row, tokens) for index, row in rows.items()),
+        rewards=rewards,
+        metrics=measured if any(measured) else (),
     )
 
 
@@ -132,6 +136,7 @@ def open_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
 
 
 def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
+    tokens = read_tokens(connection, group.group_id)
     scored: set[int] = set()
     unscored: dict[int, Rollout] = {}
     prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
@@ -139,78 +144,79 @@ def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
         if row.reward is not None:
             scored.add(index)
         elif row.finish_reason is not None:
-            branches = segments_of(connection, group.group_id, index)
-            unscored[index] = _rollout(connection, group.group_id, index, row, branches, group.prompt_ids)
+            unscored[index] = _rollout(group, index, row, tokens)
         else:
-            prefixes[index] = segments_of(connection, group.group_id, index)
+            prefixes[index] = tokens.segments.get(index, {})
             joined(prefixes[index], training_rollout_id(group.group_id, index), row.tokens)  # for its checks
     return replace(group, scored=frozenset(scored), unscored=unscored, prefixes=prefixes)
 
 
-def _rollout(
-    connection: sqlite3.Connection,
-    group_id: int,
-    index: int,
-    row: RolloutRow,
-    branches: Mapping[int, Sequence[Segment]],
-    prompt_ids: tuple[int, ...],
-) -> Rollout:
-    """A finished rollout with its branches; they get its finish reason, as theirs are not recorded.
+def _rollout(group: Group, index: int, row: RolloutRow, tokens: GroupTokens) -> Rollout:
+    """A finished rollout with its branches, which get its finish reason: theirs are not recorded.
 
     Its text is left empty. Raises ``sqlite3.DatabaseError`` for damage.
     """
-    rollout_id = training_rollout_id(group_id, index)
-    sequences = joined(branches, rollout_id, row.tokens)
+    rollout_id = training_rollout_id(group.group_id, index)
+    sequences = joined(tokens.segments.get(index, {}), rollout_id, row.tokens)
     root, *others = (
         Rollout(
             *sequences.get(branch, TokenSequence.context()).arrays,
             rollout_id=branch_id(rollout_id, branch),
-            prompt_ids=prompt_ids,
+            prompt_ids=group.prompt_ids,
             text="",
             finish_reason=cast("FinishReason", row.finish_reason),
         )
         for branch in sorted({0, *sequences})
     )
-    of_prompt = _experts_of(connection, group_id, index, of_prompt=True).get((0, PROMPT))
-    prompt_experts = None if of_prompt is None else from_bytes(of_prompt, len(prompt_ids))
+    of_prompt = tokens.experts.get((index, 0, PROMPT))
+    prompt_experts = None if of_prompt is None else from_bytes(of_prompt, len(group.prompt_ids))
     return replace(root, branches=tuple(others), prompt_experts=prompt_experts)
 
 
-def segments_of(connection: sqlite3.Connection, group_id: int, index: int) -> dict[int, tuple[Segment, ...]]:
-    """The recorded segments of a rollout's sequences, by branch. Raises ``sqlite3.DatabaseError`` for damaged ones."""
-    name = training_rollout_id(group_id, index)
-    rows = connection.execute(
-        "SELECT branch, start, version, tokens, logprobs, crc, key_crc FROM segments "
-        "WHERE group_id = ? AND rollout_index = ? ORDER BY branch, start",
-        (group_id, index),
-    )
-    experts = _experts_of(connection, group_id, index, of_prompt=False)
-    found: dict[int, list[Segment]] = {}
-    for branch, start, version, tokens, logprobs, crc, keyed in rows:
+class GroupTokens(NamedTuple):
+    """The recorded tokens of a group."""
+
+    segments: dict[int, dict[int, tuple[Segment, ...]]]
+    """By the rollout's index and branch."""
+    experts: dict[tuple[int, int, int], bytes]
+    """By index, branch and ``start``, which is ``PROMPT`` for the rollout's prompt."""
+
+
+def read_tokens(connection: sqlite3.Connection, group_id: int) -> GroupTokens:
+    """The recorded tokens of a group, by two queries: a batch has thousands of rollouts. Raises
+    ``sqlite3.DatabaseError`` for damage."""
+    experts = {}
+    for index, branch, start, chosen, crc in connection.execute(
+        "SELECT rollout_index, branch, start, ids, crc FROM experts WHERE group_id = ?", (group_id,)
+    ):
+        if row_crc(group_id, index, branch, start, chosen) != crc:
+            raise _malformed(f"the experts of rollout {training_rollout_id(group_id, index)} have another checksum")
+        experts[index, branch, start] = chosen
+    found: dict[int, dict[int, list[Segment]]] = {}
+    for index, branch, start, version, tokens, logprobs, crc, keyed in connection.execute(
+        "SELECT rollout_index, branch, start, version, tokens, logprobs, crc, key_crc FROM segments "
+        "WHERE group_id = ? ORDER BY rollout_index, branch, start",
+        (group_id,),
+    ):
+        name = training_rollout_id(group_id, index)
         key = (group_id, index, branch, start, version)
         if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
             raise _malformed(f"the tokens of rollout {name} have another checksum")
         ids, values = np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS)
-        chosen = experts.get((branch, start))
-        rows_of = None if chosen is None else from_bytes(chosen, len(ids))
-        found.setdefault(branch, []).append(Segment(branch_id(name, branch), start, version, ids, values, rows_of))
-    return {branch: tuple(segments) for branch, segments in found.items()}
-
-
-def _experts_of(
-    connection: sqlite3.Connection, group_id: int, index: int, of_prompt: bool
-) -> dict[tuple[int, int], bytes]:
-    """The stored experts of a rollout's prompt, or of its segments, by branch and ``start``. Raises
-    ``sqlite3.DatabaseError`` for damaged ones."""
-    found = {}
-    for branch, start, ids, crc in connection.execute(
-        "SELECT branch, start, ids, crc FROM experts WHERE group_id = ? AND rollout_index = ? AND (start = ?) = ?",
-        (group_id, index, PROMPT, of_prompt),
-    ):
-        if row_crc(group_id, index, branch, start, ids) != crc:
-            raise _malformed(f"the experts of rollout {training_rollout_id(group_id, index)} have another checksum")
-        found[branch, start] = ids
-    return found
+        chosen = experts.get((index, branch, start))
+        segment = Segment(
+            branch_id(name, branch),
+            start,
+            version,
+            ids,
+            logprobs=values,
+            experts=None if chosen is None else from_bytes(chosen, len(ids)),
+        )
+        found.setdefault(index, {}).setdefault(branch, []).append(segment)
+    segments = {
+        index: {branch: tuple(parts) for branch, parts in branches.items()} for index, branches in found.items()
+    }
+    return GroupTokens(segments, experts)
 
 
 def experts_columns(
@@ -234,11 +240,6 @@ def joined(
     if tokens is not None and held != tokens:
         raise _malformed(f"rollout {rollout_id} has {held} of its {tokens} tokens")
     return sequences
-
-
-def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
-    (pruned_to,) = connection.execute("SELECT value FROM meta WHERE key = 'pruned_to'").fetchone()
-    return group_id < int(pruned_to)
 
 
 def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:

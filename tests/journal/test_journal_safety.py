@@ -297,7 +297,7 @@ def test_changed_values_are_found_as_damage(path: Path, sql: str, fault: str) ->
     ("sql", "fault"),
     [
         ("UPDATE rollouts SET reward = 0.25 WHERE group_id = 2", "rollout 2-0 has another checksum"),
-        ("UPDATE segments SET start = 1 WHERE group_id = 2", "rollout 2-1 have another checksum"),
+        ("UPDATE segments SET start = 1 WHERE group_id = 2", "rollout 2-0 have another checksum"),
         ("DELETE FROM segments WHERE group_id = 2", "rollout 2-1 has 0 of its 2 tokens"),
     ],
 )
