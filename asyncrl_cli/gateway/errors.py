@@ -55,16 +55,12 @@ class ErrorAnswer(TypedDict):
     error: ErrorDetail
 
 
-class MessagesErrorCode(TypedDict):
-    """The error's code in this gateway, such as ``session_ended``."""
-
-    error_code: str
-
-
 class MessagesErrorDetail(TypedDict):
+    """``details`` has the error's code in this gateway, such as ``session_ended``, as ``error_code``."""
+
     type: str
     message: str
-    details: MessagesErrorCode | None
+    details: dict[str, str] | None
 
 
 class MessagesError(TypedDict):
@@ -100,12 +96,9 @@ class ApiError(Exception):
         kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
         too_long = self.code == "context_length_exceeded"
         message = f"{ANTHROPIC_TOO_LONG}: {self.message}" if too_long else self.message
-        details: MessagesErrorCode | None = {"error_code": self.code} if self.code else None
-        return {
-            "type": "error",
-            "error": {"type": kind, "message": message, "details": details},
-            "request_id": request_id,
-        }
+        details = {"error_code": self.code} if self.code else None
+        error: MessagesErrorDetail = {"type": kind, "message": message, "details": details}
+        return {"type": "error", "error": error, "request_id": request_id}
 
     @property
     def anthropic_status(self) -> int:

@@ -27,27 +27,9 @@ from asyncrl_cli.records.prompt import Message
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class TextOut(TypedDict):
-    type: Literal["text"]
-    text: str
-
-
-class ThinkingOut(TypedDict):
-    """What the model thought; ``signature`` is a digest of it."""
-
-    type: Literal["thinking"]
-    thinking: str
-    signature: str
-
-
-class ToolUseOut(TypedDict):
-    type: Literal["tool_use"]
-    id: str
-    name: str
-    input: dict[str, Any]
-
-
-BlockOut = TextOut | ThinkingOut | ToolUseOut
+BlockOut = dict[str, Any]
+"""A block of a reply, in the form in which requests have it (``openapi.ITEMS``). A thinking block also has a
+``signature``."""
 
 
 class MessageUsage(TypedDict):
@@ -74,21 +56,6 @@ class MessageAnswer(TypedDict):
 
 class TokenCount(TypedDict):
     input_tokens: int
-
-
-class ModelEntry(TypedDict):
-    type: Literal["model"]
-    id: str
-    display_name: str
-    created_at: str
-    lifecycle: Literal["active"]
-
-
-class ModelEntries(TypedDict):
-    data: list[ModelEntry]
-    has_more: bool
-    first_id: str
-    last_id: str
 
 
 class MessagesAnswer:

@@ -70,6 +70,13 @@ MESSAGES = generation(
 COUNT_TOKENS: dict[str, Any] = {"responses": errors(MessagesError), "openapi_extra": request_body(CountRequest)}
 
 
+ITEMS = {
+    ("ModelResponse", "output"): ("MessageItem", "ReasoningItem", "FunctionCallItem", "CustomToolCallItem"),
+    ("MessageAnswer", "content"): ("TextBlock", "ThinkingBlock", "ToolUseBlock"),
+}
+"""Lists in answers, and the parts of requests that their entries are: clients send them back."""
+
+
 def install(app: FastAPI) -> None:
     """Give an application its document."""
 
@@ -79,6 +86,9 @@ def install(app: FastAPI) -> None:
             _, bodies = models_json_schema([(body, "validation") for body in BODIES], ref_template=REFERENCE)
             schemas = document["components"]["schemas"]
             schemas |= bodies["$defs"]
+            for (answer, key), parts in ITEMS.items():
+                references = [{"$ref": REFERENCE.format(model=part)} for part in parts]
+                schemas[answer]["properties"][key]["items"] = {"anyOf": references}
             # A malformed request gets 400, in another shape than FastAPI's 422.
             for path in document["paths"].values():
                 for operation in path.values():

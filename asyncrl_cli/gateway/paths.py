@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse, Response
 
 from asyncrl_cli.gateway import openapi
 from asyncrl_cli.gateway.errors import invalid_value, is_anthropic, new_request_id
-from asyncrl_cli.gateway.messages_reply import MessagesAnswer, ModelEntries, ModelEntry, TokenCount
+from asyncrl_cli.gateway.messages_reply import MessagesAnswer, TokenCount
 from asyncrl_cli.gateway.messages_request import CountRequest, MessagesRequest
 from asyncrl_cli.gateway.openai_reply import ChatAnswer, Model, ModelList, TextAnswer, Wanted
 from asyncrl_cli.gateway.openai_request import DEFAULT_COMPLETION_TOKENS, ChatRequest, CompletionRequest
@@ -132,7 +132,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> None:
     """The paths about models. Anthropic's clients get Anthropic's form; the OpenAPI document has OpenAI's."""
     openais: Model = {"id": service.model, "object": "model", "created": int(time.time()), "owned_by": "asyncrl"}
-    anthropics: ModelEntry = {
+    anthropics = {
         "type": "model",
         "id": service.model,
         "display_name": service.model,
@@ -149,12 +149,7 @@ def _add_models(router: APIRouter, service: Service, session_of: SessionOf) -> N
     async def models(request: Request, session: Annotated[Session | None, Depends(session_of)]) -> Response:
         """The served model."""
         listed: ModelList = {"object": "list", "data": [openais]}
-        entries: ModelEntries = {
-            "data": [anthropics],
-            "has_more": False,
-            "first_id": service.model,
-            "last_id": service.model,
-        }
+        entries = {"data": [anthropics], "has_more": False, "first_id": service.model, "last_id": service.model}
         return answer(request, listed, entries)
 
     @router.get("/models/{model:path}", response_model=Model, responses=openapi.MODELS)

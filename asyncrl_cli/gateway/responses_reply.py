@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from sys import getsizeof
-from typing import Any, ClassVar, Literal, NotRequired, cast
+from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
@@ -31,81 +31,18 @@ from asyncrl_cli.gateway.session import Reply
 from asyncrl_cli.gateway.wire import event
 from asyncrl_cli.records.prompt import Message
 
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(TypedDict):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[str]
-    logprobs: list[str]
-
-
-class ReasoningText(TypedDict):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class OutputMessage(TypedDict):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    status: Status
-    content: list[OutputText]
-
-
-class Reasoning(TypedDict):
-    """What the model thought; there is no summary of it. ``encrypted_content`` is the text in base64, not a secret:
-    some programs send back nothing else."""
-
-    id: str
-    type: Literal["reasoning"]
-    status: Status
-    summary: list[str]
-    content: list[ReasoningText]
-    encrypted_content: NotRequired[str]
-
-
-class OutputFunctionCall(TypedDict):
-    id: str
-    type: Literal["function_call"]
-    status: Status
-    call_id: str
-    name: str
-    namespace: NotRequired[str]
-    arguments: str
-
-
-class OutputCustomToolCall(TypedDict):
-    id: str
-    type: Literal["custom_tool_call"]
-    call_id: str
-    name: str
-    namespace: NotRequired[str]
-    input: str
-
-
-OutputItem = OutputMessage | Reasoning | OutputFunctionCall | OutputCustomToolCall
-
-
-class InputDetails(TypedDict):
-    """Always 0: what a prefix cache had is not known here."""
-
-    cached_tokens: int
-    cache_write_tokens: int
-
-
-class OutputDetails(TypedDict):
-    """Tokens of the reasoning, the marks around it included."""
-
-    reasoning_tokens: int
+OutputItem = dict[str, Any]
+"""An item of a reply, in the form in which requests have it, with an id and a status (``openapi.ITEMS``)."""
 
 
 class ResponseUsage(TypedDict):
+    """``cached_tokens`` and ``cache_write_tokens`` of the input are always 0: what a prefix cache had is not known
+    here. ``reasoning_tokens`` of the output include the marks around the reasoning."""
+
     input_tokens: int
-    input_tokens_details: InputDetails
+    input_tokens_details: dict[str, int]
     output_tokens: int
-    output_tokens_details: OutputDetails
+    output_tokens_details: dict[str, int]
     total_tokens: int
 
 
@@ -241,7 +178,7 @@ class ResponsesAnswer:
 
     def _begin_text(self, kind: Kind) -> bytes:
         self._open, self._text = kind, ""
-        item: dict[str, Any] = {**self._text_item(kind, ""), "status": "in_progress", "content": []}
+        item = {**self._text_item(kind, ""), "status": "in_progress", "content": []}
         item.pop("encrypted_content", None)
         part = self._text_item(kind, "")["content"][0]
         return self._event("response.output_item.added", output_index=len(self._output), item=item) + self._event(
@@ -255,7 +192,7 @@ class ResponsesAnswer:
     def _close(self) -> bytes:
         return b"" if self._open is None else self._rest(self._text_item(self._open, self._text))
 
-    def _rest(self, item: OutputMessage | Reasoning) -> bytes:
+    def _rest(self, item: OutputItem) -> bytes:
         """The end of an item with text; all of it if it has not begun, because it has no text."""
         kind: Kind = "reasoning" if item["type"] == "reasoning" else "content"
         events = b"" if self._open == kind else self._close() + self._begin_text(kind)
@@ -269,7 +206,7 @@ class ResponsesAnswer:
     def _whole(self, item: OutputItem) -> bytes:
         """All events of a call, which is known only when it is complete."""
         key, name = ("input", "custom_tool_call_input") if "input" in item else ("arguments", "function_call_arguments")
-        text = cast("dict[str, Any]", item)[key]
+        text = item[key]
         place = {"item_id": item["id"], "output_index": len(self._output)}
         begun = {**item, key: ""} | ({"status": "in_progress"} if "status" in item else {})
         return (
@@ -288,7 +225,7 @@ class ResponsesAnswer:
     def _place(self, kind: Kind) -> dict[str, Any]:
         return {"item_id": self._text_item(kind, "")["id"], "output_index": len(self._output), "content_index": 0}
 
-    def _text_item(self, kind: Kind, text: str) -> OutputMessage | Reasoning:
+    def _text_item(self, kind: Kind, text: str) -> OutputItem:
         return (
             reasoning_item(f"rs_{self._stem}", text) if kind == "reasoning" else message_item(f"msg_{self._stem}", text)
         )
@@ -357,7 +294,9 @@ def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[
     return items
 
 
-def reasoning_item(item_id: str, text: str) -> Reasoning:
+def reasoning_item(item_id: str, text: str) -> OutputItem:
+    """The model's reasoning; there is no summary of it. ``encrypted_content`` is the text in base64, not a secret: some
+    programs send back nothing else."""
     return {
         "id": item_id,
         "type": "reasoning",
@@ -368,8 +307,8 @@ def reasoning_item(item_id: str, text: str) -> Reasoning:
     }
 
 
-def message_item(item_id: str, text: str) -> OutputMessage:
-    content: list[OutputText] = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+def message_item(item_id: str, text: str) -> OutputItem:
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
     return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
@@ -377,7 +316,7 @@ def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str)
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     own = tools.get(name)
     text = _custom_input(arguments) if own and isinstance(own.tool, CustomTool) else None
-    item: OutputFunctionCall | OutputCustomToolCall
+    item: OutputItem
     if text is not None:
         item = {"id": f"ctc_{stem}", "type": "custom_tool_call", "call_id": call["id"], "name": name, "input": text}
     else:
