@@ -127,9 +127,9 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
             Host("ab" * 28, "gone", "10.0.0.9"),
             Host(first["NodeID"], "elsewhere", "192.0.2.1"),
         ]
-        findings = list(examine.examine_hosts(hosts, tmp_path, 0))
+        findings = examine.examine_hosts(hosts, tmp_path, 0)
         guest = Host(third["NodeID"], "guest", third["NodeManagerAddress"])
-        joined = asyncio.run(examine.examine_newcomer([*hosts[:3], guest], "guest", tmp_path, 0))
+        joined = asyncio.run(examine.examine([*hosts[:3], guest], tmp_path, 0, newcomer="guest"))
         alive = {actor for actor in _states() if actor != "DEAD"}
     finally:
         ray.shutdown()

@@ -30,7 +30,7 @@ class Scene:
         self.notes = Notes()
         monkeypatch.setattr(newcomers, "live_nodes", lambda: tuple(self.nodes))
         monkeypatch.setattr(newcomers, "_here", lambda: "head")
-        monkeypatch.setattr(newcomers, "examine_newcomer", self._examine)
+        monkeypatch.setattr(newcomers, "examine", self._examine)
         budget = self.notes.budget()
         self.now = 0.0
         self.newcomers = Newcomers(
@@ -43,8 +43,8 @@ class Scene:
     def join(self, name: str) -> None:
         self.nodes.append(self.node(name))
 
-    async def _examine(self, hosts: Sequence[Host], name: str, folder: Path, replica_bytes: int) -> list[Finding]:
-        self.examined.append((name, [(host.node_id, host.share) for host in hosts], replica_bytes))
+    async def _examine(self, hosts: Sequence[Host], folder: Path, replica_bytes: int, newcomer: str) -> list[Finding]:
+        self.examined.append((newcomer, [(host.node_id, host.share) for host in hosts], replica_bytes))
         await asyncio.sleep(0)
         if isinstance(self.found, Exception):
             raise self.found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,49 +126,47 @@ def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | 
     return hosts_for(spec, nodes, ray.get_runtime_context().get_node_id(), actors)
 
 
-def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> Iterator[Finding]:
+def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> list[Finding]:
     """All checks of several hosts, none for a single one. The first host's versions are expected. Ray must be joined.
     ``replica_bytes`` is the size of one version of the weights, 0 if there is no model."""
     if len(hosts) < 2:
-        return
+        return []
     try:
-        answers = asyncio.run(_ask(hosts, runs_dir))
+        return asyncio.run(examine(hosts, runs_dir, replica_bytes))
     except ConfigError as error:
-        yield Finding("shared folder", Status.FAILURE, error.message, error.hint)
-    else:
-        yield from _judged(hosts, answers, runs_dir, replica_bytes)
+        return [Finding("shared folder", Status.FAILURE, error.message, error.hint)]
 
 
-async def examine_newcomer(hosts: Sequence[Host], name: str, folder: Path, replica_bytes: int) -> list[Finding]:
-    """The checks of the host with this name, which has joined, and between it and each of the others, the driver's
-    first. Problems of the others are omitted."""
-    answers = await _ask(hosts, folder, name)
-    answers.lost = {host: lost for host, lost in answers.lost.items() if host == name}
-    answers.unshared = {host: problem for host, problem in answers.unshared.items() if host == name}
-    return await asyncio.to_thread(lambda: list(_judged(hosts, answers, folder, replica_bytes, name)))
-
-
-def _judged(
-    hosts: Sequence[Host], answers: Answers, runs_dir: Path, replica_bytes: int, newcomer: str | None = None
-) -> Iterator[Finding]:
-    alive = {node.node_id for node in live_nodes()}
-    yield from verdicts.judge_lost(answers.lost, {host.name for host in hosts if host.node_id not in alive})
+async def examine(
+    hosts: Sequence[Host], runs_dir: Path, replica_bytes: int, newcomer: str | None = None
+) -> list[Finding]:
+    """As ``examine_hosts``. With ``newcomer``, the name of a host that has joined: only its own problems, and those
+    between it and the others, are examined."""
+    answers = await _ask(hosts, runs_dir, newcomer)
+    alive = {node.node_id for node in await asyncio.to_thread(live_nodes)}
     facts = {host.name: answers.facts[host.name] for host in hosts if host.name in answers.facts}
+    names = {host.name for host in hosts} if newcomer is None else {newcomer}
+    lost = {name: reason for name, reason in answers.lost.items() if name in names}
+    findings = verdicts.judge_lost(lost, {host.name for host in hosts if host.node_id not in alive})
     if not facts:
-        return
-    yield verdicts.judge_token(facts)
-    yield from verdicts.judge_versions(facts)
-    yield from verdicts.judge_drivers(facts)
-    yield verdicts.judge_clocks(answers.ahead)
+        return findings
     failures = {pair: failure for pair, failure in answers.failures.items() if facts.keys() >= set(pair)}
-    yield from verdicts.judge_pairs(list(facts), failures, answers.speeds, newcomer)
     memory = {host.name: facts[host.name].memory for host in hosts if host.share and host.name in facts}
     needed = {host.name: round(2 * replica_bytes * host.share) for host in hosts}
-    yield verdicts.judge_memory(memory, needed)
-    yield verdicts.judge_folder(str(runs_dir.absolute()), answers.unshared)
+    unshared = {name: problem for name, problem in answers.unshared.items() if name in names}
+    return [
+        *findings,
+        verdicts.judge_token(facts),
+        *verdicts.judge_versions(facts),
+        *verdicts.judge_drivers(facts),
+        verdicts.judge_clocks(answers.ahead),
+        *verdicts.judge_pairs(list(facts), failures, answers.speeds, newcomer=newcomer),
+        verdicts.judge_memory(memory, needed),
+        verdicts.judge_folder(str(runs_dir.absolute()), unshared),
+    ]
 
 
-def refuse(findings: Iterator[Finding], notice: Callable[[str], None]) -> None:
+def refuse(findings: Iterable[Finding], notice: Callable[[str], None]) -> None:
     """Raise the first failure as a ``ConfigError``; ``notice`` gets the warnings."""
     for finding in list(findings):  # all of them first: the cluster is left before an error is raised
         if finding.status is Status.FAILURE:
@@ -205,7 +203,7 @@ async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = Non
             answers.ahead[host.name] = facts.clock - time.time()
             answers.facts[host.name] = facts
 
-    async def examine(host: Host, mark: shared_folder.Mark) -> None:
+    async def look(host: Host, mark: shared_folder.Mark) -> None:
         others = [other for other in open_hosts if other != host and newcomer in (None, host.name, other.name)]
         # Each host sends to one other and receives from one other: no transfer slows another one down.
         neighbour = open_hosts[open_hosts.index(host) - 1]
@@ -230,7 +228,7 @@ async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = Non
             await asyncio.gather(*map(open_probe, hosts))
             open_hosts = [host for host in hosts if host.name in answers.facts]
             ports = {name: facts.port for name, facts in answers.facts.items()}
-            await asyncio.gather(*(examine(host, mark) for host in open_hosts))
+            await asyncio.gather(*(look(host, mark) for host in open_hosts))
     finally:
         for probe in probes.values():
             ray.kill(probe)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from asyncrl_cli.checks.finding import Status
-from asyncrl_cli.checks.hosts.examine import examine_newcomer, hosts_for
+from asyncrl_cli.checks.hosts.examine import examine, hosts_for
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.orchestrator.nodes import live_nodes
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -76,7 +76,7 @@ class Newcomers:
         if name is None:
             return True  # it has left already, and Ray finds another one
         try:
-            found = await examine_newcomer(hosts, name, self._folder, self._replica_bytes)
+            found = await examine(hosts, self._folder, self._replica_bytes, newcomer=name)
         except UserError as error:  # of the driver's side, such as a full disk; not the host's
             self._warn(f"{name} has joined, and could not be examined: {error.message}")
             return True
