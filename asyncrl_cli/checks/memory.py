@@ -6,16 +6,15 @@ because estimating them takes seconds: its result is a lower bound, and a run is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
-from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.machine import available_memory, nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.sizing.estimate import Estimate, Excess, estimate, excesses
+from asyncrl_cli.sizing.estimate import Change, Estimate, Excess, estimate, excesses, with_changes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Role, shown
 from asyncrl_cli.sizing.trainer import largest_microbatch
@@ -23,10 +22,6 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 SHOWN = 3
 """The most changes that are named."""
-
-
-Change = Mapping[str, Any]
-"""Keys of a spec, with dots, and their new values."""
 
 
 def check_memory_estimate(spec: ExperimentSpec, model: SizedModel, thorough: bool) -> Result:
@@ -238,12 +233,3 @@ def _host_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
         yield {"rollout.engines": rollout.max_engines // 2}
     if rollout.dtype == "float32":
         yield {"rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16"}
-
-
-def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
-    """The spec with these values, which are not validated again."""
-    for key, value in change.items():
-        section, name = key.split(".")
-        part = getattr(spec, section).model_copy(update={name: value})
-        spec = spec.model_copy(update={section: part})
-    return spec

@@ -130,12 +130,13 @@ def _predicted(
     from asyncrl_cli.plan.prediction import Devices, predict, spans
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.manifest import SPEED
+    from asyncrl_cli.sizing.parts import Role
     from asyncrl_cli.spec.load import load_recorded
     from asyncrl_cli.system.processors import processor_speed
 
     memory = source.memory(spec)
     planned = source.planned(spec, memory.cache.tokens if memory and memory.cache else None)
-    gpus = [device for device in memory.devices if device.role != "host"] if memory else []
+    gpus = [device for device in memory.devices if device.role is not Role.HOST] if memory else []
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)

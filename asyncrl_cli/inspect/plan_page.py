@@ -214,7 +214,7 @@ def search_page(gpus: int, found: Found, guesses: Sequence[str]) -> Page:
         "best": [
             {
                 "allocation": asdict(one.allocation),
-                "set": list(one.allocation.settings()),
+                "set": one.allocation.settings(),
                 "outcome": outcome_document(one.outcome),
                 "trainer_memory_share": one.trainer_memory,
                 "cache_tokens": one.kv_tokens,

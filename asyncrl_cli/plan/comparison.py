@@ -10,21 +10,17 @@ from asyncrl_cli.plan.from_journal import Calibration, Observed
 from asyncrl_cli.plan.prediction import STEPS
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
 
-STEP_WITHIN = 0.10
-"""The largest relative error of a step's time with which a simulation is accepted."""
-SHARES_WITHIN = 0.10
-"""The largest error of a share of time, absolute."""
-STALENESS_WITHIN = 0.2
-"""The largest error of the mean staleness, in versions."""
+Unit = Literal["s", "share", "versions"]
+WITHIN: dict[Unit, float] = {"s": 0.10, "share": 0.10, "versions": 0.2}
+"""The largest error with which a simulation is accepted. It is relative for seconds, and absolute for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One quantity, simulated and measured. ``off``, the error, is relative for seconds, and absolute for shares and
-    versions."""
+    """One quantity, simulated and measured, and its error ``off``."""
 
     name: str
-    unit: Literal["s", "share", "versions"]
+    unit: Unit
     predicted: float
     measured: float
     off: float
@@ -39,21 +35,20 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     """The quantities that both have."""
     seconds = sum(observed.trainer.values())
     measured = {part: spent / seconds for part, spent in observed.trainer.items()}
-    waits = outcome.share("groups", "missing", "other")
     lines = [
-        Line("step", "s", outcome.step_s, observed.step_s, outcome.step_s / observed.step_s - 1, STEP_WITHIN),
-        _share("trainer trains", outcome.share("training"), measured["training"]),
-        _share("trainer publishes", outcome.share("publishing", "publish"), measured["publishing"]),
-        _share("trainer waits", waits, measured["waiting"]),
+        _line("step", "s", outcome.step_s, observed.step_s),
+        _line("trainer trains", "share", outcome.share("training"), measured["training"]),
+        _line("trainer publishes", "share", outcome.share("publishing", "publish"), measured["publishing"]),
+        _line("trainer waits", "share", outcome.share("groups", "missing", "other"), measured["waiting"]),
     ]
     if observed.engines_idle is not None:
-        lines.append(_share("engines idle", outcome.engines_idle, observed.engines_idle))
-    stale = outcome.mean_staleness, observed.mean_staleness
-    return (*lines, Line("mean staleness", "versions", *stale, stale[0] - stale[1], STALENESS_WITHIN))
+        lines.append(_line("engines idle", "share", outcome.engines_idle, observed.engines_idle))
+    return (*lines, _line("mean staleness", "versions", outcome.mean_staleness, observed.mean_staleness))
 
 
-def _share(name: str, predicted: float, measured: float) -> Line:
-    return Line(name, "share", predicted, measured, predicted - measured, SHARES_WITHIN)
+def _line(name: str, unit: Unit, predicted: float, measured: float) -> Line:
+    off = predicted / measured - 1 if unit == "s" else predicted - measured
+    return Line(name, unit, predicted, measured, off=off, within=WITHIN[unit])
 
 
 def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from asyncrl_cli.plan.simulator import Outcome, Scenario, simulate
-from asyncrl_cli.sizing.estimate import estimate, excesses
+from asyncrl_cli.sizing.estimate import Change, estimate, excesses, with_changes
 from asyncrl_cli.sizing.model import SizedModel
+from asyncrl_cli.sizing.parts import Role
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 ENGINE_GPUS = (1, 2, 4, 8)
@@ -38,15 +39,19 @@ class Allocation:
     max_staleness: int
     slots: int
 
-    def settings(self) -> tuple[str, ...]:
+    def change(self) -> Change:
+        """The keys of a spec that set it."""
+        return {
+            "rollout.gpus_per_engine": self.engine_gpus,
+            "rollout.engines": self.engines,
+            "trainer.ranks": self.ranks,
+            "rollout.max_running_rollouts": self.slots,
+            "pipeline.max_staleness": self.max_staleness,
+        }
+
+    def settings(self) -> list[str]:
         """As ``--set`` takes them."""
-        return (
-            f"rollout.gpus_per_engine={self.engine_gpus}",
-            f"rollout.engines={self.engines}",
-            f"trainer.ranks={self.ranks}",
-            f"rollout.max_running_rollouts={self.slots}",
-            f"pipeline.max_staleness={self.max_staleness}",
-        )
+        return [f"{key}={value}" for key, value in self.change().items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,26 +88,10 @@ def allocations(gpus: int, rollouts: int, engine_gpus: Sequence[int] = ENGINE_GP
             for concurrency in CONCURRENCY:
                 slots = max(8, -(-concurrency * rollouts // engines))
                 for bound in BOUNDS:
-                    allocation = Allocation(size, engines, ranks, bound, min(1024, slots))
+                    allocation = Allocation(size, engines, ranks, max_staleness=bound, slots=min(1024, slots))
                     if allocation not in seen:
                         seen.add(allocation)
                         yield allocation
-
-
-def applied(spec: ExperimentSpec, allocation: Allocation) -> ExperimentSpec:
-    """The spec with an allocation."""
-    rollout = {
-        "engines": allocation.engines,
-        "gpus_per_engine": allocation.engine_gpus,
-        "max_running_rollouts": allocation.slots,
-    }
-    return spec.model_copy(
-        update={
-            "rollout": spec.rollout.model_copy(update=rollout),
-            "trainer": spec.trainer.model_copy(update={"ranks": allocation.ranks}),
-            "pipeline": spec.pipeline.model_copy(update={"max_staleness": allocation.max_staleness}),
-        }
-    )
 
 
 def search(
@@ -121,7 +110,7 @@ def search(
     for allocation in candidates:
         if allocation.ranks % spec.trainer.sequence_parallel or allocation.ranks % spec.trainer.expert_parallel:
             continue
-        own = applied(spec, allocation)
+        own = with_changes(spec, allocation.change())
         memory: float | None = None
         kv_tokens: int | None = None
         if model is not None and gpu_bytes is not None:
@@ -130,7 +119,7 @@ def search(
                 too_large += 1
                 continue
             kv_tokens = None if found.cache is None else found.cache.tokens
-            memory = next((one.total / gpu_bytes for one in found.devices if one.role == "trainer"), None)
+            memory = next((one.total / gpu_bytes for one in found.devices if one.role is Role.TRAINER), None)
         scenario = scenario_of(own, kv_tokens)
         coarse.append((_rough_step_s(scenario), allocation, scenario, memory, kv_tokens))
     coarse.sort(key=lambda one: one[0])

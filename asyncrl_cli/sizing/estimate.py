@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache, gpu_share
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, cpu_cache_bytes, host_kinds, host_parts, step_tokens
@@ -19,6 +21,10 @@ GPU_RANK_BYTES = 2 * GB
 """A rank's CUDA context, NCCL, and what the allocator cannot use: assumed."""
 CONTEXT_BYTES = 6 * GB // 10
 """A CUDA context, outside of a process's share of a GPU: assumed."""
+
+
+Change = Mapping[str, Any]
+"""Keys of a spec, with dots, and their new values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,15 @@ def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...
     return Device(
         Role.BOTH, "GPU of an engine that is awake and a rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes
     )
+
+
+def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:
+    """The spec with these values, which are not validated again."""
+    for key, value in change.items():
+        section, name = key.split(".")
+        part = getattr(spec, section).model_copy(update={name: value})
+        spec = spec.model_copy(update={section: part})
+    return spec
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import pytest
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.plan_page import comparison_table, machine_page
 from asyncrl_cli.journal.queries import snapshot
-from asyncrl_cli.plan.comparison import Line, compare, error_parts, misfit
+from asyncrl_cli.plan.comparison import WITHIN, Line, compare, error_parts, misfit
 from asyncrl_cli.plan.from_journal import Calibration, calibrate
 from asyncrl_cli.plan.prediction import NOTICEABLE, Devices, advice, predict, spans
 from asyncrl_cli.plan.simulator import Scenario, simulate
@@ -320,7 +320,7 @@ def test_another_model_is_refused(run_folder: Path, asyncrl: Any) -> None:
 def test_a_run_that_is_not_reproduced_is_refused(
     run_folder: Path, asyncrl: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("asyncrl_cli.plan.comparison.STEP_WITHIN", -1.0)
+    monkeypatch.setitem(WITHIN, "s", -1.0)
     code, out, err = asyncrl("plan", "spec.yaml", "--calibrate-from", "latest")
     assert (code, out) == (2, "")
     assert "not reproduced within 10 %" in err and "the largest difference" in err

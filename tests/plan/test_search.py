@@ -14,8 +14,9 @@ from asyncrl_cli.orchestrator.actors import buffer_settings
 from asyncrl_cli.plan.guess import GPUS, DataSheetIteration, Shape, engine_cost, guessed_costs, shape_of, trainer_cost
 from asyncrl_cli.plan.lengths import LengthModel
 from asyncrl_cli.plan.scenario import scenario_of
-from asyncrl_cli.plan.search import Allocation, allocations, applied, search
+from asyncrl_cli.plan.search import Allocation, allocations, search
 from asyncrl_cli.sizing.config import COPIES, read_config
+from asyncrl_cli.sizing.estimate import with_changes
 from asyncrl_cli.sizing.model import size_model
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -115,7 +116,7 @@ def test_what_does_not_fit_is_not_simulated() -> None:
 
 
 def test_an_allocation_is_applied() -> None:
-    own = applied(spec(), Allocation(2, 3, 10, 4, 77))
+    own = with_changes(spec(), Allocation(2, 3, 10, 4, 77).change())
     assert (own.rollout.min_engines, own.rollout.gpus_per_engine, own.trainer.ranks) == (3, 2, 10)
     assert (own.pipeline.max_staleness, own.rollout.max_running_rollouts) == (4, 77)
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.checks.memory import remedies, with_changes
+from asyncrl_cli.checks.memory import remedies
 from asyncrl_cli.sizing.engine import engine_parts
-from asyncrl_cli.sizing.estimate import estimate, excesses
+from asyncrl_cli.sizing.estimate import estimate, excesses, with_changes
 from asyncrl_cli.sizing.host import HostKind, host_kinds, host_parts, step_tokens, version_bytes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES, memory_size
