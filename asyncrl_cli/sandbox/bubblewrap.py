@@ -29,13 +29,13 @@ PACKAGES = Path(__file__).parents[2]
 """The folder with this package, outside."""
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/nix/store")
 DATA = ("/etc/ld.so.cache", "/usr/share/zoneinfo")
-"""What Python needs of the system."""
+"""Files of the system that Python needs."""
 PROGRAMS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 DATA_OF_PROGRAMS = (
     "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/mime.types",
 )  # fmt: skip
 CAPABILITIES = ("CAP_SETUID", "CAP_SETGID", "CAP_CHOWN")
-"""What a process of root needs to take its id and to own its folder; it abandons them."""
+"""A process of root needs them to take its id and to own its folder; then it drops them."""
 OWN_IDS = range(0x70000000, 0x78000000)
 """User ids that no machine assigns."""
 END_S = 10.0
@@ -191,7 +191,7 @@ def for_commands(settings: SandboxSpec, visible: Mapping[str, str], accounts: Ma
     """bwrap and its arguments for commands. ``accounts``: descriptors with the content of small files."""
     in_gvisor = settings.kind == "gvisor"
     return [
-        # gVisor's processes cannot end bwrap's own first process, whose end ends all of them.
+        # gVisor's processes cannot end bwrap's own first process. Its end ends all of them.
         *_namespaces(as_first_process=not in_gvisor),
         *_devices(),
         *("--proc", "/proc"),
@@ -225,8 +225,8 @@ def _namespaces(as_first_process: bool) -> list[str]:
     """bwrap itself, in new namespaces, with few capabilities if any; it ends with its parent.
 
     ``as_first_process``: the command is the first process of its namespace, which no other in it can end; otherwise
-    the first process is bwrap's. As root, bwrap makes no user namespace, whose user would be root outside; so the
-    command has to take an unused id. The kernel does not send the signal of a parent's end to a process
+    the first process is bwrap's. As root, bwrap makes no user namespace, because its user would be root outside.
+    So the command has to take an unused id. The kernel does not send the signal of a parent's end to a process
     with another id, so such a first process has to notice itself that bwrap, or the process that started bwrap, has
     ended.
     """

@@ -41,7 +41,7 @@ END_S = 10.0
 GVISOR_LOOK_S = 1.0
 """Seconds between two looks at gVisor's memory; most commands end before the first."""
 GVISOR_MB = 256
-"""What gVisor may take beside the memory and the files of its processes."""
+"""Memory that gVisor may take in addition to the memory and the files of its processes."""
 PIECE = 2**16
 
 Kind = Literal["bubblewrap", "gvisor", "none"]
@@ -56,7 +56,7 @@ class CommandResult:
     status: int | None
     """Its exit status (128 + the signal's number, if a signal ended it), or None if it was stopped."""
     output: str
-    """What it printed on both streams, in order; the middle is omitted where it is long."""
+    """The text printed on both streams, in order; the middle of a long text is omitted."""
     stopped: Stopped = ""
     """The limit that it reached, if any. ``disk``: no space or files are left; ``processes``: there were as many as
     there may be."""
@@ -89,7 +89,7 @@ class ShellSandbox:
         self._turn = asyncio.Lock()
         self._sending = asyncio.Lock()
         self._current: asyncio.Task[list[bytes]] | None = None
-        """The exchange whose turn it is."""
+        """The exchange that is under way."""
         self._closed = False
         self._order: dict[str, Any] = {
             "kind": settings.kind,
@@ -217,7 +217,7 @@ class ShellSandbox:
     async def read_file(self, path: str) -> bytes:
         """The content of a file; ``path`` is relative to the work folder.
 
-        Raises ``OSError`` for a path that leaves it or leads through a link, and for what is not a file.
+        Raises ``OSError`` for a path that leaves it or leads through a link, and for anything except a file.
         """
         work_files.parts_of(path)
         (data,) = await self._ask([b"read", os.fsencode(path)], FILE_S)
@@ -411,7 +411,7 @@ def _accounts(uid: int) -> dict[str, str]:
 
 
 def _environment() -> dict[str, str]:
-    """A command's variables, beside those that it is given."""
+    """The variables that every command gets."""
     folders = (os.path.join(sys.prefix, "bin"), os.path.join(sys.base_prefix, "bin"))
     return {
         "PATH": ":".join((*dict.fromkeys(folders), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")),

@@ -1,4 +1,4 @@
-"""What a process in a sandbox does to itself before it runs unreviewed code. None of it can be undone.
+"""A process in a sandbox confines itself with this before it runs unreviewed code. None of it can be undone.
 
 This module is imported inside, so it imports little.
 """
@@ -78,7 +78,7 @@ class Confinement:
     """How a process is to confine itself, as the process outside decides."""
 
     limits: dict[str, int]
-    """Beside ``LIMITS``."""
+    """In addition to ``LIMITS``."""
     uid: int = 0
     """The unused user id to take; 0 keeps the present user."""
     processes: int = 0
@@ -95,7 +95,7 @@ def confine(order: Confinement, view: View | None, take_user: Callable[[int], No
     for name, most in (LIMITS | order.limits).items():
         limit(getattr(resource, name), most)
     # The order matters (decision 0021). The user first: without capabilities it cannot be changed any more. Landlock
-    # before the filter, which refuses Landlock's system calls and most of what these lines do.
+    # before the filter, which refuses Landlock's system calls and most others that these lines make.
     if order.uid:
         (take_user or become)(order.uid)
     if order.processes and order.uid != SHARED_UID:  # the kernel would count other processes of that id
@@ -132,7 +132,7 @@ def hide_memory() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent has ended."""
+    """Become the parent of descendants that lose their parent."""
     _prctl("CHILD_SUBREAPER", PR_SET_CHILD_SUBREAPER, 1)
 
 

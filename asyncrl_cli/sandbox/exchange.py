@@ -70,7 +70,7 @@ BINARY = (
 )
 OPERATORS = ("neg", "pos", "invert", "index")
 IN_PLACE = tuple(f"i{name}" for name in BINARY[6:])
-"""With the above: what the tests may do with an object of the code, by the names of Python's special methods."""
+"""All of these name Python's special methods that the tests may call on an object of the code."""
 
 
 class ProtocolError(Exception):
@@ -162,7 +162,7 @@ class Codec:
 
 
 class Peer(Codec):
-    """One end of the two pipes. ``answer`` says what the other side may ask for."""
+    """One end of the two pipes. ``answer`` defines the questions that the other side may ask."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self._reading, self._writing = order["reading"], order["writing"]

@@ -112,8 +112,8 @@ def for_code() -> bytes:
 def for_commands(further: frozenset[str] = frozenset()) -> bytes:
     """The program for a shell and its programs, with ``further`` system calls. Raises ``OSError`` without libseccomp.
 
-    They may start processes, send signals (only their own namespace's processes exist), use sockets (of their own
-    network), and change modes and times of files (of their own file system). Still refused are namespaces, mounts,
+    They may start processes, send signals (only processes of their namespace exist), use sockets (their network is
+    private), and change modes and times of files (so is their file system). Still refused are namespaces, mounts,
     other users, tracing and other processes' memory, keys, BPF, io_uring, userfaultfd, kernel modules, and memory that
     no process shows as its own (memfd, System V, message queues), which could not be counted.
     """

@@ -1,7 +1,7 @@
 """gVisor in a sandbox of bubblewrap: its start, the folders that it needs, and the port that leads to the gateway.
 
 bwrap makes the same view of this machine as without gVisor. In it, ``main`` takes an unused id, makes the socket that
-leads to the worker, and becomes ``runsc run``, whose container has this view as its root and the supervisor as its
+leads to the worker, and becomes ``runsc run``. Its container has this view as its root and the supervisor as its
 first process. gVisor's own files are in bwrap's memory: none of them is left on this machine, however it ends.
 
 A socket that listens is handed to the worker, which accepts its connections. Without gVisor this is the port itself.
@@ -29,9 +29,9 @@ SOCKET_FOLDER = "/run/gateway"
 SOCKET = f"{SOCKET_FOLDER}/socket"
 """The worker listens there: nothing else can be reached from gVisor."""
 USER = 1000
-"""The user of the commands. gVisor's users are its own, not those of this machine."""
+"""The user of the commands. gVisor has its own users, not this machine's."""
 SYSTEM_CALLS = frozenset({"setreuid", "setregid"})
-"""What `become_user` leaves to each command, beside those that a sandbox without gVisor allows."""
+"""Further system calls that each command needs to become the user."""
 BUNDLE = "/tmp/bundle"
 """Inside gVisor, /tmp is another folder: commands do not see this one."""
 SHARED_MEMORY = "/dev/shm"
@@ -103,7 +103,7 @@ def started(command: Sequence[str], environment: Mapping[str, str], output: int)
 
 
 def share_memory_in_tmp() -> None:
-    """Inside gVisor: let shared memory be part of /tmp, whose size is limited."""
+    """Inside gVisor: let shared memory be part of /tmp, which has a limited size."""
     os.rmdir(SHARED_MEMORY)
     os.symlink("/tmp", SHARED_MEMORY)
 

@@ -42,7 +42,7 @@ START_S = 30.0
 LOOK_S = 0.05
 """Seconds between two checks of the number of threads and of the size of files."""
 OPEN_FILES = 64
-"""Descriptors that the code may have; its pipes hold up to 2 MiB beside its memory."""
+"""Descriptors that the code may have; its pipes hold up to 2 MiB in addition to its memory."""
 MOST_FILES = 10_000
 """Files and folders that the code may have."""
 CAP_SYS_PTRACE = 19
@@ -50,7 +50,7 @@ CAP_SYS_PTRACE = 19
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the code may use: seconds (wall clock, and CPU), MiB of memory, MiB of files, and threads."""
+    """Limits of the code: seconds (wall clock, and CPU), MiB of memory, MiB of files, and threads."""
 
     time_s: float = 10.0
     memory_mb: int = 1024
@@ -104,8 +104,8 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
 
 
 def _watch(report: int, processes: Sequence[_Process], limits: Limits, tests: int) -> bytes | None:
-    """What the process with the tests reports until it has ended, its time is over or a process exceeds a limit; None
-    when it does not begin."""
+    """The report until the tests' process has ended, its time is over or a process exceeds a limit; None if it does not
+    begin."""
     received, deadline, looked = b"", time.monotonic() + START_S, 0.0
     readable = select.poll()  # select.select takes no descriptor from 1024 on
     readable.register(report, select.POLLIN)
@@ -181,12 +181,12 @@ class _Process(bubblewrap.Process):
 
     def exceeds_limits(self) -> bool:
         """Whether it has too many threads, or too many or too large files in its folder."""
-        with suppress(OSError):  # it has ended meanwhile
+        with suppress(OSError):  # it has just ended
             children = Path(f"/proc/{self.pid}/task/{self.pid}/children")  # of the namespace's first process
             pids = [self.pid, *children.read_text().split()] if children.exists() else [self.pid]
             if sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids) - len(pids) + 1 > self._limits.processes:
                 return True
-        if self._in_namespaces:  # its file system has a size, and empty files take memory beside it
+        if self._in_namespaces:  # its file system has a size, but empty files take further memory
             with suppress(OSError):
                 files = os.statvfs(f"/proc/{self.pid}/root/tmp")
                 return files.f_files - files.f_ffree > MOST_FILES
@@ -205,7 +205,7 @@ class _Process(bubblewrap.Process):
             mapped = _removed_and_mapped(self.pid, folder)
         found: dict[int, int] = {}
         for name in names:
-            with suppress(OSError):  # it has been removed, or closed, meanwhile
+            with suppress(OSError):  # it has just been removed or closed
                 entry = os.stat(name, follow_symlinks=not name.startswith(folder))
                 if name.startswith(folder) or entry.st_nlink == 0:
                     found[entry.st_ino] = entry.st_blocks * 512

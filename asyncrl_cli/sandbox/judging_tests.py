@@ -257,7 +257,7 @@ def _call(names: _Names, call: str) -> bool:
     target = names[name]
     if not method:
         return _finish(target())
-    import inspect  # here: starting is to be quick, and most tests do not need these
+    import inspect  # here: most tests do not need these, and a start should be quick
     import unittest
 
     if issubclass(target, unittest.TestCase):

@@ -1,7 +1,7 @@
 """The other processes of a sandbox: how much they use, and their end.
 
-Seen by the first process of a namespace (``alone``) they are all that there are; without a namespace they are its
-descendants, whose orphans it adopts.
+The first process of a namespace (``alone``) sees no further processes. Without a namespace they are its descendants,
+and it adopts orphans.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 MOST_SOCKETS = 2000
 """Sockets of all processes: their buffers are memory that no process shows as its own."""
 MOST_FILES = 100_000
-"""Files and folders of one file system: each takes about a KiB beside its content."""
+"""Files and folders of one file system: each takes about a KiB in addition to its content."""
 FEWEST_FREE = 16
 """Pages below which a disk is full."""
 AGAIN_S = 0.002
@@ -28,7 +28,7 @@ def exceeded(alone: bool, in_gvisor: bool, memory: int, *, most: int) -> bytes:
     for pid in _others(alone):
         try:
             fields = _file(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has just ended
             continue
         pids.append(pid)
         threads += int(fields[17])
@@ -104,7 +104,7 @@ def _below(pid: int) -> Iterator[int]:
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
                 found += map(int, _file(f"/proc/{parent}/task/{thread}/children").split())
-        except OSError:  # it has ended meanwhile
+        except OSError:  # it has just ended
             continue
     yield from found[1:]
 

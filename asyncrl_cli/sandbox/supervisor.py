@@ -26,9 +26,9 @@ WATCH_S = 0.05
 SHELLS = ("/bin/bash", "/bin/sh")
 READY, CANCELLED = b"ready", b"cancelled"
 CANNOT_RUN = 126
-"""A shell's status of what cannot be run."""
+"""A shell's status for a line that cannot be run."""
 CHANGED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)
-"""Signals whose handling Python changes when it starts; commands get the default."""
+"""Python changes the handling of these signals when it starts; commands get the default."""
 KEPT = 2**15
 """Bytes that are kept of the beginning of an output, and of its end."""
 
@@ -223,7 +223,7 @@ def _wake_when_children_end() -> int:
 
 
 def _some(descriptor: int) -> bytes:
-    """What there is to read, if any."""
+    """The bytes that can be read now."""
     try:
         return os.read(descriptor, 2**16)
     except BlockingIOError:

@@ -17,7 +17,7 @@ from asyncrl_cli.spec.inputs import SandboxSpec
 
 Wanted = Literal["auto", "bubblewrap", "seccomp", "none"]
 OLDEST_GVISOR = 20240729
-"""The oldest version (a date) that works: in that of Debian 12, of 2022, `ls` fails, and it needs rights to start."""
+"""The oldest version (a date) that works: in Debian 12's, of 2022, `ls` fails, and it needs rights to start."""
 HINTS: dict[commands.Kind, str] = {
     "bubblewrap": "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)",
     "gvisor": "install bubblewrap, and gVisor's runsc of 2024-07-29 or later (Debian 13: apt install runsc; Debian 12: "
@@ -27,7 +27,7 @@ COMMAND = "ls -d /root/.bashrc /etc/shadow 2>/dev/null; ls -d ."
 
 
 def missing(kind: commands.Kind | judge.Kind) -> str:
-    """What this machine lacks for a kind of sandbox; "" if it may work."""
+    """Name the part that this machine lacks for a kind of sandbox; "" if it may work."""
     if kind == "none":
         return ""
     if kind != "seccomp" and shutil.which("bwrap") is None:

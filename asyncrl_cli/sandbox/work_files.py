@@ -1,7 +1,7 @@
 """Files of the work folder, by paths that cannot leave it.
 
-Every folder on the way is opened in the one before it, and no link is followed: whatever is moved or linked meanwhile,
-the file is one of the work folder's.
+Every folder on the way is opened in the folder before it, and no link is followed. Whatever a process moves or links at
+the same time, the file is one of the work folder's.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def parameter_use(function: Callable[..., Any]) -> Use:
 
 
 def sandbox_use(task: object) -> Use:
-    """Whether a task takes a sandbox: what it states itself (``sandbox_use``), or the parameters of its method."""
+    """Whether a task takes a sandbox: it says so itself (``sandbox_use``), or its method has the parameter."""
     if isinstance(stated := getattr(task, "sandbox_use", None), Use):
         return stated
     if isinstance(task, AgentTask):

@@ -1,4 +1,4 @@
-"""Tasks whose policy calls Python functions: what most environments are.
+"""Tasks in which the policy calls Python functions, as in most environments.
 
     class Weather(ToolTask):
         def tools(self, prompt):
@@ -7,9 +7,9 @@
         def judge(self, prompt, text):
             return float(prompt.fields["answer"] in text)
 
-A tool is described by its signature and its docstring. What a call of it returns, or the exception that it raises, goes
-back to the policy as text: so the policy can correct its own mistakes. The first reply without a call is the answer,
-which is judged. Tools and ``judge`` may be async.
+A tool is described by its signature and its docstring. The result of a call, or its exception, goes back to the policy
+as text, so the policy can correct its own mistakes. The first reply without a call is the answer, which is judged.
+Tools and ``judge`` may be async.
 
 Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbox``): ``tools(prompt, sandbox)``,
 ``judge(prompt, text, sandbox)``.
@@ -219,7 +219,7 @@ def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: 
 
 
 def result_message(number: int, content: str) -> Message:
-    """What that call returned."""
+    """The result of that call."""
     return {"role": "tool", "tool_call_id": f"call{number}", "content": content}
 
 

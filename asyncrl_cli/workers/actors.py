@@ -7,7 +7,7 @@ Invariants:
 
 - Of a worker process that is gone no descendant lives, not even one that left its session: all of them come to the
   actor's process, which adopts orphans. In the driver they could not be distinguished from Ray's (decision 0034).
-- A response costs two processes at most, and none loses its reward for what another did to a process.
+- A response costs two processes at most, and none loses its reward because another one ended a process.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ BLOCKED_S = 30.0
 
 
 class WorkerActor:
-    """What the actors of rewards and of episodes have in common."""
+    """Owns worker processes: the common part of the actors of rewards and of episodes."""
 
     def __init__(self, name: str, spec: TaskSpec, search_path: str, log_dir: str, blocked_s: float = BLOCKED_S) -> None:
-        """``name`` is that of the log file in ``log_dir``."""
+        """``name``: of the log file in ``log_dir``."""
         redirect_output(log_dir, name)
         adopt_orphans()
         self.spec = spec
@@ -68,13 +68,13 @@ class WorkerActor:
 
 
 class EpisodeActor(WorkerActor):
-    """Plays as many episodes at a time as it is asked to."""
+    """Plays episodes, any number at a time."""
 
     def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__(*settings, **named)
         self._common: WorkerProcess | None = None
         self._idle: list[WorkerProcess] = []
-        """Of those that play one episode at a time."""
+        """Idle processes that play one episode at a time."""
         self._starting = asyncio.Lock()
         self._playing: dict[str, asyncio.Task[Played]] = {}
 
@@ -97,7 +97,7 @@ class EpisodeActor(WorkerActor):
             del self._playing[key]
 
     async def cancel(self, keys: list[str]) -> None:
-        """Stop these episodes, those of them that are being played here."""
+        """Stop these episodes, if they are being played here."""
         for key in keys:
             if (playing := self._playing.get(key)) is not None:
                 playing.cancel()
@@ -133,7 +133,7 @@ class EpisodeActor(WorkerActor):
 class RewardActor(WorkerActor):
     """Scores as many responses at a time as its processes take; others wait their turn.
 
-    Plain and async rewards of a mix have a pool each, so that neither delays the other.
+    Plain and async rewards of a mix have a pool each: neither delays the other.
     """
 
     async def start(self) -> None:
@@ -148,7 +148,7 @@ class RewardActor(WorkerActor):
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
 
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
-        """What every response scores, in order. Raises ``TaskError`` when the task can no longer be loaded."""
+        """The score of every response, in order. Raises ``TaskError`` when the task can no longer be loaded."""
         return list(await asyncio.gather(*map(self._score, responses)))
 
     async def _score(self, response: Response) -> Scored | RewardFailure:
@@ -200,7 +200,7 @@ class RewardPool:
         try:
             return await self._ask(slot, response)
         except ProcessLost:
-            # Before any other response takes the slot: what was lost is settled first, one by one.
+            # Before any other response takes the slot: lost responses are settled first, one by one.
             slot.lost += 1
         try:
             await self._take(lambda: None if slot.running else slot)

@@ -111,7 +111,7 @@ class Pulse(threading.Thread):
 def main(descriptor: int, owner_pid: int) -> None:
     """Load the task, then do what is asked until the owner closes the socket."""
     die_with(owner_pid)
-    adopt_orphans()  # so that orphans of user code end with this process, not with another's (decision 0034)
+    adopt_orphans()  # orphans of user code must end with this process, not with another's (decision 0034)
     os.set_inheritable(descriptor, False)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
@@ -166,7 +166,7 @@ async def _serve(task: object, work: Work, load: Load, owner: Owner, ready: Call
     running: dict[int, asyncio.Task[None]] = {}
     player = EpisodePlayer(task, load.spec.episode.timeout_s, load.spec.sandbox) if work is Work.EPISODES else None
     Pulse(owner, load.blocked_s, None if player is None else player.traces.holder).start()
-    ready()  # only now: what fails until here, such as an import without memory, is an error of the start
+    ready()  # only now: a failure until here, such as an import without memory, is an error of the start
 
     async def answer(number: int, message: Score | Play) -> None:
         if isinstance(message, Play):
@@ -176,7 +176,7 @@ async def _serve(task: object, work: Work, load: Load, owner: Owner, ready: Call
             owner.send(number, await _score(task, message))
 
     def receive() -> None:
-        # The owner writes a message at once, so the rest of it is there, or about to be.
+        # The owner writes a message in one piece, so the rest of it is there, or about to be.
         try:
             number, message = owner.receive()
         except (EOFError, OSError):

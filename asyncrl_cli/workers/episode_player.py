@@ -3,8 +3,8 @@
 Environments, and whatever agents hand to ``asyncio.to_thread``, run in threads.
 
 Invariant: an episode that was begun ends within its time and ``GRACE_S``, or the event loop is blocked and ``Pulse``
-(workers/child.py) says by which episode. Whatever an episode has left running in the loop is cancelled when it ends; if
-something does not stop then, the episode's end says ``stuck``.
+(workers/child.py) says by which episode. When an episode ends, everything that it has left running in the loop is
+cancelled; if something does not stop then, the episode's end says ``stuck``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _EPISODE: ContextVar[int] = ContextVar("episode")
 
 
 class _Traces:
-    """Which tasks and threads belong to which episode: a task to the one in whose context it was made."""
+    """Maps tasks and calls in threads to episodes: a task belongs to the episode that made it."""
 
     def __init__(self) -> None:
         self._tasks: defaultdict[int, WeakSet[asyncio.Task[Any]]] = defaultdict(WeakSet)
@@ -81,7 +81,7 @@ class _Traces:
 
 
 class _Threads(ThreadPoolExecutor):
-    """The loop's threads, each call of which is traced."""
+    """The loop's threads. Each call is traced."""
 
     def __init__(self, traces: _Traces) -> None:
         super().__init__(THREADS, "episode")
@@ -129,7 +129,7 @@ class EpisodePlayer:
         in_time, _ = await asyncio.wait({episode, stop}, timeout=self._timeout_s, return_when=first)
         stop.cancel()
         ended_itself = episode.done()
-        # Clear before the answer: what an ended episode has left running must not act in another's time.
+        # Clear before the answer: an ended episode's tasks must not act in another's time.
         stuck = not await self.traces.clear(number, GRACE_S)
         del self._stop[number]
         if ended_itself and not episode.cancelled():
@@ -181,6 +181,6 @@ def _location(task: object) -> str:
 
 
 def display_name(task: object) -> str:
-    """What the user calls a task that plays episodes: ``module:function``, or ``module:Class``."""
+    """The user's name for a task that plays episodes: ``module:function``, or ``module:Class``."""
     name = getattr(task, "name", None)
     return name if isinstance(name, str) else f"{type(task).__module__}:{type(task).__qualname__}"

@@ -31,7 +31,7 @@ BEAT_S = 1.0
 
 
 class Work(StrEnum):
-    """What a worker process does with the task."""
+    """The work of a worker process."""
 
     PLAIN = "plain"
     """Plain reward functions, one at a time in the main thread, as functions that set alarms need it."""
@@ -51,7 +51,7 @@ class Retry(StrEnum):
     RESUME = "resume"
     """From what was generated: the cause is outside the episode."""
     ISOLATED = "isolated"
-    """From what was generated, in a process of its own: it may have been the cause."""
+    """From what was generated, in a separate process: it may have been the cause."""
 
 
 @dataclass(frozen=True, slots=True)

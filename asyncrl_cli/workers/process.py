@@ -64,11 +64,11 @@ EXIT_S = 10.0
 ASYNC_GRACE_S = 1.0
 """Seconds after its limit within which an async reward's own process says that it took too long."""
 LAST_S = 1.0
-"""Seconds in which last answers are read after the process's end, and a process with episodes has to end after it has
-closed its socket."""
+"""Seconds for reading last answers after the process's end, and for a process with episodes to end after it has closed
+its socket."""
 SILENT_S = 15.0
-"""Seconds without a beat, beyond those for which the loop may be blocked, after which a process with episodes counts as
-hung: some code holds the interpreter's lock."""
+"""A process with episodes counts as hung if it sends nothing for so many seconds longer than its loop may be blocked:
+some code holds the interpreter's lock."""
 CHUNK = 2**16
 LARGEST = 2**28
 """Bytes of the longest answer: a number, or a line of text."""
@@ -109,7 +109,7 @@ class WorkerProcess:
     async def start(self) -> None:
         """Start the process and have it load the task. Raises ``TaskError`` when the task cannot be loaded."""
         self._loop = asyncio.get_running_loop()
-        # Its own, so that what a killed process leaves there is removed during the run.
+        # A separate one: the files of a killed process are removed during the run.
         self._folder = WorkerFolder()
         mine, theirs = socket.socketpair()
         their_output: int | None = None  # rewards print to the log themselves, as much as they like
@@ -131,7 +131,7 @@ class WorkerProcess:
                 GIVEN_PYTHONPATH: os.environ.get("PYTHONPATH", ""),
                 "TMPDIR": str(self._folder.path),
             },
-            start_new_session=True,  # with what it starts itself, it is one group to kill
+            start_new_session=True,  # with its children, it is one group to kill
         )
         self.pid = self._process.pid
         theirs.close()
@@ -161,7 +161,7 @@ class WorkerProcess:
         """The reward of one response. One that takes more than ``limit_s`` seconds costs the process, unless it is
         async and can be cancelled.
 
-        Raises ``ProcessLost`` when the process ended, or was ended for what another reward did.
+        Raises ``ProcessLost`` when the process ended, or was ended because of another reward.
         """
         alone = not self._answers
         try:
@@ -189,7 +189,7 @@ class WorkerProcess:
         return played
 
     def name_for(self, prompt: Prompt) -> str:
-        """What the user calls the reward for a prompt."""
+        """The user's name for the reward of a prompt."""
         names = self.loaded.names
         return names.get("") or names.get(task_name(prompt), "the reward")
 
@@ -214,7 +214,7 @@ class WorkerProcess:
         self._on_close()
         self._folder.remove()
         if self._output:
-            with suppress(OSError):  # what it printed last
+            with suppress(OSError):  # the last output
                 while self._copy_output(self._output):
                     pass
         for descriptor in self._readers:
@@ -335,7 +335,7 @@ class WorkerProcess:
                 self._loop.remove_reader(output)
 
     def _copy_output(self, output: int) -> bool:
-        """Copy a piece of what the process prints to the log; False at its end."""
+        """Copy a piece of the process's output to the log; False at its end."""
         chunk = os.read(output, CHUNK)
         bound_log()
         os.write(1, chunk)
@@ -373,9 +373,9 @@ class WorkerFolder:
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove this user's worker folders in ``parent`` whose owner is gone."""
+    """Remove this user's worker folders without an owner in ``parent``."""
     for folder in parent.glob(f"{FOLDER}*"):
-        with suppress(OSError):  # of another user, locked, or removed meanwhile
+        with suppress(OSError):  # of another user, locked, or just removed
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
 """Calling a reward function and checking what it returns.
 
-Invariant: what leaves ``score`` and ``score_async`` is a ``Scored`` of finite floats or a ``RewardFailure``, whatever
-the reward function does, except ending its process or never returning, which the owner of the process handles.
+Invariant: ``score`` and ``score_async`` return a ``Scored`` of finite floats or a ``RewardFailure``, whatever the
+reward function does. If it ends its process or never returns, the owner of the process handles that.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
 
 
 def awaits(task: object) -> bool:
-    """Whether the task's reward is an async function, of which several can run at a time."""
+    """Whether the task's reward is an async function: several of them can run at a time."""
     return inspect.iscoroutinefunction(
         task.function if isinstance(task, FunctionTask) else getattr(task, "reward", None)
     )
@@ -102,7 +102,7 @@ def failed(error: BaseException, name: str, prompt: Prompt, location: str = "") 
 
 
 def reward_name(task: object) -> str:
-    """What the user calls the reward: ``module:function``, or ``module:Class.reward``."""
+    """The user's name for the reward: ``module:function``, or ``module:Class.reward``."""
     if isinstance(task, FunctionTask):
         return task.name
     return f"{type(task).__module__}:{type(task).__qualname__}.reward"
