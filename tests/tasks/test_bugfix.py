@@ -223,23 +223,9 @@ def test_rows_without_a_repository_are_refused(change: dict[str, Any]) -> None:
 
 RIGHT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 WRONG = ADD.fields["files"]["calc.py"]
+# What code can do in the judge's sandbox is tested in tests/sandbox/test_judge.py.
 CHEATS = {
     "exits": f"import os\n{WRONG}\nos._exit(0)\n",
-    "exits politely": f"import sys\n{WRONG}\nsys.exit(0)\n",
-    "equals everything": (
-        "class Any:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n\n\n"
-        "def add(a, b):\n    return Any()\n\n\ndef sub(a, b):\n    return a - b\n"
-    ),
-    "is a number that equals everything": (
-        "class Any(int):\n    def __eq__(self, other):\n        return True\n    __hash__ = None\n\n\n"
-        "def add(a, b):\n    return Any()\n\n\ndef sub(a, b):\n    return a - b\n"
-    ),
-    "replaces the builtins": f"import builtins\nbuiltins.AssertionError = Warning\nbuiltins.int = str\n{WRONG}",
-    "no assertions": f"import sys\nsys.flags = None\n__debug__ = False\n{WRONG}",
-    "writes a passing report": (
-        f"import os\n{WRONG}\nfor descriptor in range(3, 20):\n    try:\n        os.write(descriptor, b'b11')\n"
-        "    except OSError:\n        pass\n"
-    ),
     "looks for the tests": (
         "import gc, sys\n\n\ndef add(a, b):\n"
         "    for one in gc.get_objects():\n"
