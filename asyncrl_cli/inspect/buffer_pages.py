@@ -10,7 +10,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
 from typing import Any, TypeVar
 
@@ -214,9 +214,9 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
         lines += ["fields", *paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")]
     documents = []
     for rollout in record.rollouts:
-        texts = _texts(rollout, decoder)
-        lines += ["", *_rollout_lines(rollout, texts, decoder, with_tokens)]
-        documents.append(_rollout_document(rollout, texts))
+        sequences = _sequences(rollout, decoder)
+        lines += ["", *_rollout_lines(rollout, sequences, with_tokens)]
+        documents.append(_rollout_document(rollout, sequences))
     if not with_tokens:
         lines += ["", f"(`--rollout {record.rollouts[0].rollout_id}` shows the log-prob of every token)"]
     if decoder is None:
@@ -242,41 +242,37 @@ def _when(row: GroupRow, bound: int) -> str:
     return f"{text}, {age} ago; to be taken by version {row.version + bound}"
 
 
-Texts = list[list[str | None]]
-"""The text of each segment, sequence by sequence; None without a tokenizer."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A segment as it is shown."""
+
+    segment: Segment
+    branch: int
+    text: str | None
+    """None without a tokenizer."""
+    names: Sequence[str]
+    """Its tokens' texts, or ids."""
 
 
-def _texts(rollout: RolloutRecord, decoder: Decoder | None) -> Texts:
-    return [
-        [None] * len(sequence)
-        if decoder is None
-        else list(decoder.parts(_ids(sequence), [segment.end for segment in sequence]))
-        for sequence in _sequences(rollout)
-    ]
+def _sequences(rollout: RolloutRecord, decoder: Decoder | None) -> list[list[_Part]]:
+    """The parts of each of a rollout's sequences."""
+    found = []
+    for rollout_id, segments in groupby(rollout.segments, key=lambda segment: segment.rollout_id):
+        sequence = list(segments)
+        ids = [token for segment in sequence for token in segment.ids.tolist()]
+        texts: Sequence[str | None] = [None] * len(sequence)
+        names = [str(token) for token in ids]
+        if decoder is not None:
+            texts = decoder.parts(ids, [segment.end for segment in sequence])
+            pieces = zip(decoder.pieces(ids), ids, strict=True)
+            names = [json.dumps(piece, ensure_ascii=False) if piece else f"#{token}" for piece, token in pieces]
+        branch = sequence_of(rollout_id)[-1]
+        parts = zip(sequence, texts, strict=True)
+        found.append([_Part(segment, branch, text, names[segment.start : segment.end]) for segment, text in parts])
+    return found
 
 
-def _token_names(sequence: Sequence[Segment], decoder: Decoder | None) -> list[str]:
-    """How each token is shown: its text, or its id where it has none."""
-    ids = _ids(sequence)
-    if decoder is None:
-        return [str(token) for token in ids]
-    return [
-        json.dumps(piece, ensure_ascii=False) if piece else f"#{token}"
-        for piece, token in zip(decoder.pieces(ids), ids, strict=True)
-    ]
-
-
-def _sequences(rollout: RolloutRecord) -> list[list[Segment]]:
-    """The segments of each of its sequences."""
-    return [list(segments) for _, segments in groupby(rollout.segments, key=lambda segment: segment.rollout_id)]
-
-
-def _ids(sequence: Sequence[Segment]) -> list[int]:
-    return [token for segment in sequence for token in segment.ids.tolist()]
-
-
-def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None, with_tokens: bool) -> Iterator[str]:
-    sequences = _sequences(rollout)
+def _rollout_lines(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]], with_tokens: bool) -> Iterator[str]:
     judged = "failed" if rollout.failure else _known(rollout.reward, lambda r: f"reward {number(r)}", "no reward yet")
     end = ENDS.get(rollout.finish_reason, rollout.finish_reason)
     yield f"rollout {rollout.rollout_id}: {judged}; {rollout.tokens} tokens{_size(sequences)}, {end}"
@@ -287,30 +283,27 @@ def _rollout_lines(rollout: RolloutRecord, texts: Texts, decoder: Decoder | None
         yield from paragraph(f"metrics: {measured}", "  ")
     if rollout.tokens and not rollout.segments:
         yield "  (its tokens were dropped: journal.keep)"
-    for sequence, of_sequence in zip(sequences, texts, strict=True):
-        if branch := _branch(sequence):
+    for sequence in sequences:
+        if branch := sequence[0].branch:
             yield f"  branch {branch}: another conversation of the same rollout{_size([sequence])}"
-        names = _token_names(sequence, decoder)
-        for segment, text in zip(sequence, of_sequence, strict=True):
-            yield from _segment_lines(segment, text, names[segment.start : segment.end], with_tokens)
+        for part in sequence:
+            yield from _part_lines(part, with_tokens)
 
 
-def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], with_tokens: bool) -> Iterator[str]:
-    """A segment with its text. Context has another margin, and no log-probs."""
-    logprobs = segment.logprobs
-    if segment.version == CONTEXT:
+def _part_lines(part: _Part, with_tokens: bool) -> Iterator[str]:
+    """A part with its text. Context has another margin, and no log-probs."""
+    logprobs = part.segment.logprobs
+    if part.segment.version == CONTEXT:
         yield f"  context, {len(logprobs)} tokens"
-        yield from paragraph(" ".join(names) if text is None else text, CONTEXT_MARGIN)
+        yield from paragraph(" ".join(part.names) if part.text is None else part.text, CONTEXT_MARGIN)
         return
-    yield (
-        f"  version {segment.version}, {len(logprobs)} tokens, log-prob mean {logprobs.mean():.3f}, "
-        f"lowest {logprobs.min():.3f}"
-    )
-    if text is not None:
-        yield from paragraph(text, "    ")
-    if with_tokens or text is None:
+    measured = f"log-prob mean {logprobs.mean():.3f}, lowest {logprobs.min():.3f}"
+    yield f"  version {part.segment.version}, {len(logprobs)} tokens, {measured}"
+    if part.text is not None:
+        yield from paragraph(part.text, "    ")
+    if with_tokens or part.text is None:
         line = TOKEN_MARGIN
-        for name, logprob in zip(names, logprobs.tolist(), strict=True):
+        for name, logprob in zip(part.names, logprobs.tolist(), strict=True):
             cell = f" {name} {logprob:.2f}"
             if len(line) + len(cell) > WIDTH:
                 yield line
@@ -319,40 +312,33 @@ def _segment_lines(segment: Segment, text: str | None, names: Sequence[str], wit
         yield line
 
 
-def _branch(sequence: Sequence[Segment]) -> int:
-    return sequence_of(sequence[0].rollout_id)[-1]
-
-
-def _size(sequences: Sequence[Sequence[Segment]]) -> str:
+def _size(sequences: Sequence[Sequence[_Part]]) -> str:
     """Calls, context and branches of a rollout; empty for a rollout of one turn."""
-    context = sum(len(segment.ids) for sequence in sequences for segment in sequence if segment.version == CONTEXT)
+    segments = [[part.segment for part in sequence] for sequence in sequences]
+    context = sum(len(one.ids) for one in chain.from_iterable(segments) if one.version == CONTEXT)
     if not context:
         return ""
     # A call is a run of sampled tokens.
-    runs = chain.from_iterable(groupby(sequence, lambda segment: segment.version == CONTEXT) for sequence in sequences)
+    runs = chain.from_iterable(groupby(some, lambda one: one.version == CONTEXT) for some in segments)
     size = f" in {counted(sum(not is_context for is_context, _ in runs), 'call')}, {context} of context"
     return f"{size}, {counted(len(sequences) - 1, 'branch')}" if len(sequences) > 1 else size
 
 
-def _rollout_document(rollout: RolloutRecord, texts: Texts) -> dict[str, Any]:
+def _rollout_document(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]]) -> dict[str, Any]:
+    facts = ("tokens", "finish_reason", "reward", "failure", "metrics", "recorded_at")
     return {
         "rollout": rollout.rollout_id,
-        "tokens": rollout.tokens,
-        "finish_reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "failure": rollout.failure,
-        "metrics": rollout.metrics,
-        "recorded_at": rollout.recorded_at,
+        **{name: getattr(rollout, name) for name in facts},
         "segments": [
             {
-                "branch": _branch([segment]),
-                "start": segment.start,
-                "version": None if segment.version == CONTEXT else segment.version,
-                "ids": segment.ids.tolist(),
+                "branch": part.branch,
+                "start": part.segment.start,
+                "version": None if part.segment.version == CONTEXT else part.segment.version,
+                "ids": part.segment.ids.tolist(),
                 # JSON has no infinity and no NaN.
-                "logprobs": [value if math.isfinite(value) else None for value in segment.logprobs.tolist()],
-                "text": text,
+                "logprobs": [value if math.isfinite(value) else None for value in part.segment.logprobs.tolist()],
+                "text": part.text,
             }
-            for segment, text in zip(rollout.segments, chain.from_iterable(texts), strict=True)
+            for part in chain.from_iterable(sequences)
         ],
     }
