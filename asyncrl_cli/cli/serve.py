@@ -14,6 +14,7 @@ from asyncrl_cli.cli.arguments import Overrides, RunsDir, Step, run_names
 from asyncrl_cli.cli.output import echo
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.runs.catalogue import find_run
+from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     from asyncrl_cli.orchestrator.serving import Address, Served
@@ -42,7 +43,10 @@ def serve(
     """
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]
-    served = _of_spec(Path(target), changes, step) if _is_spec(target) else _of_run(runs_dir, target, changes, step)
+    if target.endswith((".yaml", ".yml")) or Path(target).is_file():
+        served = _of_spec(Path(target), changes, step)
+    else:
+        served = _of_run(find_run(runs_dir, target), changes, step)
 
     from asyncrl_cli.checks.hosts.examine import check_cluster
     from asyncrl_cli.checks.prompts import missing_in_template
@@ -75,14 +79,9 @@ def serve(
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _is_spec(target: str) -> bool:
-    return target.endswith((".yaml", ".yml")) or Path(target).is_file()
-
-
-def _of_run(runs_dir: Path, name: str, changes: list[str], step: int | None) -> Served:
+def _of_run(run: RunDirectory, changes: list[str], step: int | None) -> Served:
     from asyncrl_cli.spec.load import load_recorded
 
-    run = find_run(runs_dir, name)
     spec = load_recorded(run.path, changes).spec
 
     from asyncrl_cli.orchestrator.serving import served_run
