@@ -397,8 +397,14 @@ class Engine:
 def _segments(request: RolloutRequest, output: CompletionOutput, experts: Experts | None = None) -> list[Segment]:
     first = request.generated
     starts = [(int(span.version), first + span.start) for span in output.weight_versions or ()]
-    logprobs = sampled_logprobs(output.logprobs)
-    return split_by_version(request.rollout_id, first, output.token_ids, logprobs, starts, experts)
+    return split_by_version(
+        request.rollout_id,
+        start=first,
+        ids=output.token_ids,
+        logprobs=sampled_logprobs(output.logprobs),
+        version_starts=starts,
+        experts=experts,
+    )
 
 
 def _experts(request: RolloutRequest, output: CompletionOutput) -> tuple[Experts | None, Experts | None]:

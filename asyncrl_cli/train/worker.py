@@ -165,8 +165,14 @@ class TrainerWorker:
             # Before rank 0 joins: the other ranks wait for it in the next line, and read what it made (decision 0011).
             for source in sources.values():
                 checkpoints.to_universal(source)
-        listener = self._listener if self._rank == 0 else None
-        ds.join_process_group(self._rank, trainer.ranks, address, port, trainer.gpus_per_rank > 0, listener)
+        ds.join_process_group(
+            self._rank,
+            trainer.ranks,
+            address=address,
+            port=port,
+            gpu=trainer.gpus_per_rank > 0,
+            listener=self._listener if self._rank == 0 else None,
+        )
         objective = Objective.of(self._spec.algorithm, Path(search_path))
         # The engines of policy and critic are collective: all ranks start them in this order.
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)

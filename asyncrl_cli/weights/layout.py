@@ -78,7 +78,13 @@ def plan_slots(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> t
     """Lay tensors out one after another, each on an ``ALIGNMENT`` boundary."""
     slots, offset = [], 0
     for name, dtype, shape in tensors:
-        slot = TensorSlot(name, str(dtype).removeprefix("torch."), tuple(shape), offset, dtype.itemsize)
+        slot = TensorSlot(
+            name=name,
+            dtype=str(dtype).removeprefix("torch."),
+            shape=tuple(shape),
+            offset=offset,
+            itemsize=dtype.itemsize,
+        )
         slots.append(slot)
         offset = _aligned(offset + slot.nbytes)
     return tuple(slots)

@@ -138,7 +138,8 @@ def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     For REINFORCE++ (arXiv 2501.03262), where the step is the baseline (``whiten``).
     """
-    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma, 1.0)[0]  # with values of 0 it is just that
+    # With values of 0 and lam of 1, advantages are these sums.
+    return gae(token_rewards, torch.zeros_like(token_rewards), mask, gamma=gamma, lam=1.0)[0]
 
 
 def gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:

@@ -87,13 +87,15 @@ class Policy(nn.Module):
             kept = _kept(response_mask) if self.packing else torch.ones_like(response_mask[:, 1:])
             self.replay.use(None if experts is None else experts[:, 1:][kept])
         targets = input_ids[response_mask]
-        hidden, own = predicting_states(self.model.base_model, input_ids, response_mask, self.packing, self.sequence)
+        hidden, own = predicting_states(
+            self.model.base_model, input_ids, response_mask, packing=self.packing, sequence=self.sequence
+        )
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
             hidden,
             targets if own is None else targets[own],
-            self.temperature,
-            entropy,
+            temperature=self.temperature,
+            entropy=entropy,
         )
         if self.sequence is not None and own is not None:
             logprobs, entropies = self.sequence.joined(logprobs, own), self.sequence.joined(entropies, own)
@@ -121,7 +123,9 @@ class ValueModel(nn.Module):
 
         Arguments are as in ``Policy``.
         """
-        hidden, own = predicting_states(self.backbone, input_ids, response_mask, self.packing, self.sequence)
+        hidden, own = predicting_states(
+            self.backbone, input_ids, response_mask, packing=self.packing, sequence=self.sequence
+        )
         values = self.head(hidden)[:, 0].float()
         if self.sequence is not None and own is not None:
             values = self.sequence.joined(values, own)
