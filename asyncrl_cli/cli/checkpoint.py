@@ -75,8 +75,8 @@ def export(
     found = find_run(runs_dir, run)
     _chosen(found, step)  # raises when there is none, before torch is imported
 
-    from asyncrl_cli.train.model.export import check_target, export_model
     from asyncrl_cli.train.model.initial import model_stub_path
+    from asyncrl_cli.train.model.saving import check_target, export_model
 
     check_target(to)
     checkpoint = verified_checkpoint(found, step)

@@ -167,8 +167,8 @@ class _OwnWeights:
 
 
 def _export(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, folder: Path) -> Path:
-    from asyncrl_cli.train.model.export import export_model
     from asyncrl_cli.train.model.initial import model_stub_path
+    from asyncrl_cli.train.model.saving import export_model
 
     export_model(checkpoint, model_stub_path(spec.model, run.model_stub), folder, spec.model.lora)
     return folder

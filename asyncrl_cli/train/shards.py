@@ -7,15 +7,18 @@ own partition, so no weight is gathered for a publish: only the small matrices o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
 from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, by_layer, full_shape, gathered, plain_weights
+from asyncrl_cli.train.model.policy import PolicyError
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 from asyncrl_cli.weights.mapped import Copies
 
@@ -100,3 +103,54 @@ def _own(parameter: Tensor, begin: int, end: int, zero_stage: int) -> Tensor:
         partition: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]  # padded at its end
         return partition.detach()[: end - begin]
     return parameter.detach().reshape(-1)[begin:end]
+
+
+def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[TensorSlot, ...]:
+    """``slots`` with the tensors of the model's checkpoint as their parts, where these are not the slots themselves.
+
+    A loaded transformers model may have other weights than its checkpoints, which engines load: the experts of a layer
+    as one tensor, other names for a block (Mixtral), no prefix of the vision model around it (Qwen 3.5).
+    ``save_pretrained`` calls ``revert_weight_conversion``. Here it converts row numbers instead of weights, which shows
+    where in the trainer's weights each tensor of a checkpoint lies. So engines read it from the same bytes.
+
+    ``slots`` have the weights of ``model``, a transformers model, by its own names. Raises ``PolicyError`` when a
+    checkpoint has a tensor that is not a part of a slot.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    starts, numbers, count = [], {}, 0
+    for slot in slots:
+        starts.append(count)
+        numbers[slot.name] = _row_numbers(count, slot.shape)
+        count += _rows(slot.shape)
+    parts: dict[str, list[TensorSlot]] = defaultdict(list)
+    for name, part in revert_weight_conversion(model, numbers).items():
+        begin = int(part.reshape(-1)[0])
+        index = bisect_right(starts, begin) - 1
+        slot, row = slots[index], begin - starts[index]
+        width = slot.numel // _rows(slot.shape)
+        shape = tuple(part.shape) if len(slot.shape) < 2 else (*part.shape[:-1], width)
+        if row + _rows(shape) > _rows(slot.shape) or not torch.equal(part, _row_numbers(begin, shape)):
+            raise PolicyError(
+                f"the checkpoint's {name} is not a part of the model's {slot.name} but computed from it",
+                hint=f"use another model: engines cannot read the weights of a {model.config.model_type} in place",
+            )
+        offset = slot.offset + row * width * slot.itemsize
+        parts[slot.name].append(replace(slot, name=name, shape=shape, offset=offset))
+    divided = []
+    for slot in slots:
+        own = sorted(parts[slot.name], key=lambda part: part.offset)
+        assert sum(part.numel for part in own) == slot.numel, slot.name
+        divided.append(slot if own == [slot] else replace(slot, parts=tuple(own)))
+    return tuple(divided)
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return prod(shape[:-1]) if len(shape) > 1 else prod(shape)
+
+
+def _row_numbers(begin: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """The numbers from ``begin`` on of a weight's rows, in its shape except the last dimension, which no conversion
+    touches: two columns stand for it, as some conversions drop dimensions of one."""
+    rows = torch.arange(begin, begin + _rows(shape), dtype=torch.int32)  # a model has fewer than 2^31
+    return rows.view(shape) if len(shape) < 2 else rows.view(*shape[:-1], 1).expand(*shape[:-1], 2).contiguous()

@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal
 from asyncrl_cli.spec.inputs import LoraSpec
-from asyncrl_cli.train.model.export import export_model
+from asyncrl_cli.train.model.saving import export_model
 
 pytestmark = pytest.mark.stack
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.train.model.checkpoint_names import with_checkpoint_parts
 from asyncrl_cli.train.model.policy import PolicyError
-from asyncrl_cli.train.shards import engine_layout, shards, write_shard
+from asyncrl_cli.train.shards import engine_layout, shards, with_checkpoint_parts, write_shard
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, size_of
 from asyncrl_cli.weights.mapped import Copies
 from tests.small_models import ARCHITECTURES, small_model

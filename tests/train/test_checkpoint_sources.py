@@ -16,7 +16,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import Checkpoint
 from asyncrl_cli.spec.sections import TrainerSpec
 from asyncrl_cli.train.checkpoints import find_source, load_state, reading_tensors, to_universal
-from asyncrl_cli.train.model.export import consolidate, export_model
+from asyncrl_cli.train.model.saving import consolidate, export_model
 
 
 def empty_checkpoint(folder: Path, ranks: int, zero_stage: int, **further: int) -> Checkpoint:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from test_trainer_checkpoints import differs, train
 from transformers import AutoModelForCausalLM
 
-from asyncrl_cli.train.model.export import consolidate, export_model
+from asyncrl_cli.train.model.saving import consolidate, export_model
 
 pytestmark = pytest.mark.stack
 

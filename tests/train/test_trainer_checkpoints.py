@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 from asyncrl_cli.runs.checkpoints import Checkpoint, TrainerLayout, seal, verify
-from asyncrl_cli.train.model.export import consolidate, export_model
+from asyncrl_cli.train.model.saving import consolidate, export_model
 
 pytestmark = pytest.mark.stack
 

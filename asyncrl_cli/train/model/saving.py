@@ -1,4 +1,4 @@
-"""Saves a model as a Hugging Face directory, with files of the model that it was made from.
+"""Writes models as Hugging Face directories: a trainer's, or one in a checkpoint, without Ray and without a trainer.
 
 Invariant: ``generation_config.json`` is copied byte for byte. It names the tokens that end a reply; and transformers
 loads, but does not save, one with settings that contradict each other, which some models on the hub have.
@@ -6,15 +6,24 @@ loads, but does not save, one with settings that contradict each other, which so
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.files import atomic_folder
+from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
+from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.train.checkpoints import reading_tensors
 from asyncrl_cli.weights.layout import TensorSlot
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from asyncrl_cli.train.model.lora import PlainWeight
@@ -105,3 +114,105 @@ def generation_config_file(source: str | Path) -> Path | None:
         _raise_exceptions_for_connection_errors=False,
     )
     return None if found is None else Path(found)
+
+
+PREFIX = "model."
+"""The model's name in a ``Policy``."""
+
+
+def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Full weights by their names in the model, from any ZeRO stage and any number of ranks.
+
+    They are the optimizer's own, in float32; only ZeRO 0 in bfloat16 gives the rounded weights, which the engines had.
+    With a ``dtype`` they are rounded one by one: of ZeRO 3 the model is never whole in float32. Raises ``RunError``
+    when the shards cannot be read.
+    """
+    import torch
+
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        with reading_tensors(checkpoint.folder):
+            state = _saved(checkpoint)
+        # Tied weights are one object with two names, which is read once.
+        whole = {id(tensor): tensor.contiguous().to(dtype or torch.float32) for tensor in state.values()}
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise RunError(
+            f"the weights cannot be read: {type(error).__name__}: {error}",
+            location=str(checkpoint.folder),
+            hint="check the checkpoint with `asyncrl checkpoint verify`",
+        ) from error
+    return {name.removeprefix(PREFIX): whole[id(tensor)] for name, tensor in state.items()}
+
+
+def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None) -> None:
+    """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
+
+    ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters that it was
+    trained with; they are merged. ``folder`` appears complete or not at all. Raises ``RunError``
+    when it exists and is not empty.
+    """
+    from transformers import AutoTokenizer
+
+    check_target(folder)
+    folder = folder.resolve()  # the target of a link is written, and the link is kept
+    try:
+        with atomic_folder(folder) as unfinished:
+            model = _whole_model(checkpoint, model_stub, lora)
+            save_model(model, model_stub, unfinished, max_shard_size=FILE_BYTES)
+            AutoTokenizer.from_pretrained(model_stub, trust_remote_code=False).save_pretrained(unfinished)
+    except OSError as error:
+        raise RunError(
+            f"the model cannot be written: {error.strerror or error}",
+            location=str(folder),
+            hint="name another folder with --to",
+        ) from None
+
+
+def _whole_model(checkpoint: Checkpoint, model_stub: str, lora: LoraSpec | None) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from asyncrl_cli.train.model.lora import merge
+
+    dtype = getattr(torch, checkpoint.trainer().dtype)
+    weights = consolidate(checkpoint, dtype if lora is None else torch.float32)
+    config = AutoConfig.from_pretrained(model_stub, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if lora is not None:
+            weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
+    model.tie_weights()
+    return model
+
+
+def check_target(folder: Path) -> None:
+    """Raise ``RunError`` when a model cannot be written there: a file, or a folder that is not empty."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError("a file with this name exists", location=str(folder), hint="name a folder with --to")
+    if folder.exists() and any(folder.iterdir()):
+        raise RunError("the folder is not empty", location=str(folder), hint="name another folder with --to")
+
+
+def _saved(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    import torch
+
+    from asyncrl_cli.train.model.expert_parallel import undivided
+
+    saved = checkpoint.trainer()
+    if saved.expert_parallel > 1:
+        return undivided(checkpoint.folder / STATE, saved)
+    unsharded: dict[str, Tensor] = {}
+    if saved.zero_stage < 2:  # stage 1's shards lack weights that were not trained
+        (path,) = (checkpoint.folder / STATE).glob("*_model_states.pt")
+        unsharded = torch.load(path, map_location="cpu")["module"]
+    if saved.zero_stage == 0:
+        return unsharded
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        # Lazy: of ZeRO 3, objects that join the shards of a tensor when they are asked to be contiguous.
+        state: dict[str, Tensor] = get_fp32_state_dict_from_zero_checkpoint(
+            str(checkpoint.folder), tag=STATE, lazy_mode=True
+        )
+    return unsharded | state
