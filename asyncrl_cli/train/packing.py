@@ -146,12 +146,7 @@ def plan_microbatches(
     Returns:
         ``plan[rank][microbatch]`` is a list of indices into ``lengths``, from the longest row to the
         shortest. Every index occurs once; every rank has the same number of micro-batches, at least one.
-
-    Raises:
-        ValueError: a length (tokens of a row), the bound or the number of ranks is below 1.
     """
-    if tokens_per_microbatch < 1 or ranks < 1 or any(length < 1 for length in lengths):
-        raise ValueError("lengths, tokens_per_microbatch and ranks are at least 1")
     rows_of: list[list[int]] = [[] for _ in range(ranks)]
     tokens_of = [0] * ranks
     for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):

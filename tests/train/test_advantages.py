@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
-from torch import Tensor
 
 from asyncrl_cli.train.algorithms.advantages import (
     ADVANTAGES,
@@ -91,22 +90,6 @@ def test_right_and_wrong_answers_weigh_against_each_other() -> None:
     torch.testing.assert_close(ADVANTAGES["leave_one_out"](rewards), others)
 
 
-@pytest.mark.parametrize("name", list(ADVANTAGES))
-@pytest.mark.parametrize(
-    "rewards",
-    [
-        torch.zeros(3),
-        torch.tensor(0.0),
-        torch.zeros(2, 0),
-        torch.zeros(2, 2, dtype=torch.int64),
-        torch.tensor([[0.0, float("nan")]]),
-    ],
-)
-def test_refuses_what_is_not_a_matrix_of_finite_numbers(name: str, rewards: Tensor) -> None:
-    with pytest.raises(ValueError, match="rewards must be"):
-        ADVANTAGES[name](rewards)
-
-
 def test_what_a_users_estimator_returns_is_looked_at() -> None:
     rewards = torch.tensor([[1.0, 0.0], [0.5, 0.0]])
     assert check_advantages(rewards, rewards) is rewards
@@ -132,9 +115,3 @@ def test_the_overlong_lose_as_dapo_says(length: int, maximum: int, share: float)
     found = overlong_penalty(torch.tensor([[length]]), maximum, buffer)
     assert (found.shape, found.dtype) == ((1, 1), torch.float32)
     assert found.item() == pytest.approx(-penalty, rel=1e-6)
-
-
-@pytest.mark.parametrize("buffer", [0, 11])
-def test_a_buffer_lies_within_the_length(buffer: int) -> None:
-    with pytest.raises(ValueError, match="buffer_tokens"):
-        overlong_penalty(torch.tensor([1]), 10, buffer)

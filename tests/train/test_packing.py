@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -90,12 +89,6 @@ def test_a_rank_with_short_rows_parts_them_instead_of_running_empty() -> None:
 def test_empty_plans_still_have_one_microbatch() -> None:
     assert plan_microbatches([], 10, ranks=2) == [[[]], [[]]]
     assert plan_microbatches([99], 10, ranks=2) == [[[0]], [[]]]
-
-
-@pytest.mark.parametrize("arguments", [([0], 1, 1), ([1], 0, 1), ([1], 1, 0)])
-def test_numbers_below_one_are_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        plan_microbatches(*arguments)
 
 
 def row(prompt: int, response: int, seed: int = 0, sampled: list[bool] | None = None) -> TrainingRow:

@@ -32,8 +32,7 @@ VARIANCE_FLOOR = 1e-8
 
 AdvantageFunction = Callable[[Tensor], Tensor]
 """Takes rewards [groups, group_size], floating point; returns advantages of the same shape and dtype. A user's own
-function has this signature, too; ``check_advantages`` checks its result. The functions below raise ``ValueError`` as
-``check_rewards``."""
+function has this signature, too; ``check_advantages`` checks its result."""
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ def leave_one_out(rewards: Tensor) -> Tensor:
 
     RLOO, arXiv 2402.14740, section 3.2. A group of one has no others, and advantage 0.
     """
-    size = rewards.shape[-1] if rewards.ndim else 0
+    size = rewards.shape[1]
     return (_centred(rewards) * (size / max(1, size - 1))).to(rewards.dtype)
 
 
@@ -73,17 +72,6 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 }
 """The functions by their names in a spec; ``none`` and ``gae`` are the functions ``rewards_to_go`` and ``gae``, which
 work on tokens."""
-
-
-def check_rewards(rewards: Tensor) -> Tensor:
-    """``rewards``, or ``ValueError`` unless they are a finite floating-point [groups, group_size]."""
-    if rewards.ndim != 2 or rewards.shape[1] < 1 or not rewards.is_floating_point():
-        raise ValueError(
-            f"rewards must be a floating-point [groups, group_size], not {rewards.dtype} {list(rewards.shape)}"
-        )
-    if not torch.isfinite(rewards).all():
-        raise ValueError("rewards must be finite")
-    return rewards
 
 
 def check_advantages(result: object, rewards: Tensor) -> Tensor:
@@ -112,11 +100,8 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Te
 
     Soft overlong punishment, DAPO, arXiv 2503.14476, eq. 13, where it is negative and added to the reward.
 
-    Returns float32 of the shape of ``lengths``, from 0 to 1. Raises ``ValueError`` unless ``buffer_tokens`` is from 1
-    to ``max_tokens``.
+    ``buffer_tokens`` is from 1 to ``max_tokens``. Returns float32 of the shape of ``lengths``, from 0 to 1.
     """
-    if not 1 <= buffer_tokens <= max_tokens:
-        raise ValueError(f"buffer_tokens must be from 1 to max_tokens {max_tokens}, not {buffer_tokens}")
     over = lengths.double() - (max_tokens - buffer_tokens)
     return (over / buffer_tokens).clamp(0.0, 1.0).float()
 
@@ -206,7 +191,7 @@ def whiten(advantages: Tensor, mask: Tensor, moments: Moments) -> Tensor:
 
 def _centred(rewards: Tensor) -> Tensor:
     """r − mean in float64; exactly 0 for uniform groups, as the mean of equal numbers can differ by rounding."""
-    exact = check_rewards(rewards).double()
+    exact = rewards.double()
     return (exact - exact.mean(dim=1, keepdim=True)).masked_fill(uniform_groups(rewards)[:, None], 0.0)
 
 
