@@ -29,8 +29,9 @@ def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
     known = next((experts for _, experts in parts if experts is not None), None)
     if known is None:
         return None
-    rows = [unknown_like(known, count) if experts is None else experts for count, experts in parts]
-    return np.concatenate(rows, dtype=known.dtype, casting="no")
+    width, dtype = known.shape[1], known.dtype
+    rows = [np.full((count, width), UNKNOWN, dtype) if experts is None else experts for count, experts in parts]
+    return np.concatenate(rows, dtype=dtype, casting="no")
 
 
 def filled(experts: Experts | None, others: Experts | None) -> Experts | None:
@@ -38,11 +39,6 @@ def filled(experts: Experts | None, others: Experts | None) -> Experts | None:
     if experts is None or others is None:
         return others if experts is None else experts
     return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), others, experts)
-
-
-def unknown_like(experts: Experts, tokens: int) -> Experts:
-    """Unknown rows for this number of tokens, with the shape and dtype of the same model."""
-    return np.full((tokens, experts.shape[1]), UNKNOWN, experts.dtype)
 
 
 def to_bytes(experts: Experts) -> bytes:
