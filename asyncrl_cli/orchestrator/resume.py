@@ -5,11 +5,9 @@ Invariant: nothing on disk is changed before it is known that the run can be res
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
-from pathlib import Path
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.data.loader import PromptLoader
@@ -36,21 +34,18 @@ COMPARED_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a run is resumed, and what has to be archived first.
-
-    Args:
-        trained: number of steps recorded as trained; metrics of later steps are dropped, as they are reported again.
-        again: whether the steps after the checkpoint are trained and reported again although later checkpoints may
-            exist and the journal has these steps as trained: their weights may become other ones.
-        without_journal: whether the run starts a new journal.
-        changed: which steps are trained again to other weights, because settings of the training have changed.
-    """
+    """How a run is resumed, and what has to be archived first."""
 
     start: Start
     trained: int
+    """Number of steps recorded as trained; metrics of later steps are dropped, as they are reported again."""
     again: bool
+    """True if the steps after the checkpoint are trained and reported again although later checkpoints may exist and
+    the journal has these steps as trained: their weights may become other ones."""
     without_journal: bool
+    """True if the run starts a new journal."""
     changed: str = ""
+    """Which steps are trained again to other weights, because settings of the training have changed."""
 
     def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
         """Archive what does not belong to the resumed run; returns how it starts.
@@ -69,12 +64,9 @@ class Plan:
         archive = archive_later(run.path / "checkpoints", first if self.again else None)
         if archive is not None:
             notes.append(f"checkpoints after step {first} are in {archive.relative_to(run.path)}")
-        journal = run.path / FILE
-        if journal.is_file():
-            prepare_resume(journal, first if self.again else None, accept_changed_data)
-            _restore_metrics(run, journal, self.trained)
-        else:
-            run.forget_after("metrics.jsonl", self.trained)
+        if (run.path / FILE).is_file():
+            prepare_resume(run.path / FILE, first if self.again else None, accept_changed_data)
+        _restore_metrics(run, self.trained)
         return replace(self.start, note=", ".join(filter(None, notes)))
 
 
@@ -96,7 +88,9 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
     if journal.is_file():
         if begun := is_begun(journal):
             check(journal)
-            taken, trained = _steps_done(journal)
+            with reading(journal) as connection:
+                before = base_of(connection).get("step", 0)  # steps before the journal began
+                taken, trained = max(steps_taken(connection), before), max(steps_trained(connection), before)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
     if taken > spec.stop.steps:
@@ -198,18 +192,12 @@ def _archive_journal(run: RunDirectory) -> None:
         path.rename(folder / path.name)
 
 
-def _restore_metrics(run: RunDirectory, journal: Path, trained: int) -> None:
-    """Make metrics.jsonl agree with the journal: drop steps that are not recorded as trained, which are reported again,
-    and add rows that were never written (the driver was killed, the disk was full)."""
+def _restore_metrics(run: RunDirectory, trained: int) -> None:
+    """Make metrics.jsonl agree with the journal, if there is one: drop steps that are not recorded as trained, which
+    are reported again, and add rows that were never written (the driver was killed, the disk was full)."""
     rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
-    with reading(journal) as connection:
-        for row in metrics_rows(connection):
-            rows.setdefault(row["step"], row)
-    run.write_text("metrics.jsonl", "".join(json.dumps(rows[step]) + "\n" for step in sorted(rows)))
-
-
-def _steps_done(journal: Path) -> tuple[int, int]:
-    """The number of steps taken, and of steps recorded as trained; both include steps before the journal began."""
-    with reading(journal) as connection:
-        first = base_of(connection).get("step", 0)
-        return max(steps_taken(connection), first), max(steps_trained(connection), first)
+    if (run.path / FILE).is_file():
+        with reading(run.path / FILE) as connection:
+            for row in metrics_rows(connection):
+                rows.setdefault(row["step"], row)
+    run.write_rows("metrics.jsonl", (rows[step] for step in sorted(rows)))

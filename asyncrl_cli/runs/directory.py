@@ -30,7 +30,7 @@ import secrets
 import shlex
 import stat
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -206,10 +206,9 @@ class RunDirectory:
                 file.truncate(before)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path / name))
 
-    def forget_after(self, name: str, step: int) -> None:
-        """Drop a JSON Lines file's rows of later steps, which a resumed run repeats."""
-        kept = [row for row in self.read(name) if row["step"] <= step]
-        self.write_text(name, "".join(json.dumps(row) + "\n" for row in kept))
+    def write_rows(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Replace a JSON Lines file atomically."""
+        self.write_text(name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def read(self, name: str) -> list[dict[str, Any]]:
         """Every complete line of a JSON Lines file; a kill or a full disk can leave half a line anywhere in it."""

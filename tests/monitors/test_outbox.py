@@ -49,7 +49,7 @@ def test_steps_that_are_done_again_are_sent_again(run: RunDirectory) -> None:
     for step in range(1, 6):
         write(run, step, 100.0 + step)
     opened(run).note(step=5, time=105.0)
-    run.forget_after("metrics.jsonl", 3)
+    run.write_rows("metrics.jsonl", run.read("metrics.jsonl")[:3])
     assert steps(opened(run)) == []
     write(run, 4, 200.0)
     assert steps(opened(run)) == [4]

@@ -321,18 +321,6 @@ def test_a_state_with_fields_of_other_types_reads_as_a_fresh_start(run: RunDirec
     assert RunDirectory(run.path).state == RunState()
 
 
-def test_rows_that_a_resumed_run_repeats_are_dropped(run: RunDirectory) -> None:
-    for number in range(1, 6):
-        run.append("batches.jsonl", {"step": number, "uids": ["é"]})
-    run.forget_after("batches.jsonl", 3)
-    assert [row["step"] for row in run.read("batches.jsonl")] == [1, 2, 3]
-    run.append("batches.jsonl", {"step": 4})
-    assert run.read("batches.jsonl")[2:] == [{"step": 3, "uids": ["é"]}, {"step": 4}]
-    run.forget_after("batches.jsonl", 0)
-    run.forget_after("missing.jsonl", 0)
-    assert run.read("batches.jsonl") == run.read("missing.jsonl") == []
-
-
 def test_lines_are_read_back_without_the_broken_ones(run: RunDirectory) -> None:
     assert run.read("metrics.jsonl") == []
     run.append("metrics.jsonl", {"step": 1, "reward/mean": 0.25})
