@@ -8,7 +8,9 @@ Steps are counted from 0 here, as in the journal. Times are unix seconds.
 
 from __future__ import annotations
 
+import json
 import sqlite3
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,6 +19,8 @@ from asyncrl_cli.journal.events import metrics_of
 from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
 from asyncrl_cli.records.generation import EngineRequest
 
+EVALUATION = "eval"
+"""The ids of an evaluation's requests begin with this."""
 HELD = "time/publish_s"
 """The metric of a step that says for how many seconds the publish after it kept the trainer."""
 
@@ -106,6 +110,38 @@ def finished_groups(connection: sqlite3.Connection) -> Iterator[tuple[float, int
     )
 
 
+class GroupSpan(NamedTuple):
+    """A group's life; ``ended_at`` is None while it runs."""
+
+    group_id: int
+    step: int | None
+    admitted_at: float
+    ended_at: float | None
+
+
+def group_spans(connection: sqlite3.Connection, first: int) -> Iterator[GroupSpan]:
+    """The lives of the groups from ``first`` on."""
+    rows = connection.execute("SELECT id, step, admitted_at, ended_at FROM groups WHERE id >= ? ORDER BY id", (first,))
+    return map(GroupSpan._make, rows)
+
+
+def first_group(connection: sqlite3.Connection, step: int) -> int:
+    """The lowest group of a batch; 0 when it has none."""
+    row = connection.execute("SELECT min(id) FROM groups WHERE step = ?", (step,)).fetchone()
+    return int(row[0] or 0)
+
+
+def staleness_of(connection: sqlite3.Connection, versions: dict[int, int]) -> Counter[int]:
+    """The groups of these steps by their staleness; ``versions``: the versions that the steps were trained at."""
+    ages: Counter[int] = Counter()
+    for step, version in versions.items():
+        ages.update(
+            version - admitted
+            for (admitted,) in connection.execute("SELECT version FROM groups WHERE step = ?", (step,))
+        )
+    return ages
+
+
 class RolloutTimes(NamedTuple):
     """A recorded rollout and the state of its group; ``oldest`` and ``newest`` are its tokens' versions."""
 
@@ -114,6 +150,7 @@ class RolloutTimes(NamedTuple):
     uid: str
     state: str
     step: int | None
+    prompt_tokens: int
     admitted_at: float
     recorded_at: float
     tokens: int
@@ -123,19 +160,40 @@ class RolloutTimes(NamedTuple):
     newest: int | None
 
 
-def rollout_times(connection: sqlite3.Connection) -> Iterator[RolloutTimes]:
-    """All rollouts, in the order of admission."""
+def rollout_times(connection: sqlite3.Connection, first: int = 0) -> Iterator[RolloutTimes]:
+    """The rollouts of the groups from ``first`` on, in the order of admission."""
     rows = connection.execute(
-        "SELECT g.id, r.rollout_index, g.uid, g.state, g.step, g.admitted_at, r.recorded_at, r.tokens, r.reward, "
-        "r.finish_reason, r.oldest, r.newest "
-        "FROM groups g JOIN rollouts r ON r.group_id = g.id ORDER BY g.id, r.rollout_index"
+        "SELECT g.id, r.rollout_index, g.uid, g.state, g.step, length(g.prompt_ids) / 4, g.admitted_at, r.recorded_at, "
+        "r.tokens, r.reward, r.finish_reason, r.oldest, r.newest "
+        "FROM groups g JOIN rollouts r ON r.group_id = g.id WHERE g.id >= ? ORDER BY g.id, r.rollout_index",
+        (first,),
     )
     return map(RolloutTimes._make, rows)
 
 
-def engine_requests(connection: sqlite3.Connection) -> Iterator[EngineRequest]:
-    """Every request that an engine had, in the order of their begins."""
-    return (
-        EngineRequest(*row)
-        for row in connection.execute(f"SELECT {REQUEST_COLUMNS} FROM engine_requests ORDER BY begun_at")
+# -- engines
+
+
+def engine_requests(connection: sqlite3.Connection, since: float = 0.0) -> Iterator[EngineRequest]:
+    """The requests that ended after the unix time ``since``, by their begin."""
+    rows = connection.execute(
+        f"SELECT {REQUEST_COLUMNS} FROM engine_requests WHERE ended_at > ? ORDER BY begun_at", (since,)
     )
+    return (EngineRequest(*row) for row in rows)
+
+
+def evaluation_spans(connection: sqlite3.Connection) -> list[tuple[float, float]]:
+    """Begin and end of every request of an evaluation."""
+    return connection.execute(
+        f"SELECT begun_at, ended_at FROM engine_requests WHERE request GLOB '{EVALUATION}*' ORDER BY begun_at"
+    ).fetchall()
+
+
+def pauses_since(connection: sqlite3.Connection, since: float) -> dict[str, list[tuple[float, float]]]:
+    """By engine, begin and end of its pauses for new weights, by time."""
+    pauses: dict[str, list[tuple[float, float]]] = {}
+    for (text,) in connection.execute("SELECT pauses FROM publishes WHERE at > ? ORDER BY at", (since,)):
+        for engine, (begin, end) in json.loads(text).items():
+            if end > begin:
+                pauses.setdefault(engine, []).append((begin, end))
+    return pauses

@@ -16,16 +16,18 @@ from statistics import fmean
 
 from asyncrl_cli.journal.events import Checkpoint, Start
 from asyncrl_cli.journal.progress import progress
-from asyncrl_cli.journal.step_timeline import StepSpan, last_groups, step_spans
-from asyncrl_cli.journal.workload import (
+from asyncrl_cli.journal.step_timeline import (
     EVALUATION,
+    StepSpan,
+    engine_requests,
     evaluation_spans,
     first_group,
     group_spans,
+    last_groups,
     pauses_since,
-    requests_since,
-    rollout_lengths,
+    rollout_times,
     staleness_of,
+    step_spans,
 )
 from asyncrl_cli.plan.costs import Costs, EngineCost, LinearIteration, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.fit import EngineFit, Request, TrainerFit, fit_engine, fit_trainer
@@ -107,7 +109,7 @@ class _Measurement:
             self._fitted = [span for span in self._undisturbed(()) if span.step >= self._chosen[0].step]
         self._first = first_group(connection, self._chosen[0].step)
         self._lives = list(group_spans(connection, self._first))
-        self._requests = requests_since(connection, self._lives[0].admitted_at if self._lives else 0.0)
+        self._requests = list(engine_requests(connection, self._lives[0].admitted_at if self._lives else 0.0))
         self._steps = {span.step for span in self._chosen}
         self._begun = {span.step: before.ended_at for before, span in pairwise(self._spans)}
         self._training = [(span.taken_at, span.trained_until) for span in self._spans]
@@ -172,13 +174,13 @@ class _Measurement:
         groups: dict[int, list[RolloutLength]] = defaultdict(list)
         rejected: set[int] = set()
         last = 0
-        for one in rollout_lengths(self._connection, self._first):
+        for one in rollout_times(self._connection, self._first):
             if one.step in self._steps:
                 last = one.group_id
-            elif one.state == "taken":
-                continue
-            else:
+            elif one.state == "rejected":
                 rejected.add(one.group_id)
+            else:
+                continue
             name = f"{one.group_id}-{one.rollout_index}"
             outside = 0.0
             if name in episodic or not served:
