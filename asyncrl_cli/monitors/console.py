@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from threading import Event, Thread, local
-from typing import IO, TYPE_CHECKING, Protocol, cast
+from threading import Event, Lock, Thread
+from typing import Protocol
 
+from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.dashboard import Shown, panel
 from asyncrl_cli.inspect.watching import look
@@ -17,10 +20,8 @@ from asyncrl_cli.monitors.outlet import Outlet, Terminal
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.live import Live
-
+DRAW_S = 0.25
+"""Seconds between two frames."""
 LOOK_S = 1.0
 """Seconds between two updates of the panel from the run's files."""
 LOOK_SHARE = 0.01
@@ -94,46 +95,58 @@ class QuietView(Monitor):
 class LiveView(Monitor):
     """The panel of `asyncrl watch`, drawn over itself, with the current activity of the loop."""
 
-    def __init__(self, live: Live, run: RunDirectory) -> None:
-        self._live = live
+    def __init__(self, out: Outlet, run: RunDirectory) -> None:
+        self._out = out
         self._run = run
         self._doing = ""
         self._seen = Shown("")
+        self._lines = 0  # of the frame on the screen
+        self._drawing = Lock()
 
     def look(self) -> None:
-        """Read the state of the run. Raises nothing, and may be called on another thread."""
-        with suppress(Exception):  # whatever is wrong with the disk or the terminal, training continues
+        """Read the state of the run. Raises nothing: whatever is wrong with the disk, training continues."""
+        with suppress(Exception):
             self._seen = look(self._run)
-            self._draw()
+
+    def draw(self, warning: str = "") -> None:
+        """Replace the panel, with a warning above it. The cursor stays visible: it would stay hidden after a kill."""
+        from asyncrl_cli.core.console import PlainConsole
+
+        width, height = self._out.size
+        console = PlainConsole(width=width, height=height, force_terminal=True)
+        with console.capture() as frame:
+            console.print(panel(replace(self._seen, now=self._doing)))
+        lines = frame.get().splitlines()[: height - 1]
+        with self._drawing:
+            back = f"\x1b[{self._lines}F\x1b[J" if self._lines else ""
+            self._lines = len(lines)
+            self._out.draw(back + warning + "".join(f"{line}\n" for line in lines), warning)
 
     def status(self, text: str) -> None:
-        self._doing = text
-        self._draw()
+        self._doing = text  # shown by the thread: the loop may call this often
 
     def doing(self, text: str, counts: Counts) -> None:
         self.status(text)
 
     def warn(self, text: str) -> None:
-        line = f"! {printable(text)}"
-        file = self._live.console.file
-        with file.keeping(f"{line}\n") if isinstance(file, _Canvas) else nullcontext():
-            self._live.console.print(line, markup=False, highlight=False)
-
-    def _draw(self) -> None:
-        self._live.update(panel(replace(self._seen, now=self._doing)))
+        self.draw(f"! {printable(hide(text))}\n")
 
 
 @contextmanager
 def looking(view: LiveView) -> Iterator[None]:
-    """Have the view look repeatedly, on its own thread: no disk delays the loop."""
+    """Have the view look and draw repeatedly, on its own thread: no disk delays the loop."""
     ended = Event()
 
     def look_on() -> None:
-        took = 0.0
-        while not ended.wait(max(LOOK_S, took / LOOK_SHARE)):
+        looked = took = -math.inf
+        while not ended.wait(DRAW_S):
             started = time.perf_counter()
-            view.look()
-            took = time.perf_counter() - started
+            if started - looked >= max(LOOK_S, took / LOOK_SHARE):
+                view.look()
+                looked = time.perf_counter()
+                took = looked - started
+            with suppress(Exception):  # of the terminal, too
+                view.draw()
 
     thread = Thread(target=look_on, name="live-view", daemon=True)
     thread.start()
@@ -143,7 +156,8 @@ def looking(view: LiveView) -> Iterator[None]:
         ended.set()
         thread.join(LOOK_S)
         if not thread.is_alive():
-            view.look()  # this one stays on the screen
+            view.look()
+            view.draw()  # this one stays on the screen
 
 
 @contextmanager
@@ -151,55 +165,9 @@ def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = F
     """The view of a run of so many steps that fits where the output goes, or a ``quiet`` one."""
     if quiet:
         yield QuietView(terminal.err)
-        return
-    if not terminal.out.isatty():
+    elif not terminal.out.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         yield PlainView(steps, terminal.out)
-        return
-    from rich.live import Live
-
-    console = screen(terminal.out)
-    # Other output of this process has its own file.
-    with Live(console=console, refresh_per_second=4, redirect_stdout=False, redirect_stderr=False) as live:
-        view = LiveView(live, run)
+    else:
+        view = LiveView(terminal.out, run)
         with looking(view):
             yield view
-
-
-class _Canvas:
-    """The file that rich draws to. It passes each frame on to an outlet."""
-
-    encoding = "utf-8"
-
-    def __init__(self, out: Outlet) -> None:
-        self._out = out
-        self._kept = local()
-        self.flush, self.isatty = out.flush, out.isatty
-
-    def write(self, text: str) -> int:
-        return self._out.draw(text, getattr(self._kept, "lines", ""))
-
-    @contextmanager
-    def keeping(self, lines: str) -> Iterator[None]:
-        """A block in which this thread writes ``lines``. If they are dropped, they are counted, unlike frames."""
-        self._kept.lines = lines
-        try:
-            yield
-        finally:
-            self._kept.lines = ""
-
-
-def screen(out: Outlet) -> Console:
-    """A rich console that draws through an outlet."""
-    from rich.console import ConsoleDimensions
-
-    from asyncrl_cli.core.console import PlainConsole
-
-    class Screen(PlainConsole):
-        @property  # type: ignore[misc]  # rich's can be set, but never is
-        def size(self) -> ConsoleDimensions:
-            return ConsoleDimensions(*out.size)
-
-        def show_cursor(self, show: bool = True) -> bool:
-            return False  # a hidden cursor would stay hidden after a kill
-
-    return Screen(file=cast("IO[str]", _Canvas(out)))

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Event, current_thread
+from typing import cast
 
 import pytest
 from rich.console import Console
-from rich.live import Live
 
 from asyncrl_cli.inspect.dashboard import BARS, LABEL_WIDTH, TREND_STEPS, Shown, panel
 from asyncrl_cli.inspect.watching import look
@@ -105,16 +105,28 @@ def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     return recorded
 
 
+class Screen:
+    """An outlet that keeps what it is given."""
+
+    def __init__(self, width: int) -> None:
+        self.size = (width, 60)
+        self.drawn: list[tuple[str, str]] = []
+
+    def draw(self, text: str, lines: str = "") -> int:
+        self.drawn.append((re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text), lines))
+        return len(text)
+
+
 def live_view(run: RunDirectory, width: int) -> tuple[LiveView, Callable[[], list[str]]]:
-    """A view, and the lines that it has on a terminal of this width."""
-    console = Console(file=io.StringIO(), width=width, record=True, force_terminal=True)
-    live = Live(console=console, auto_refresh=False)
+    """A view, and the lines of its frames on a terminal of this width."""
+    screen = Screen(width)
+    view = LiveView(cast("Outlet", screen), run)
 
     def lines() -> list[str]:
-        console.print(live.get_renderable())
-        return [line.rstrip() for line in console.export_text().splitlines()]
+        view.draw()
+        return [line.rstrip() for line in screen.drawn[-1][0].splitlines()]
 
-    return LiveView(live, run), lines
+    return view, lines
 
 
 LABELS = [
@@ -182,6 +194,7 @@ def test_it_looks_again_and_again_and_once_at_the_end(run: RunDirectory, monkeyp
         return Shown("")
 
     monkeypatch.setattr("asyncrl_cli.monitors.console.look", counting)
+    monkeypatch.setattr("asyncrl_cli.monitors.console.DRAW_S", 0.01)
     monkeypatch.setattr("asyncrl_cli.monitors.console.LOOK_S", 0.01)
     monkeypatch.setattr("asyncrl_cli.monitors.console.LOOK_SHARE", 1.0)
     view, _ = live_view(run, 80)
@@ -191,11 +204,13 @@ def test_it_looks_again_and_again_and_once_at_the_end(run: RunDirectory, monkeyp
     assert threads[-1] == current_thread().name
 
 
-def test_warnings_stay_above_the_panel(run: RunDirectory) -> None:
-    console = Console(file=io.StringIO(), width=60, record=True, force_terminal=True)
-    view = LiveView(Live(console=console, auto_refresh=False), run)
+def test_warnings_stay_above_the_panel_and_count_as_lines(run: RunDirectory) -> None:
+    screen = Screen(60)
+    view = LiveView(cast("Outlet", screen), run)
     view.warn("engine-0: [the process] died")
-    assert console.export_text() == "! engine-0: [the process] died\n", "as text, not as markup"
+    [(frame, counted)] = screen.drawn
+    assert counted == "! engine-0: [the process] died\n", "as text, not as markup"
+    assert frame.startswith(f"{counted}now ")
 
 
 # -- which view is chosen
