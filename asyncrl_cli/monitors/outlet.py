@@ -32,12 +32,10 @@ STANDARD = (1, 2)
 
 
 class Outlet:
-    """A text file with a thread that writes to a descriptor. It has the methods that ``print`` and rich need.
+    """Writes text to a descriptor, on a thread.
 
     Invariant: ``write`` neither waits nor raises. Lines that cannot be written are dropped and counted.
     """
-
-    encoding = "utf-8"
 
     def __init__(self, descriptor: int, notices: bool = True) -> None:
         """``notices``: say in the output how many lines are missing, as soon as it can be written again; otherwise at
@@ -56,13 +54,12 @@ class Outlet:
     def lost(self) -> int:
         return self._dropped + self._failed
 
-    def write(self, text: str) -> int:
-        """Have ``text`` written without secrets and control characters; returns its length, as files do."""
+    def write(self, text: str) -> None:
+        """Have ``text`` written without secrets and control characters."""
         shown = printable(hide(text))
         self.draw(shown, shown)
-        return len(text)
 
-    def draw(self, text: str, lines: str = "") -> int:
+    def draw(self, text: str, lines: str = "") -> None:
         """``write`` for a frame that the next one replaces: only ``lines`` are counted when it is dropped."""
         limit = LINES if lines else FRAMES
         with self._drawing:
@@ -71,15 +68,11 @@ class Outlet:
                 self._waiting.pop()
                 self._lost_text.append(lines)
                 self._dropped += lines.count("\n")
-        return len(text)
 
     @property
     def unwritten(self) -> str:
         """The newest of the lines that were lost or still wait."""
         return "".join((*self._lost_text, *self._waiting))
-
-    def flush(self) -> None:
-        """Does nothing: the thread writes as soon as it can."""
 
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)

@@ -112,9 +112,8 @@ class Screen:
         self.size = (width, 60)
         self.drawn: list[tuple[str, str]] = []
 
-    def draw(self, text: str, lines: str = "") -> int:
+    def draw(self, text: str, lines: str = "") -> None:
         self.drawn.append((re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text), lines))
-        return len(text)
 
 
 def live_view(run: RunDirectory, width: int) -> tuple[LiveView, Callable[[], list[str]]]:
