@@ -31,7 +31,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import MARK, running_reaper
 
 CONNECT_S = 10.0
-"""Seconds for a connection to a cluster that is to be joined."""
+"""Seconds for connecting to a running cluster."""
 HEAD_LOST_S = 40.0
 """Seconds without an answer of Ray's head after which a run ends. After 60 Ray itself ends the driver, without a
 message; a head that is restarted in time continues the run."""
@@ -52,7 +52,7 @@ def ray_is_lost() -> bool:
 
 
 class Actors(NamedTuple):
-    """How many engines and trainer ranks, which have their own resources, a command starts."""
+    """Numbers of engines and trainer ranks that a command starts."""
 
     engines: int
     ranks: int
@@ -70,12 +70,14 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
     ``actors``: what a joined cluster must have room for. Default: the actors that a run starts with.
     """
     _lost.clear()
-    if spec.cluster.address is not None:
-        with joined(spec, actors or Actors.of(spec)):
-            yield
-    else:
+    if spec.cluster.address is None:
         with _local(spec, log_dir):
             yield
+        return
+    wanted = actors or Actors.of(spec)
+    with connected(spec.cluster.address):
+        check_resources(spec, live_nodes(), wanted.engines, wanted.ranks)
+        yield
 
 
 def object_store_bytes(spec: ExperimentSpec) -> int:
@@ -85,13 +87,6 @@ def object_store_bytes(spec: ExperimentSpec) -> int:
     """
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     return max(OBJECT_STORE_BYTES, min(stored_bytes(spec), free * 9 // 10))
-
-
-def _hint_for(error: Exception) -> str:
-    """The hint when Ray does not start."""
-    if "AF_UNIX" in str(error):  # the path of a socket is too long
-        return f"set TMPDIR to a shorter path than {tempfile.gettempdir()}, such as /tmp"
-    return "free memory, disk or ports, or name a running cluster in cluster.address"
 
 
 @contextmanager
@@ -122,11 +117,11 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
                         _temp_dir=str(folder / "r"),
                     )
             except Exception as error:
-                raise RunError(
-                    f"Ray does not start: {type(error).__name__}: {error}",
-                    location="cluster",
-                    hint=_hint_for(error),
-                ) from error
+                hint = "free memory, disk or ports, or name a running cluster in cluster.address"
+                if "AF_UNIX" in str(error):  # the path of a socket is too long
+                    hint = f"set TMPDIR to a shorter path than {tempfile.gettempdir()}, such as /tmp"
+                message = f"Ray does not start: {type(error).__name__}: {error}"
+                raise RunError(message, location="cluster", hint=hint) from error
             yield
         finally:
             _leave()
@@ -207,18 +202,6 @@ def _environment(settings: Mapping[str, str], without: Collection[str]) -> Itera
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def joined(spec: ExperimentSpec, actors: Actors) -> Iterator[None]:
-    """The cluster that the spec names, for the length of the block.
-
-    Raises ``RunError`` when it cannot be reached, and when it lacks resources.
-    """
-    assert spec.cluster.address is not None
-    with connected(spec.cluster.address):
-        check_resources(spec, live_nodes(), actors.engines, actors.ranks)
-        yield
 
 
 @contextmanager

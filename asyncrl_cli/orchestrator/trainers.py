@@ -7,7 +7,7 @@ restart starts all ranks with the weights of a checkpoint; the caller then train
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,18 +202,16 @@ async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[A
     ]
     try:
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting and _death(done) is None:  # a rank may notice the death of its peer before we do
+        if waiting and not any(isinstance(call.exception(), ActorDied) for call in done):
+            # A rank may notice the death of its peer before we do.
             done, _ = await asyncio.wait(calls, timeout=GRACE_S)
     finally:
         for call in calls:
             call.cancel()
-    if (death := _death(done)) is not None:
-        raise TrainerLost(death.location, death.message)
     errors = [error for call in done if (error := call.exception()) is not None]
+    for error in errors:
+        if isinstance(error, ActorDied):
+            raise TrainerLost(error.location, error.message)
     if errors:
         raise errors[0]
     return [call.result() for call in calls]
-
-
-def _death(done: Iterable[asyncio.Future[Any]]) -> ActorDied | None:
-    return next((error for call in done if isinstance(error := call.exception(), ActorDied)), None)

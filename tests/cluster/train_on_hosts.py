@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from train_one import SPEC, batch
 
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.cluster import Actors, joined
+from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -41,7 +41,7 @@ def main() -> None:
     folder.mkdir()
     overrides = [f"runs_dir={folder.parent}", f"cluster.address='{address}'", "model.warm_start=null"]
     spec = load_spec(SPEC, overrides).spec
-    with joined(spec, Actors(0, spec.trainer.ranks)):
+    with ray_cluster(spec, folder, Actors(0, spec.trainer.ranks)):
         import ray
 
         @ray.remote
