@@ -30,8 +30,8 @@ MANY = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ActorFactory:
-    """Creates Ray actors; each call returns at once, before the actor has started. An actor's name is that of its log
-    file."""
+    """Creates Ray actors; each call returns before the actor has started. The actor's name is also the
+    name of its log file."""
 
     spec: ExperimentSpec
     run_path: Path
@@ -64,7 +64,7 @@ class ActorFactory:
         trainer: PlacementGroup | None = None,
         version: int | None = None,
     ) -> EngineProcess:
-        """The engine ``engine-N``, which has yet to be started; the arguments are those of ``EngineProcess``. An engine
+        """The engine ``engine-N``, which is not started yet; for the arguments see ``EngineProcess``. An engine
         that shares a GPU with a rank is in bundle N of ``trainer``, the placement group of all ranks."""
         spec, wants, index = self.spec, engine_wants(self.spec), 0
         shares = trainer is not None and shares_gpus(spec)

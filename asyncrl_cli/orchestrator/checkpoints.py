@@ -87,7 +87,7 @@ class Checkpoints:
     def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
         """Delete the checkpoints that the spec does not keep; returns their steps. May block.
 
-        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps whose evaluation is under way.
+        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps with a running evaluation.
         """
         found = complete_checkpoints(self._folder)
         reasons = keep_reasons([checkpoint.step for checkpoint in found], accuracies, self._retention, awaited)

@@ -81,7 +81,7 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
 
 
 def object_store_bytes(spec: ExperimentSpec) -> int:
-    """Size of a local run's object store: room for two batches, so that Ray does not spill them to disk.
+    """Size of a local run's object store: room for two batches, because Ray would spill others to disk.
 
     At most nine tenths of what is free in /dev/shm: Ray would put a larger store on disk.
     """

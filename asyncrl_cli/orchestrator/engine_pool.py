@@ -66,7 +66,7 @@ class _Member:
 
 
 def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[int]]:
-    """The numbers of the engines to request, and of the engines that should leave, so that ``wanted`` remain.
+    """The numbers of the engines to request, and of the engines that should leave, until ``wanted`` remain.
 
     ``phases`` has the phase of each engine by its number. New engines get the lowest free numbers. Engines that do not
     serve yet leave first, which costs nothing; among equals, the highest numbers leave first.

@@ -61,8 +61,8 @@ class EngineProcess(SupervisedActor):
         await self._group.held(self._warn, None if self.node else START_TIMEOUT_S)
 
     async def join(self, waits: Callable[[str], None]) -> None:
-        """Start once, in a run that does not depend on it. Wait for room without a limit, so that an autoscaler sees
-        the request; ``waits`` is called with what is missing.
+        """Start once, in a run that does not depend on it. Wait for room without a limit: an autoscaler may see
+        the request. ``waits`` gets a text about the missing resources.
 
         If it is cancelled or raises ``UserError``, nothing of the engine remains.
         """
@@ -114,7 +114,7 @@ def client_of(
     on_progress: Callable[[], None] = lambda: None,
     on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
 ) -> GenerationClient:
-    """A client for these engines, with the spec's limits; the other arguments are those of ``GenerationClient``."""
+    """A client for these engines, with the spec's limits; for the other arguments see ``GenerationClient``."""
     rollout = spec.rollout
     return GenerationClient(
         engines,
@@ -233,8 +233,8 @@ class EngineKeeper:
             if why := await self._why_left(engine, any(isinstance(reason, Unreachable) for reason in reasons)):
                 return why
             await engine.process.lose(engine.process.actor, cause)
-            # An error of its own is likely to come back. Subclasses of ``RunError`` are about what it needs: its
-            # process, its host, the weights.
+            # The engine's own error is likely to come back. Subclasses of ``RunError`` are about its process, its
+            # host or the weights.
             if any(isinstance(reason, ActorCrashed) or type(reason) is RunError for reason in reasons):
                 self._count_failure(engine.name, cause)
             await self._gpu_turn.wait()

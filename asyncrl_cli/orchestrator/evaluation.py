@@ -77,7 +77,7 @@ class _Sample:
 def encoded(
     prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, warn: Callable[[str], None]
 ) -> list[tuple[Prompt, tuple[int, ...]]]:
-    """The held-out prompts that can be used, with their token ids; ``warn`` is told how many cannot. Raises
+    """The held-out prompts that can be used, with their token ids; ``warn`` gets the number of others. Raises
     ``RunError`` when none can."""
     fitting: list[tuple[Prompt, tuple[int, ...]]] = []
     unusable: list[DataError] = []
@@ -126,7 +126,7 @@ class Evaluator:
         self.accuracies = dict(opening.evaluated)
         """The greedy held-out accuracies, by step."""
         self.running: set[int] = set()
-        """The steps whose evaluation is running."""
+        """The steps with a running evaluation."""
         self._done = set(opening.evaluations)  # (step, kind)
         self._series: list[Series] = []
         evaluation = spec.evaluation
@@ -319,7 +319,7 @@ def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The unbiased estimate of pass@k from n = ``samples`` ≥ k responses of which c = ``correct`` are correct.
+    """The unbiased estimate of pass@k from n = ``samples`` ≥ k responses with c = ``correct`` correct ones.
 
     It is 1 - C(n - c, k) / C(n, k): the share of all choices of k responses with a correct one (Chen et al. 2021,
     arXiv:2107.03374).

@@ -26,7 +26,7 @@ class Experiment:
         search_path: the folder of the user's own modules.
         stages: the stages of the curriculum.
         sets: the prompts of further evaluation sets, by name.
-        episodic: the evaluation sets whose rollouts are episodes; "" is the run's own task.
+        episodic: the evaluation sets with episodes as rollouts; "" is the run's own task.
         tasks: the run's task by the name "", and the tasks of further evaluation sets by theirs.
         monitors: those that ``tracking`` enables, such as TensorBoard; not started.
         examiner: makes the examiner of hosts that join during the run; None for a run on one machine.

@@ -32,9 +32,9 @@ from asyncrl_cli.tasks.base import ModelAccess
 log = logging.getLogger(__name__)
 
 GATEWAY = "gateway"
-"""The actor's name, which is also that of its log file."""
+"""The name of the actor and of its log file."""
 POLL_S = 5.0
-"""Seconds after which ``collect`` returns an empty answer, so that an actor that hangs is noticed."""
+"""Seconds after which ``collect`` returns an empty answer: the driver notices an actor that hangs."""
 ANSWER_S = 60.0
 """Further seconds that the actor may take to answer."""
 STOP_S = 8.0

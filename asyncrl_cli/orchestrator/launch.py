@@ -181,7 +181,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         if spec.tracking.mlflow:
             reporter.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # MLflow's log is made from these files
-        # The spec's monitors, too: the end of the cluster kills all processes of the run, including those of monitors.
+        # The spec's monitors, too: the end of the cluster kills all processes of the run, also their processes.
         reporter.finish(ending, [*in_cluster, *experiment.monitors])
         if not ray_is_lost():
             await asyncio.gather(*(close() for close in closing), return_exceptions=True)
@@ -216,7 +216,7 @@ async def _start(
     initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     # The weights that adapters are applied to are in the initial model's folder alone.
     engine_folder = stub if spec.model.published_adapter is None else initial
-    # Ray serves requests in their order: first the one whose resources must fit together.
+    # Ray serves requests in their order. The ranks come first, because their resources must fit together.
     trainer_group = factory.trainer_group()
     trainer_group.ask()
     made: list[EngineProcess] = []
@@ -339,7 +339,7 @@ async def _start(
 
 
 async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Reporter) -> None:
-    """Save a checkpoint if there is time, so that resuming is faster. Everything else is in the journal already."""
+    """Save a checkpoint if there is time, which makes resuming faster. Everything else is in the journal already."""
     if orchestrator is None:
         return
     reporter.status("stopping: saving a checkpoint if there is time")

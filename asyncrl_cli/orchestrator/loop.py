@@ -132,7 +132,7 @@ class Orchestrator:
         self._evaluation: asyncio.Task[None] | None = None
         self._fixed_version = False  # whether the evaluation needs one version, so publishes wait
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
-        self._written = opening.version  # the newest version whose publish has begun
+        self._written = opening.version  # the newest version that was written
         self._published: PublishRecord | None = None  # not reported yet
         self._publish_wait_s = 0.0  # of this step's publish, until the trainer could write
 
@@ -284,7 +284,7 @@ class Orchestrator:
         self._client.room.set()
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
-        """A recorded step was trained again. The loop itself reports the steps whose batches this driver has taken."""
+        """A recorded step was trained again. The loop itself reports the steps that this driver has taken."""
         self._watchdog.caught_up()
         self._reporter.status(f"trained step {batch.step + 1} of {self._step} again")
         if self._steps.reported <= batch.step < self._opening.step:
@@ -307,7 +307,7 @@ class Orchestrator:
     def _begin_evaluation(self) -> None:
         if self._evaluator.due(self._step):
             self._evaluation = self._tasks.create_task(self._evaluator.evaluate(self._step))
-            # The accuracy before training must be that of the initial model only.
+            # The accuracy before training must be the initial model's.
             self._fixed_version = self._step == 0 or self._spec.evaluation.fix_version
 
     async def _finish_evaluation(self, what: str) -> None:

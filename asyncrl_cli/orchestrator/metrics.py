@@ -34,7 +34,7 @@ STEPS_WITHOUT_UPDATE = 20
 class StepClock:
     """Measures the time windows between steps.
 
-    ``processors`` returns the processor time of this process in seconds, and that of its host.
+    ``processors`` returns the processor time in seconds of this process, and of its host.
     """
 
     def __init__(
@@ -197,9 +197,9 @@ def step_metrics(
     counts: Counts,
     names: Sequence[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step, with those of its ``window`` (``StepClock.lap``).
+    """All metrics of one step, including its ``window`` (``StepClock.lap``).
 
-    ``names`` are those of the tasks of a mix, in which a prompt's uid is ``TASK/UID``.
+    ``names``: the tasks of a mix, where a prompt's uid is ``TASK/UID``.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     rewards = np.array([reward for group in batch.groups for reward in group.rewards])

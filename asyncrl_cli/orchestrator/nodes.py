@@ -132,8 +132,7 @@ def rank_wants(spec: ExperimentSpec) -> dict[str, float]:
 
 
 def bundle_wants(spec: ExperimentSpec) -> dict[str, float]:
-    """Ray's resources of one bundle of the trainer's group: those of a rank, or of a whole GPU on which a rank and an
-    engine are."""
+    """Ray's resources of one bundle of the trainer's group: a rank's, or a whole GPU with a rank and an engine."""
     if not shares_gpus(spec):
         return rank_wants(spec)
     return {"CPU": spec.trainer.threads_per_rank + spec.rollout.threads_per_engine, "GPU": 1}

@@ -10,7 +10,7 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 """Largest gap in nats between an engine's and the trainer's log-probs of the probe, by the coarser dtype of the two. In
 fp32 agreement is near 1e-5; one optimizer update of the quickstart moves the probe by 1e-2."""
 NOISE = {"float32": 1e-4, "bfloat16": 0.02}
-"""In nats, by dtype: two versions whose probes differ by more than this can be distinguished."""
+"""In nats, by dtype: two versions can be distinguished if their probes differ by more than this."""
 USUAL, LEAST = 5.0, 0.1
 """In bfloat16 an engine's gap may be this many times that of the first engine that proved a version, and always at
 least this many nats."""
@@ -43,7 +43,7 @@ class ProbeCheck:
         """Return the gap to the trainer's log-probs in nats, and why the engine may not serve; empty when it may.
 
         ``answer``: the engine's log-probs. ``probe``, ``last``: the trainer's, of this version and the last one.
-        ``base``: those of the model without adapters, where the engine has to apply them.
+        ``base``: the trainer's for the model without adapters, where the engine has to apply them.
         """
         gap, allowed = self.distance(answer, probe), self.tolerance
 

@@ -192,8 +192,8 @@ class Publisher:
     async def _deliver(self, written: Written) -> PublishRecord:
         """Have all serving engines load and prove a version, while the ranks may train.
 
-        An engine that fails is marked as dead. Engines whose host does not get the version in time stop serving until
-        ``bring_up``, and their requests continue on other engines. If the engines serve the same weights already, for
+        An engine that fails is marked as dead. An engine stops serving until ``bring_up`` if its host does not get the
+        version in time, and its requests continue on other engines. If the engines serve the same weights already, for
         example because they were written again for new engines, nothing is loaded.
         """
         started = time.monotonic()

@@ -30,8 +30,8 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step trained again. ``equal``: whether the weights are those of the version published after it; None if no
-    version was published then, or the journal lacks it."""
+    """One step trained again. ``equal``: True if the weights have the checksum that was published after it; None if
+    nothing was published then, or the journal lacks it."""
 
     step: int
     version: int

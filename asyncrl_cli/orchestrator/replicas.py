@@ -56,7 +56,7 @@ class AgentProcess(SupervisedActor):
         budget: RestartBudget,
         why_gone: Callable[[str], str],
     ) -> None:
-        """``settings()`` are the arguments of the actor's start. The other arguments are those of ``Replicas``."""
+        """``settings()`` are the arguments of the actor's start. For the other arguments see ``Replicas``."""
         name = f"host-agent-{node[:8]}"
         super().__init__("host-agent", name, partial(make, name, node), self._bring_up, budget)
         self.node = node
@@ -66,7 +66,7 @@ class AgentProcess(SupervisedActor):
         self.losses = 0
         """How often an agent was lost, with the versions in its memory."""
         self.held: dict[tuple[int, str], frozenset[int]] = {}
-        """The ranks whose shards it has, by version and checksum."""
+        """The ranks that have their shards here, by version and checksum."""
         self._settings = settings
         self._why_gone = why_gone
         self._faults: dict[str, str] = {}
@@ -157,7 +157,7 @@ class Replicas:
         self._writers: Collection[str] = ()
 
     def expect(self, node: str) -> None:
-        """Request the agent of a node, so that its process starts in parallel with others."""
+        """Request the agent of a node: its process starts in parallel with others."""
         self._agent(node).ask()
 
     def keep(self, nodes: Collection[str]) -> None:

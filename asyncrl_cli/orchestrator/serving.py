@@ -52,8 +52,8 @@ class Address:
 
 
 def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Served:
-    """The model of a run: with ``step`` that of this step's checkpoint; otherwise the final model, or if there is none,
-    that of the newest checkpoint.
+    """The model of a run: with ``step`` this step's checkpoint; otherwise the final model, or if there is none, the
+    newest checkpoint.
 
     Raises ``RunError`` when there is none.
     """

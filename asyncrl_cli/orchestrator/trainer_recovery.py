@@ -1,4 +1,4 @@
-"""Recovers the trainer, so that its weights are at the ledger's step.
+"""Recovers the trainer: brings its weights to the ledger's step.
 
 The ledger only moves forward. The trainer can be behind it when it starts from a checkpoint or loses a rank. Then it
 trains the recorded batches again, in order, which repeats exactly the lost updates. Invariant: ``step`` is the number

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait. ``progress`` restarts its clock. Its limit is ``extra_s`` seconds more than that of others."""
+    """One wait. ``progress`` restarts its clock. Its limit is ``extra_s`` seconds longer than the others'."""
 
     who: str
     what: str

@@ -38,7 +38,7 @@ STATE = "state"
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
 ARCHIVING = ".archiving"
-"""In a run's ``checkpoints`` while some are archived: the step whose later ones no longer count."""
+"""In a run's ``checkpoints`` while some are archived: the last step with a checkpoint that still counts."""
 NAME = re.compile(r"step-(\d{6,})")
 DIGEST_THREADS = 8
 PIECE_BYTES = 2**18
@@ -56,7 +56,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """The ranks of the trainer that wrote a checkpoint. ``dtype`` is that of the trained weights."""
+    """The ranks of the trainer that wrote a checkpoint, and the ``dtype`` of the trained weights."""
 
     ranks: int
     zero_stage: int
@@ -138,7 +138,7 @@ def _all_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def _last_kept(folder: Path) -> int | None:
-    """The step whose later checkpoints were being archived when a kill interrupted it."""
+    """The last step that counts, if a kill interrupted the archiving of later checkpoints."""
     try:
         return int((folder / ARCHIVING).read_text())
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
 
 
 def verified_checkpoint(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
-    """The run's newest checkpoint, or that of ``step``, after every byte of it was checked; None when there is none.
+    """The run's checkpoint of ``step``, or its newest, after every byte of it was checked; None when there is none.
 
     Raises ``RunError`` when it is damaged, naming the newest older one that is not, and when there is none of ``step``.
     A damaged one is never skipped silently: a run that continues from an older one repeats steps.
@@ -250,7 +250,7 @@ def keep_reasons(
     """For every step the reasons why its checkpoint is kept; a checkpoint without a reason is removed.
 
     ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
-    ones the newest counts first. The checkpoints of ``awaited`` steps, whose evaluation is still running, are kept if
+    ones the newest counts first. The checkpoints of ``awaited`` steps, which are still being evaluated, are kept if
     ``keep_best`` is set. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
     """
     newest = sorted(steps, reverse=True)[: keep.keep_last]

@@ -7,7 +7,7 @@
       lock              held (flock), with the folder, by the driving process; the kernel frees both when that ends
       metrics.jsonl     one line per step
       system.jsonl      use of the machine, every ten seconds; only with MLflow
-      journal.db        every group, rollout, batch and version (journal/schema.py); beside it SQLite's -wal and -shm
+      journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
       scale.json        the newest request of `asyncrl scale`; scale-answer.json is its answer
       mlflow.json       MLflow's id of the run, and what was sent to it
       prometheus.json   where Prometheus finds the run's metrics, while its own Ray runs
@@ -59,7 +59,7 @@ LOCK_TIMEOUT_S = 0.5
 @dataclass(frozen=True, slots=True)
 class RunState:
     """Where a run is. ``accuracy`` and ``accuracy_before`` hold held-out accuracies by kind (``greedy``,
-    ``sampled``): the latest ones, and those of the initial model. ``engines`` says how many are ``serving`` and how
+    ``sampled``): the latest ones, and the initial model's. ``engines`` says how many are ``serving`` and how
     many are ``wanted``, and ``engines_wait`` what the missing ones wait for."""
 
     phase: Phase = "starting"
@@ -267,7 +267,7 @@ class RunDirectory:
                 raise
             data = json.dumps(asdict(state)).encode()
             with (self.path / STATE).open("r+b", buffering=0) as file:
-                # Padded, so that a reader sees valid JSON at every moment.
+                # Padded: a reader sees valid JSON at every moment.
                 if file.write(data.ljust(os.fstat(file.fileno()).st_size)) < len(data):
                     raise
                 file.truncate(len(data))

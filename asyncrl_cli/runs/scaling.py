@@ -81,7 +81,7 @@ def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S
             case {"id": other} if other != name:
                 raise RunError("another request replaced this one", location=run.run_id, hint="ask again")
         if time.monotonic() > deadline:
-            (run.path / REQUEST).unlink(missing_ok=True)  # so that it cannot take effect later
+            (run.path / REQUEST).unlink(missing_ok=True)  # it must not take effect later
             raise RunError(
                 f"the run gave no answer within {timeout_s:.0f} s, and the request is withdrawn",
                 location=run.run_id,

@@ -26,7 +26,7 @@ def writable_folder(folder: Path) -> Path:
 
 
 def redirect_output(log_dir: str, name: str) -> None:
-    """Send this process's stdout and stderr, and those of its children, to a log file (appending).
+    """Send the stdout and stderr of this process and of its children to a log file (appending).
 
     Libraries may print secrets (vLLM prints its arguments), so only the owner can read it.
     """

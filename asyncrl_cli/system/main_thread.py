@@ -1,4 +1,4 @@
-"""Signal handlers in a process whose main thread belongs to a library.
+"""Signal handlers in a process where the main thread belongs to a library.
 
 Python sets signal handlers in the main thread alone; an asynchronous Ray actor is constructed and called in another.
 """

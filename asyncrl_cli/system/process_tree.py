@@ -36,14 +36,14 @@ class Process(NamedTuple):
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent, whose pid is ``parent``, is gone."""
+    """Have the kernel kill this process as soon as its parent with the pid ``parent`` is gone."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the kernel knew
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """This process becomes the parent of every descendant whose own parent ends."""
+    """This process becomes the parent of every descendant that loses its own parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -82,7 +82,7 @@ def kill_descendants(excluded: Iterable[int] = ()) -> None:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Reap children that have ended, so that they leave the process table."""
+    """Reap children that have ended: they leave the process table."""
     for pid in pids:
         with suppress(OSError):
             os.waitpid(pid, os.WNOHANG)
@@ -100,7 +100,7 @@ def with_keeper(words: Sequence[str]) -> list[str]:
 def main() -> None:
     """The keeper: ``OWNER WORD...`` are its arguments.
 
-    It adopts every orphan of the command, also those with a session and an environment of their own. When the command
+    It adopts every orphan of the command, also orphans with another session and environment. When the command
     ends, or the keeper is sent SIGTERM, it kills them all, and ends as the command did.
     """
     owner, words = int(sys.argv[1]), sys.argv[2:]
@@ -117,7 +117,7 @@ def main() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         finally:  # also when a SIGTERM that came just before raises: from then on it is ignored
             kill_descendants()
-    if status < 0:  # the same signal, so that the owner sees how it ended
+    if status < 0:  # the same signal: the owner sees how it ended
         with suppress(OSError):  # SIGKILL has no handler; Python ignores SIGPIPE
             signal.signal(-status, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

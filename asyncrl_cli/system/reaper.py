@@ -2,9 +2,9 @@
 
     python -m asyncrl_cli.system.reaper FOLDER
 
-FOLDER has a driver's temporary files. The reaper reads its standard input, the driver's end of which closes when the
-driver is gone, and then kills every process whose environment has ``ASYNCRL_RUN=FOLDER``, with all that came from it,
-and removes FOLDER. If driver and reaper were killed together, the next driver does so.
+FOLDER has a driver's temporary files. The reaper reads its standard input, which closes when the driver is gone. Then
+it kills every process with ``ASYNCRL_RUN=FOLDER`` in its environment, and all descendants, and removes FOLDER. If
+driver and reaper were killed together, the next driver does so.
 
 Invariant: a driver locks the file ``driver`` in its folder for as long as it lives, so a folder with such a file that
 is not locked belongs to a dead driver.
@@ -57,7 +57,7 @@ def kill_marked(mark: str) -> None:
         found = list(marked_processes(mark))
         if not found:
             return
-        # What agents start may have an environment of its own.
+        # Processes that agents start may have another environment.
         for pid in (*found, *(process.pid for process in descendants(found))):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -113,7 +113,7 @@ def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                # Without the mark, and in a session of its own: neither it nor Ctrl-C in the terminal ends it.
+                # Without the mark and in another session: neither the mark nor Ctrl-C in the terminal ends it.
                 env={key: value for key, value in os.environ.items() if key != MARK},
                 start_new_session=True,
             )

@@ -99,12 +99,12 @@ class SupervisedActor:
         self._starting = asyncio.Lock()
 
     def ask(self) -> None:
-        """Create an actor if there is none, so that its process starts in parallel with others."""
+        """Create an actor if there is none: its process starts in parallel with others."""
         if self.actor is None:
             self.actor = self._make()
 
     async def room(self) -> None:
-        """Wait until there is room for an actor. For parts whose actors have resources of their own."""
+        """Wait until there is room for an actor. Only engines need room; the others have no resources in Ray."""
 
     async def running(self) -> Any:
         """The present actor. Starts it if necessary, and again as long as it is lost during the start.
