@@ -4,23 +4,36 @@ A conversation is rendered once, when it begins. From then on its tokens are fix
 follow: what the template puts after a reply, and the new messages. They are found as a difference of texts: a fixed
 conversation is rendered with the new messages after it, and what comes after the fixed reply is tokenized. Messages
 before the reply take no part, so a template may treat older turns differently from newer ones.
+
+A reply's tokens become a message: its reasoning, content and calls of tools, complete or while they are generated.
+Unless ``task.special_tokens`` is ``shown``, a message has no special tokens but those that mark its parts. Of the
+formats that asyncrl reads itself the marks are known; vLLM's parsers get a text with all special tokens, and in a
+stream nothing is sent after the first of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.gateway.parsers import Tools
-from asyncrl_cli.gateway.replies import ReplyFormat
-from asyncrl_cli.gateway.reply_stream import FieldStream
+from asyncrl_cli.gateway.parsers import (
+    FORMS,
+    HERMES,
+    HERMES_MARKS,
+    LAYOUTS,
+    ToolCalls,
+    Tools,
+    tool_parser,
+    vllm_reasoning_parser,
+)
+from asyncrl_cli.gateway.reply_stream import FieldStream, Form, divided
 from asyncrl_cli.records.prompt import ChatError, Message, normalized
-from asyncrl_cli.rollout.response_text import decoder
+from asyncrl_cli.rollout.response_text import cut, decoder, special_tokens
 
 _FIXED_REPLY = "the-reply-of-before"
 """Stands for a reply while the text after it is found. Without spaces at its ends, which templates trim."""
@@ -49,15 +62,17 @@ class ChatFormat:
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
         """Token ids at which engines end a reply; the reply keeps the one that it ended with."""
-        self._replies = ReplyFormat(
-            tokenizer,
-            tool_parser_name,
-            reasoning_parser_name,
-            end_tokens=self.end_tokens,
-            template_kwargs=self.template_kwargs,
-            prompt_end=cache(self._prompt_end),
-            shows_special=shows_special,
-        )
+        self._tools = tool_parser(tool_parser_name, tokenizer, reasoning_parser_name is not None)
+        self._reads_tools = tool_parser_name in (None, HERMES)
+        self._calls = LAYOUTS.get(tool_parser_name or HERMES)
+        self._named_form = FORMS.get(reasoning_parser_name or "")
+        self._reasoning = None
+        if reasoning_parser_name is not None and self._named_form is None:
+            self._reasoning = vllm_reasoning_parser(reasoning_parser_name, tokenizer, self.template_kwargs)
+        self._special: dict[int, str] = {
+            index: tokenizer.convert_ids_to_tokens(index) for index in special_tokens(tokenizer)
+        }
+        self._droppable = self._special.keys() & self.end_tokens if shows_special else self._special.keys()
         self._response_text = decoder(tokenizer, self.end_tokens, shows_special)
         self.vocabulary: int = 1 + max(tokenizer.get_vocab().values())
         """Token ids are below this."""
@@ -117,7 +132,21 @@ class ChatFormat:
 
         The ids of the calls follow from the tokens before and in the reply: equal tokens give equal ids.
         """
-        reasoning, content, calls = self._replies.parse(token_ids, tools, stop)
+        dropped = self._dropped(tools)
+        content = cut(self.decode([token for token in token_ids if token not in dropped], special=True), stop)
+        marked = content
+        if self._needs_vllm(tools):  # its parsers read all marks
+            ended = bool(token_ids) and token_ids[-1] in self.end_tokens
+            marked = cut(self.decode(token_ids[:-1] if ended else token_ids, special=True), stop)
+        reasoning, calls = "", tuple[tuple[str, str], ...]()
+        if self._reasoning is not None:
+            reasoning, content = self._reasoning(marked)
+            marked = content
+        elif self._form is not None:
+            reasoning, content = divided(content, self._form)
+            marked = divided(marked, self._form)[1]
+        if tools and (found := self._tools(marked, tools)) is not None:
+            content, calls = self._content(marked, found), found.calls
         message: dict[str, Any] = {"role": "assistant"}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -138,7 +167,22 @@ class ChatFormat:
 
     def stream(self, tools: Tools | None, stop: Sequence[str]) -> FieldStream:
         """Turns the tokens of a reply into parts of the message that ``parse`` makes of them."""
-        return self._replies.stream(tools, stop)
+        dropped = self._dropped(tools)
+
+        def readable(ids: Sequence[int]) -> tuple[Sequence[int], bool]:
+            if not self._needs_vllm(tools):
+                return [token for token in ids if token not in dropped], False
+            first = next((at for at, token in enumerate(ids) if token in dropped or token in self.end_tokens), len(ids))
+            return ids[:first], first < len(ids)
+
+        return FieldStream(
+            partial(self.decode, special=True),
+            readable,
+            stop,
+            form=self._form,
+            calls=self._calls if tools else (),
+            held=self._reasoning is not None,
+        )
 
     def encode(self, text: str, begins: bool = False) -> list[int]:
         """A text's token ids; ``begins``: a sequence begins with it, so with the tokenizer's first token, if any.
@@ -158,14 +202,38 @@ class ChatFormat:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
         return self._response_text(ids)
 
-    def _prompt_end(self) -> str:
-        """What the template puts between the last message and a reply."""
+    @cached_property
+    def _form(self) -> Form | None:
+        """The form of the reasoning; None when a reply has none, also because the prompt closes it already, and when
+        vLLM's parser reads it."""
+        form = self._named_form
+        if form is None or self.template_kwargs.get("enable_thinking") is False:
+            return None
         question: list[Message] = [{"role": "user", "content": "?"}]
         try:
             before, full = self._template.text(question), self._template.text(question, reply=True)
         except ChatError:
-            return ""  # the prompts of such a model are text
-        return full.removeprefix(before)
+            return form  # the prompts of such a model are text
+        return None if form.closed_in(full.removeprefix(before)) else form
+
+    def _needs_vllm(self, tools: Tools | None) -> bool:
+        return self._reasoning is not None or (bool(tools) and not self._reads_tools)
+
+    def _dropped(self, tools: Tools | None) -> set[int]:
+        """Special tokens to remove from a text: they mark none of its parts, and the task hides them."""
+        marks = [*(self._form.marks if self._form else ()), *(HERMES_MARKS if tools and self._reads_tools else ())]
+        return {token for token in self._droppable if self._special[token] not in marks}
+
+    def _content(self, text: str, found: ToolCalls) -> str:
+        """The content before calls, with all that a stream has sent of it: some parsers strip the spaces that it begins
+        with, or drop it, if calls follow."""
+        if self._calls is None:
+            return found.content
+        sent = cut(text, (*self._calls, *self._special.values())).rstrip()
+        if found.content.startswith(sent):
+            return found.content
+        text = sent.lstrip()
+        return sent.removesuffix(text) + found.content if found.content.startswith(text) else sent
 
 
 def _after(text: str, mark: str) -> str:

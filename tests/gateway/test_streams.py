@@ -156,7 +156,7 @@ def test_layouts_are_those_of_vllms_parsers(name: str, special: bool) -> None:
         chat = chat_format(name, reasoning, special)
         message, _, _ = streamed(chat, chat.encode(text), cuts, stop, [CALC])
         if message.get("tool_calls") and not (reasoning or stop or name in DROPS_CONTENT or "odd" in text):
-            theirs = chat._replies._tools(chat.decode(chat.encode(text), special=True), [CALC])
+            theirs = chat._tools(chat.decode(chat.encode(text), special=True), [CALC])
             assert theirs is not None
             assert (message["content"] or "").strip() == theirs.content.strip()
 
