@@ -172,25 +172,23 @@ class ResponsesAnswer:
     def _begin(self) -> bytes:
         if self._number:
             return b""
-        return self._event("response.created", response=self._begun) + self._event(
-            "response.in_progress", response=self._begun
-        )
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._begun) for kind in kinds)
 
     def _begin_text(self, kind: Kind) -> bytes:
         self._open, self._text = kind, ""
-        item = {**self._text_item(kind, ""), "status": "in_progress", "content": []}
+        empty = text_item(kind, self._stem, "")
+        item = empty | {"status": "in_progress", "content": []}
         item.pop("encrypted_content", None)
-        part = self._text_item(kind, "")["content"][0]
-        return self._event("response.output_item.added", output_index=len(self._output), item=item) + self._event(
-            "response.content_part.added", **self._place(kind), part=part
-        )
+        added = self._event("response.output_item.added", output_index=len(self._output), item=item)
+        return added + self._text_event("response.content_part.added", kind, part=empty["content"][0])
 
     def _delta(self, part: Part) -> bytes:
         name, more = _TEXT_EVENTS[part.kind]
-        return self._event(f"response.{name}.delta", **self._place(part.kind), delta=part.text, **more)
+        return self._text_event(f"response.{name}.delta", part.kind, delta=part.text, **more)
 
     def _close(self) -> bytes:
-        return b"" if self._open is None else self._rest(self._text_item(self._open, self._text))
+        return b"" if self._open is None else self._rest(text_item(self._open, self._stem, self._text))
 
     def _rest(self, item: OutputItem) -> bytes:
         """The end of an item with text; all of it if it has not begun, because it has no text."""
@@ -198,10 +196,15 @@ class ResponsesAnswer:
         events = b"" if self._open == kind else self._close() + self._begin_text(kind)
         name, more = _TEXT_EVENTS[kind]
         content = item["content"][0]
-        events += self._event(f"response.{name}.done", **self._place(kind), text=content["text"], **more)
-        events += self._event("response.content_part.done", **self._place(kind), part=content)
+        events += self._text_event(f"response.{name}.done", kind, text=content["text"], **more)
+        events += self._text_event("response.content_part.done", kind, part=content)
         self._open = None
         return events + self._done(item)
+
+    def _text_event(self, name: str, kind: Kind, **body: Any) -> bytes:
+        """An event about the item with text that is open."""
+        item_id = text_item(kind, self._stem, "")["id"]
+        return self._event(name, item_id=item_id, output_index=len(self._output), content_index=0, **body)
 
     def _whole(self, item: OutputItem) -> bytes:
         """All events of a call, which is known only when it is complete."""
@@ -221,14 +224,6 @@ class ResponsesAnswer:
         done = self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         return done
-
-    def _place(self, kind: Kind) -> dict[str, Any]:
-        return {"item_id": self._text_item(kind, "")["id"], "output_index": len(self._output), "content_index": 0}
-
-    def _text_item(self, kind: Kind, text: str) -> OutputItem:
-        return (
-            reasoning_item(f"rs_{self._stem}", text) if kind == "reasoning" else message_item(f"msg_{self._stem}", text)
-        )
 
     def _event(self, kind: str, **body: Any) -> bytes:
         numbered = {"type": kind, "sequence_number": self._number, **body}
@@ -286,30 +281,27 @@ def items_of(message: Message, tools: Mapping[str, OwnTool], stem: str) -> list[
     items: list[OutputItem] = []
     reasoning, content, calls = (message.get(key) for key in ("reasoning_content", "content", "tool_calls"))
     if reasoning:
-        items.append(reasoning_item(f"rs_{stem}", reasoning))
+        items.append(text_item("reasoning", stem, reasoning))
     if content or not (reasoning or calls):
-        items.append(message_item(f"msg_{stem}", content or ""))
-    for index, call in enumerate(calls or ()):
-        items.append(_call_item(call, tools, f"{stem}_{index}"))
-    return items
+        items.append(text_item("content", stem, content or ""))
+    return items + [_call_item(call, tools, f"{stem}_{index}") for index, call in enumerate(calls or ())]
 
 
-def reasoning_item(item_id: str, text: str) -> OutputItem:
-    """The model's reasoning; there is no summary of it. ``encrypted_content`` is the text in base64, not a secret: some
-    programs send back nothing else."""
+def text_item(kind: Kind, stem: str, text: str) -> OutputItem:
+    """The model's reasoning or message. There is no summary of the reasoning. ``encrypted_content`` is the text in
+    base64, not a secret: some programs send back nothing else."""
+    if kind == "content":
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+        item = {"id": f"msg_{stem}", "type": "message", "role": "assistant", "status": "completed"}
+        return item | {"content": content}
     return {
-        "id": item_id,
+        "id": f"rs_{stem}",
         "type": "reasoning",
         "status": "completed",
         "summary": [],
         "content": [{"type": "reasoning_text", "text": text}],
         "encrypted_content": b64encode(text.encode()).decode(),
     }
-
-
-def message_item(item_id: str, text: str) -> OutputItem:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
 def _call_item(call: Mapping[str, Any], tools: Mapping[str, OwnTool], stem: str) -> OutputItem:
