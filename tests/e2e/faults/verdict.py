@@ -31,7 +31,8 @@ class Verdict:
 def judge(run: DisturbedRun, before: Collection[str]) -> Verdict:
     """Check a complete run. ``before``: leftover files that existed when it started."""
     spec = load_spec(run.folder / "spec.yaml").spec
-    uids = [f"{spec.task.use}/train/{row}" for row in range(spec.data.train.size or 0)]
+    task = spec.task.use.partition(":")[0]
+    uids = [f"{task}/train/{row}" for row in range(spec.data.train.size or 0)]
     loader = PromptLoader(uids, spec.seed, spec.data.shuffle)  # type: ignore[arg-type]
     given: list[str] = []
 
