@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from asyncrl_cli.sandbox import confine, gvisor
+from asyncrl_cli.sandbox import confine, gvisor, processes
 from asyncrl_cli.spec.inputs import SandboxSpec
 
 WORK_FOLDER = "/sandbox"
@@ -109,8 +109,10 @@ class Process:
         try:
             self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            doomed = [] if self._in_namespaces else [*processes.below(self.pid)]  # commands are not in its group
+            for pid in (self.pid, *doomed):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             if not self._in_namespaces:
                 with suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)

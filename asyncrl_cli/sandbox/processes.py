@@ -89,15 +89,15 @@ def _others(alone: bool) -> Iterator[int]:
     if alone:
         yield from (int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1")
         return
-    yield from _below(os.getpid())
+    yield from below(os.getpid())
 
 
 def memory_below(pid: int) -> int:
     """Bytes of memory of a process's descendants."""
-    return sum(map(_proportional, _below(pid)))
+    return sum(map(_proportional, below(pid)))
 
 
-def _below(pid: int) -> Iterator[int]:
+def below(pid: int) -> Iterator[int]:
     """The ids of a process's descendants."""
     found = [pid]
     for parent in found:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from asyncrl_cli.sandbox import bubblewrap
 from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.commands import BlockingSandbox, Kind, open_sandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP
+from tests.sandbox.kinds import KINDS, NEEDS_BUBBLEWRAP, NEEDS_ROOT, run_as_ordinary_user
 
 pytestmark = pytest.mark.slow
 
@@ -428,22 +427,9 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to be another user")
+@NEEDS_ROOT
 def test_it_holds_for_an_ordinary_user(kind: Kind) -> None:
-    # That user may not enter root's folders, where Python may be, so Python is mounted at an accessible place.
-    repository, packages = Path(__file__).parents[2], ":".join(bubblewrap.packages())
-    command = f'mount --bind {sys.base_prefix} /mnt && exec "$@"'
-    as_user = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-    python = f"/mnt/bin/{Path(sys.executable).resolve().name}"
-    result = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command, "sh", *as_user, python, "-c", ORDINARY, kind],
-        env={"PYTHONPATH": f"{repository}:{packages}", "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if any(word in result.stderr for word in ("mount:", "unshare:", "Permission denied", "No module named 'tests'")):
-        pytest.skip(f"cannot be tried here: {result.stderr.strip().splitlines()[-1]}")
+    result = run_as_ordinary_user(ORDINARY, kind)
     assert result.stderr == ""
     assert result.stdout.strip() == str([]) + " " + str(["x/sandbox\nagent\n", "processes", "disk", "end\n"])
 

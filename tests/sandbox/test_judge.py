@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,14 +21,13 @@ from asyncrl_cli.sandbox.bubblewrap import SandboxError
 from asyncrl_cli.sandbox.judge import Check, Kind, Limits, run
 from asyncrl_cli.sandbox.trial import choose
 from tests.sandbox import attacks as hostile
+from tests.sandbox.kinds import NEEDS_ROOT, run_as_ordinary_user
 
 pytestmark = pytest.mark.slow
 
 LIMITS = Limits(time_s=20.0, memory_mb=512, disk_mb=16, processes=16)
 SHORT = Limits(time_s=1.0, memory_mb=512, disk_mb=16, processes=16)
 ATTACKS = Path(hostile.__file__)
-AS_SHARED_UID = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups"]
-"""Runs a command as an ordinary user who owns no files."""
 
 
 def works(kind: Kind) -> bool:
@@ -107,28 +105,14 @@ def test_no_attack_escapes_as_root(kind: Kind, outside: Path) -> None:
     assert sorted(path.name for path in outside.iterdir()) == ["secret", "writable"]
 
 
-@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to become another user")
+@NEEDS_ROOT
 def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
-    # That user may not enter root's folders, where Python may be, so Python is mounted at an accessible place.
-    repository, packages = Path(__file__).parents[2], ":".join(bubblewrap.packages())
-    script = (
+    result = run_as_ordinary_user(
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
         "from tests.sandbox.test_judge import *;"
         "folder = TemporaryDirectory(dir='/var/tmp'); outside.__wrapped__(Path(folder.name));"
         f"assert os.getuid() == 65534; print(successful_attacks(Path(folder.name), {kind!r}))"
     )
-    python = f"/mnt/bin/{Path(sys.executable).resolve().name}"
-    command = f'mount --bind {sys.base_prefix} /mnt && exec "$@"'
-    result = subprocess.run(
-        ["unshare", "-m", "sh", "-c", command, "sh", *AS_SHARED_UID, python, "-c", script],
-        env={"PYTHONPATH": f"{repository}:{packages}", "PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    # The repository itself may be in a folder that the other user may not enter.
-    if any(word in result.stderr for word in ("mount:", "unshare:", "Permission denied", "No module named 'tests'")):
-        pytest.skip(f"cannot be tried here: {result.stderr.strip().splitlines()[-1]}")
     assert result.stdout.strip() == "[]", result.stderr
 
 
