@@ -65,7 +65,7 @@ class ResilientTrainer:
         later ones; without one, ``StepPassed`` is raised.
         """
         async with self._turn:
-            if self.step > step and go_back:
+            if self.ready and self.step > step and go_back:  # ranks that are lost restart from a checkpoint anyway
                 await self._lose("trainer-0", go_back)
             return await self._at(step, work)
 
