@@ -12,7 +12,8 @@ import pytest
 
 from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import examine
-from asyncrl_cli.checks.hosts.examine import Host, examine_cluster, hosts_for, refuse
+from asyncrl_cli.checks.hosts.examine import examine_cluster, hosts_for, refuse
+from asyncrl_cli.checks.hosts.probe import Host
 from asyncrl_cli.checks.machine import GIB
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.orchestrator.cluster import Actors

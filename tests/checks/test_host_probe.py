@@ -12,10 +12,14 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.checks.hosts import probe, shared_folder
-from asyncrl_cli.checks.hosts.probe import Failure, HostProbe, Target, failure_of
+from asyncrl_cli.checks.hosts.probe import Failure, Host, HostProbe, failure_of
 from asyncrl_cli.core.errors import ConfigError
 
 HERE = "127.0.0.1"
+
+
+def host(name: str, port: int = 0) -> Host:
+    return Host(name, name, HERE, port=port)
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +37,16 @@ def measured(serve: Serve) -> float | Failure:
     async def measure() -> float | Failure:
         async with await asyncio.start_server(serve, HERE, 0) as server:
             port = server.sockets[0].getsockname()[1]
-            return await HostProbe("one", "secret").measure(Target("two", HERE, port))
+            return await HostProbe(host("one"), "secret").measure(host("two", port))
 
     return asyncio.run(measure())
 
 
 def test_two_probes_measure_each_other() -> None:
     async def measure() -> tuple[Failure | None, float | Failure]:
-        one, two = HostProbe("one", "secret"), HostProbe("two", "secret")
-        port = (await two.open(HERE)).port
-        target = Target("two", HERE, port)
+        one, two = HostProbe(host("one"), "secret"), HostProbe(host("two"), "secret")
+        port = (await two.open()).port
+        target = host("two", port)
         return await one.reach(target), await one.measure(target)
 
     failure, speed = asyncio.run(measure())
@@ -51,8 +55,8 @@ def test_two_probes_measure_each_other() -> None:
 
 def test_a_stranger_without_the_secret_gets_nothing() -> None:
     async def ask() -> bytes:
-        two = HostProbe("two", "secret")
-        port = (await two.open(HERE)).port
+        two = HostProbe(host("two"), "secret")
+        port = (await two.open()).port
         reader, writer = await asyncio.open_connection(HERE, port)
         writer.write(b"guess\nd")
         try:
@@ -64,23 +68,23 @@ def test_a_stranger_without_the_secret_gets_nothing() -> None:
 
 
 def test_the_facts_of_a_host_are_those_of_its_installation() -> None:
-    facts = asyncio.run(HostProbe("one", "secret").open(HERE))
+    facts = asyncio.run(HostProbe(host("one"), "secret").open())
     assert facts.versions["python"].startswith("3.") and "torch" in facts.versions
     assert len(facts.code) == 64 and facts.memory > 0
 
 
 def test_an_address_that_the_host_does_not_have_is_named() -> None:
     with pytest.raises(ConfigError, match=r"Ray has the address 192\.0\.2\.1 for this host") as error:
-        asyncio.run(HostProbe("one", "secret").open("192.0.2.1"))
+        asyncio.run(HostProbe(Host("one", "one", "192.0.2.1"), "secret").open())
     assert "--node-ip-address" in error.value.hint
 
 
 def test_a_closed_port_is_refused() -> None:
     with socket.socket() as bound:
         bound.bind((HERE, 0))
-        target = Target("two", HERE, bound.getsockname()[1])
-        assert asyncio.run(HostProbe("one", "secret").measure(target)) == "refused"
-        assert asyncio.run(HostProbe("one", "secret").reach(target)) == "refused"
+        target = host("two", bound.getsockname()[1])
+        assert asyncio.run(HostProbe(host("one"), "secret").measure(target)) == "refused"
+        assert asyncio.run(HostProbe(host("one"), "secret").reach(target)) == "refused"
 
 
 def test_a_host_that_answers_nothing_is_silent() -> None:
@@ -155,13 +159,10 @@ def test_what_others_put_into_the_folder_stays(tmp_path: Path) -> None:
 def test_equal_paths_on_two_disks_are_not_a_shared_folder(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     with shared_folder.marked(here) as mark:
-        other = shared_folder.Mark(there / mark.folder.name, mark.secret)
+        other = there / mark.name
         assert shared_folder.answer(other, "two", 0.0) == f"has no folder {there}"
         there.mkdir()
         assert shared_folder.answer(other, "two", 0.0) == f"does not see what the driver writes into {there}"
-        other.folder.mkdir()
-        (other.folder / "driver").write_text("of an earlier check")
-        assert shared_folder.answer(other, "two", 0.0).startswith("does not see")
         assert shared_folder.missing_answer(mark, "two", 0.0).startswith("writes into another folder")
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import newcomers
-from asyncrl_cli.checks.hosts.examine import Host
 from asyncrl_cli.checks.hosts.newcomers import Newcomers
+from asyncrl_cli.checks.hosts.probe import Host
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.orchestrator.nodes import Node
 from tests.orchestrator.stand_ins import Notes, run, spec

@@ -10,13 +10,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checks.finding import Finding, Status
 from asyncrl_cli.checks.hosts import shared_folder, verdicts
-from asyncrl_cli.checks.hosts.probe import CONNECT_S, SAMPLE_S, Answer, Facts, Failure, HostProbe, Target
+from asyncrl_cli.checks.hosts.probe import CONNECT_S, SAMPLE_S, Facts, Failure, Host, HostProbe
 from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.orchestrator.cluster import Actors, connected
@@ -37,17 +37,6 @@ START_S = 60.0
 ANSWER_S = 20.0 + 2 * CONNECT_S + SAMPLE_S + shared_folder.VISIBLE_S
 """Seconds that a probe has to answer: 20 more than its own limits."""
 LOST_HINT = "check that asyncrl is installed there, read Ray's logs on that host, or remove it from the cluster"
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A node of the cluster: Ray's id, a unique readable name, and its address. ``share``: the part of a weight version
-    that it may hold: all of it if it may have an engine, the shards of the ranks that it has room for, or nothing."""
-
-    node_id: str
-    name: str
-    address: str
-    share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -184,51 +173,45 @@ async def _ask(hosts: Sequence[Host], runs_dir: Path, newcomer: str | None = Non
     remote = ray.remote(HostProbe)
     probes: dict[str, Any] = {}
     for host in hosts:
-        there = on_node(host.node_id)
-        probes[host.name] = remote.options(num_cpus=0, scheduling_strategy=there).remote(host.node_id, secret)
+        options = {"num_cpus": 0, "scheduling_strategy": on_node(host.node_id)}
+        probes[host.name] = remote.options(**options).remote(host, secret)
     answers = Answers()
 
-    async def ask(name: str, call: Awaitable[Any], limit_s: float) -> Any:
+    async def ask(host: Host, call: Awaitable[Any], limit_s: float) -> Any:
         try:
-            return await wait_for(call, name, limit_s)
+            return await wait_for(call, host.name, limit_s)
         except UserError as error:
             hint = error.hint if isinstance(error, ConfigError) else LOST_HINT
-            answers.lost[name] = (error.message, hint)
-            answers.facts.pop(name, None)
+            answers.lost[host.name] = (error.message, hint)
+            answers.facts.pop(host.name, None)
             return None
 
     async def open_probe(host: Host) -> None:
-        facts = await ask(host.name, probes[host.name].open.remote(host.address), START_S)
-        if facts is not None:
+        if (facts := await ask(host, probes[host.name].open.remote(), START_S)) is not None:
             answers.ahead[host.name] = facts.clock - time.time()
             answers.facts[host.name] = facts
 
-    async def look(host: Host, mark: shared_folder.Mark) -> None:
-        others = [other for other in open_hosts if other != host and newcomer in (None, host.name, other.name)]
-        # Each host sends to one other and receives from one other: no transfer slows another one down.
-        neighbour = open_hosts[open_hosts.index(host) - 1]
-        source = target(neighbour) if neighbour in others else None
-        call = probes[host.name].examine.remote([target(other) for other in others], source, mark)
-        found: Answer | None = await ask(host.name, call, ANSWER_S)
+    async def look(host: Host, before: Host, mark: Path) -> None:
+        others = [other for other in listening if other != host and newcomer in (None, host.name, other.name)]
+        neighbour = before if before in others else None
+        found = await ask(host, probes[host.name].examine.remote(others, neighbour, mark), ANSWER_S)
         if found is None:
             return
-        by_id = {other.node_id: other.name for other in others}
-        answers.failures |= {(host.name, by_id[node]): failure for node, failure in found.failures.items()}
+        answers.failures |= {(host.name, other): failure for other, failure in found.failures.items()}
         if found.speed is not None:
-            answers.speeds[host.name, neighbour.name] = found.speed
-        problem = found.unshared or await asyncio.to_thread(shared_folder.missing_answer, mark, host.node_id)
-        if problem:
+            answers.speeds[host.name, before.name] = found.speed
+        if problem := found.unshared or await asyncio.to_thread(shared_folder.missing_answer, mark, host.node_id):
             answers.unshared[host.name] = problem
-
-    def target(host: Host) -> Target:
-        return Target(host.node_id, host.address, ports[host.name])
 
     try:
         with shared_folder.marked(runs_dir) as mark:
             await asyncio.gather(*map(open_probe, hosts))
-            open_hosts = [host for host in hosts if host.name in answers.facts]
-            ports = {name: facts.port for name, facts in answers.facts.items()}
-            await asyncio.gather(*(look(host, mark) for host in open_hosts))
+            listening = [
+                replace(host, port=answers.facts[host.name].port) for host in hosts if host.name in answers.facts
+            ]
+            # Each host gets bytes from the one before it: no transfer slows another one down.
+            pairs = zip(listening, [*listening[-1:], *listening[:-1]], strict=True)
+            await asyncio.gather(*(look(host, before, mark) for host, before in pairs))
     finally:
         for probe in probes.values():
             ray.kill(probe)

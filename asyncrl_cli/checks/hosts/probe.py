@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from asyncrl_cli.checks.hosts import shared_folder
 from asyncrl_cli.checks.machine import available_memory, driver_problem
@@ -41,12 +42,16 @@ class Failure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where another host's probe listens."""
+class Host:
+    """A node of the cluster."""
 
-    node_id: str
+    node_id: str  # Ray's
+    name: str  # unique and readable
     address: str
-    port: int
+    # The part of a weight version that it may hold: all of it if it may have an engine, the shards of the ranks that it
+    # has room for, or nothing.
+    share: float = 1.0
+    port: int = 0  # of its probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +71,7 @@ class Facts:
 class Answer:
     """A host's report about the others."""
 
-    failures: Mapping[str, Failure]  # by node id
+    failures: Mapping[str, Failure]  # by name
     speed: float | None  # bytes per second from its neighbour
     unshared: str  # the problem with the shared folder; empty if there is none
 
@@ -74,13 +79,14 @@ class Answer:
 class HostProbe:
     """The actor."""
 
-    def __init__(self, node_id: str, secret: str) -> None:
-        self._node_id = node_id
+    def __init__(self, host: Host, secret: str) -> None:
+        self._host = host
         self._secret = secret.encode()
         self._server: asyncio.Server | None = None
 
-    async def open(self, address: str) -> Facts:
+    async def open(self) -> Facts:
         """Listen at the host's own address. Raises ``ConfigError`` when the host does not have it."""
+        address = self._host.address
         try:
             self._server = await asyncio.start_server(self._serve, address, 0)
         except OSError as error:
@@ -88,20 +94,20 @@ class HostProbe:
             raise ConfigError(message, hint="start Ray with a --node-ip-address that the host has") from None
         return await asyncio.to_thread(_facts, self._server.sockets[0].getsockname()[1])
 
-    async def examine(self, targets: list[Target], neighbour: Target | None, mark: shared_folder.Mark) -> Answer:
-        """Connect to all targets in parallel, measure the speed from the neighbour, and use the shared folder."""
-        found = await asyncio.gather(*(self.reach(target) for target in targets))
-        failures = {target.node_id: failure for target, failure in zip(targets, found, strict=True) if failure}
+    async def examine(self, others: list[Host], neighbour: Host | None, mark: Path) -> Answer:
+        """Connect to all others in parallel, measure the speed from the neighbour, and use the shared folder."""
+        found = await asyncio.gather(*map(self.reach, others))
+        failures = {host.name: failure for host, failure in zip(others, found, strict=True) if failure}
         speed = None
-        if neighbour is not None and neighbour.node_id not in failures:
+        if neighbour is not None and neighbour.name not in failures:
             measured = await self.measure(neighbour)
             if isinstance(measured, Failure):
-                failures[neighbour.node_id] = measured
+                failures[neighbour.name] = measured
             else:
                 speed = measured
-        return Answer(failures, speed, await asyncio.to_thread(shared_folder.answer, mark, self._node_id))
+        return Answer(failures, speed, await asyncio.to_thread(shared_folder.answer, mark, self._host.node_id))
 
-    async def reach(self, target: Target) -> Failure | None:
+    async def reach(self, target: Host) -> Failure | None:
         """Connect to another host; why not, if that fails."""
         try:
             async with self._connected(target):
@@ -109,7 +115,7 @@ class HostProbe:
         except PairFailed as failed:
             return failed.failure
 
-    async def measure(self, target: Target) -> float | Failure:
+    async def measure(self, target: Host) -> float | Failure:
         """Bytes per second from another host."""
         received = 0
         try:
@@ -126,7 +132,7 @@ class HostProbe:
         return received / seconds if received >= STALLED_BYTES else Failure.STALLED
 
     @asynccontextmanager
-    async def _connected(self, target: Target) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def _connected(self, target: Host) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         """A connection to another host's probe. Raises ``PairFailed``, in the block, too."""
         writer: asyncio.StreamWriter | None = None
         try:
@@ -147,7 +153,7 @@ class HostProbe:
         with suppress(OSError, ValueError, asyncio.IncompleteReadError):
             secret = await reader.readline()
             if hmac.compare_digest(secret.strip(), self._secret):
-                writer.write(self._node_id.encode() + b"\n")
+                writer.write(self._host.node_id.encode() + b"\n")
                 while await reader.read(1):
                     writer.write(bytes(SAMPLE_BYTES))
                     await writer.drain()

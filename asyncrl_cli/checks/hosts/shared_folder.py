@@ -1,5 +1,6 @@
-"""Whether several hosts see one and the same folder: each reads what the driver wrote there, and the driver reads what
-each of them wrote. Equal paths prove nothing: every host may have its own disk there.
+"""Whether several hosts see one and the same folder: each finds a file that the driver wrote there, and the driver
+finds a file of each of them. Equal paths prove nothing: every host may have its own disk there. The files are in a
+new folder with a random name, so no earlier check has left them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from asyncrl_cli.core.errors import ConfigError
@@ -21,72 +21,59 @@ folder for some seconds."""
 PAUSE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The files that the driver wrote to be found: a new folder that contains a secret."""
-
-    folder: Path
-    secret: str
-
-
 @contextmanager
-def marked(folder: Path) -> Iterator[Mark]:
-    """A context with a mark in ``folder``, which is created if it is missing. At the end all that was created is
-    removed.
+def marked(folder: Path) -> Iterator[Path]:
+    """A new folder in ``folder``, which is created if it is missing, with the driver's file. At the end all that was
+    created is removed.
 
     Raises ``ConfigError`` when the folder cannot be written.
     """
     folder = folder.absolute()
     made = [path for path in (folder, *folder.parents) if not path.exists()]
-    mark = Mark(folder / f".asyncrl-shared-{secrets.token_hex(8)}", secrets.token_hex(16))
+    mark = folder / f".asyncrl-shared-{secrets.token_hex(16)}"
     try:
         try:
-            mark.folder.mkdir(parents=True)
-            (mark.folder / "driver").write_text(mark.secret)
+            mark.mkdir(parents=True)
+            _write(mark / "driver")
         except OSError as error:
             hint = "name a folder that every host can write, on a shared file system"
             raise ConfigError(f"{folder}: {error.strerror}", location="runs_dir", hint=hint) from None
         yield mark
     finally:
-        shutil.rmtree(mark.folder, ignore_errors=True)
+        shutil.rmtree(mark, ignore_errors=True)
         for path in made:
             with suppress(OSError):  # another process has put something there
                 path.rmdir()
 
 
-def answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
-    """On another host: read the driver's file and write one of this ``name``. Returns the problem, or an empty text."""
-    folder = mark.folder.parent
-    if not _appears(mark.folder / "driver", mark.secret, limit_s):
+def answer(mark: Path, name: str, limit_s: float = VISIBLE_S) -> str:
+    """On another host: find the driver's file and write one of this ``name``. Returns the problem, or an empty text."""
+    folder = mark.parent
+    if not _appears(mark / "driver", limit_s):
         return f"does not see what the driver writes into {folder}" if folder.is_dir() else f"has no folder {folder}"
     try:
-        _write(mark.folder / name, mark.secret)
+        _write(mark / name)
     except OSError as error:
         return f"cannot write into {folder}: {error.strerror}"
     return ""
 
 
-def missing_answer(mark: Mark, name: str, limit_s: float = VISIBLE_S) -> str:
+def missing_answer(mark: Path, name: str, limit_s: float = VISIBLE_S) -> str:
     """On the driver's host: the problem with the file that ``answer`` wrote on another host, or an empty text."""
-    if not _appears(mark.folder / name, mark.secret, limit_s):
-        return f"writes into another folder {mark.folder.parent} than the driver's"
-    return ""
+    return "" if _appears(mark / name, limit_s) else f"writes into another folder {mark.parent} than the driver's"
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path) -> None:
     with path.open("w") as file:
-        file.write(text)
+        file.write("asyncrl")
         file.flush()
         os.fsync(file.fileno())
 
 
-def _appears(path: Path, text: str, limit_s: float) -> bool:
-    """Whether there is a file with this text within ``limit_s`` seconds."""
+def _appears(path: Path, limit_s: float) -> bool:
     deadline = time.monotonic() + limit_s
-    while True:
-        with suppress(OSError):
-            if path.read_text() == text:
-                return True
+    while not path.is_file():
         if time.monotonic() >= deadline:
             return False
         time.sleep(PAUSE_S)
+    return True
