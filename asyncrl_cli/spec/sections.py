@@ -262,7 +262,7 @@ class PipelineSpec(Section):
     stall_minutes: float = Field(10.0, ge=0.01, le=YEAR_S // 60)
     """The run stops after this long without progress, and names what it was waiting for."""
     max_restarts: NonNegative = 10
-    """Restarts of one kind of component (engines, trainer ranks, buffer, scorer, gateway, episode workers) within
+    """Restarts of one kind of component (engines, trainer ranks, scorer, gateway, episode workers) within
     6 hours. After that many the run stops with the first cause."""
     max_rejected_in_a_row: Count = 2000
     """The run stops after this many consecutive groups that were rejected."""
