@@ -246,7 +246,7 @@ class EnginePool:
     async def _end(self, member: _Member, engine: EngineState) -> None:
         """End an engine completely; its number may be used again afterwards."""
         self._client.remove(engine)
-        await engine.process.dismiss()
+        await engine.process.end()
         self._forget(member)
         await self._buffer.engine_changed(member.name, "leave", member.leaving)
 

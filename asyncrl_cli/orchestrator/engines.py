@@ -100,7 +100,7 @@ class EngineProcess(SupervisedActor):
         if not self._shares_group:
             self._group.remove()
 
-    async def dismiss(self) -> None:
+    async def end(self) -> None:
         """End the engine for good, in bounded time. It is not counted as a restart."""
         with suppress(RunError):
             await self.stop()

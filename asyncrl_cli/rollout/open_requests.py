@@ -41,7 +41,7 @@ class EngineHandle(Protocol):
     def kill(self) -> None:
         """End the process, also one that hangs."""
 
-    async def dismiss(self) -> None:
+    async def end(self) -> None:
         """End the engine permanently, in bounded time, and release its resources."""
 
 

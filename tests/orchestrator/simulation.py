@@ -275,7 +275,7 @@ class Process(StandInProcess):
         waits(f"{self.name} waits until Ray has room for it")
         for _ in range(self._fate.random.randint(0, 20)):
             await asyncio.sleep(0)
-        if self._fate.strikes("hire", 0.2):
+        if self._fate.strikes("join", 0.2):
             raise ActorLost("it does not start", location=self.name)
         await self.start_once()
 

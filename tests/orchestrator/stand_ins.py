@@ -276,7 +276,7 @@ class StandInProcess(SupervisedActor):
         if self.actor is not None:
             self.actor.die()
 
-    async def dismiss(self) -> None:
+    async def end(self) -> None:
         """End it permanently."""
         self.release()
 
