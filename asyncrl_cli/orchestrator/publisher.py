@@ -162,6 +162,7 @@ class Publisher:
         """Restore the present version when engines wait for it and no host has it any more. Never ends."""
         while True:
             await asyncio.sleep(GUARD_S)
+            # A publish that is in flight brings a version itself, or writes its own again.
             publishing = self._turn.locked() or (self._delivery is not None and not self._delivery.done())
             if self._waiting and not self._available.is_set() and not publishing:
                 step = self._trainer.step
@@ -202,6 +203,7 @@ class Publisher:
                 manifest = await self._replicas.manifest(written)
                 break
             except AgentLost:
+                # The agents had these bytes in memory only: the ranks are their one source.
                 written = await self._write(written.version)
         served, probe = self._current, written.probe
         same = served is not None and served.manifest == manifest
@@ -244,7 +246,8 @@ class Publisher:
                 )
             )
         finally:
-            for waiting in (too_late, *pulls.values()):  # the agent of a late host continues
+            # Only the wait ends: the agent of a late host continues, and ``bring_up`` asks it for the version again.
+            for waiting in (too_late, *pulls.values()):
                 waiting.cancel()
         return [update for update in updates if update is not None]
 
@@ -290,6 +293,7 @@ class Publisher:
             await self._client.withdraw(engine, self._withdraw_s)
             await self._budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
         except RunError as error:
+            # Its keeper may have replaced it meanwhile: the new process is not at fault.
             if engine.process.actor is actor:
                 self._client.mark_dead(engine.name, error.message)
         return None

@@ -56,6 +56,7 @@ class ResilientTrainer:
         self._budget = budget
         self._repeated = repeated
         self._gpu_turn = gpu_turn
+        # The ranks' calls are collective: two at a time could reach the ranks in different orders, and wait forever.
         self._turn = asyncio.Lock()
 
     async def at(self, step: int, work: Callable[[], Awaitable[T]], go_back: str = "") -> T:
@@ -89,6 +90,8 @@ class ResilientTrainer:
         while True:
             try:
                 if not self.ready:
+                    # Not later than the step: weights are never computed backwards. A damaged checkpoint is skipped,
+                    # because an older one only repeats more steps.
                     newest = await asyncio.to_thread(newest_undamaged, self._run, step)
                     self.step, folder = (newest.step, newest.folder) if newest else (0, None)
                     await self._ranks.restart(folder)
@@ -110,6 +113,7 @@ class ResilientTrainer:
 
     async def _train(self, batch: TrainingBatch) -> StepReport:
         async with self._gpu_turn():
+            # Before the call: if it is cancelled, the ranks finish the step, and no caller learns when.
             self.ready = False
             report = await self._ranks.train_step(batch)
             self.step, self.ready = batch.step + 1, True
