@@ -51,26 +51,27 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         devices.append(_gpu_of_rank(spec, model, gpu_bytes))
     if rollout.gpus_per_engine:
         name = "GPU of an engine, shared" if shares_gpus(spec) else "GPU of an engine"
-        devices.append(
-            Device(Role.ENGINE, name, rollout.max_engines * tensor_parallel(spec), engine, gpu_bytes, gpu_bytes)
-        )
+        count = rollout.max_engines * tensor_parallel(spec)
+        devices.append(Device(Role.ENGINE, name, count, parts=engine, capacity=gpu_bytes, gpu=gpu_bytes))
     if engines_sleep(spec):
         devices.append(_both_awake(spec, model, engine, gpu_bytes))
     for kind in host_kinds(spec):
-        devices.append(Device(Role.HOST, kind.name, kind.number, host_parts(spec, model, kind), host_bytes))
+        parts = host_parts(spec, model, kind)
+        devices.append(Device(Role.HOST, kind.name, kind.number, parts=parts, capacity=host_bytes))
     journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
     return Estimate(tuple(devices), cache, journal)
 
 
 def _gpu_of_rank(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None) -> Device:
     """The GPU of a trainer rank, or the rank's share of it: all of it while the engine on the same GPU sleeps."""
-    parts = rank_parts(spec, model).device
+    name, parts, capacity = "GPU of a trainer rank", rank_parts(spec, model).device, gpu_bytes
     if not shares_gpus(spec):
         parts = (*parts, Part("CUDA context", GPU_RANK_BYTES, "assumed"))
-        return Device(Role.TRAINER, "GPU of a trainer rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes)
-    share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
-    capacity = None if gpu_bytes is None else int(share * gpu_bytes)
-    return Device(Role.TRAINER, "share of a GPU of a trainer rank", spec.trainer.ranks, parts, capacity, gpu_bytes)
+    else:
+        name = f"share of a {name}"
+        share = memory_share(1 if engines_sleep(spec) else spec.trainer.gpus_per_rank)
+        capacity = None if gpu_bytes is None else int(share * gpu_bytes)
+    return Device(Role.TRAINER, name, spec.trainer.ranks, parts=parts, capacity=capacity, gpu=gpu_bytes)
 
 
 def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...], gpu_bytes: int | None) -> Device:
@@ -80,9 +81,8 @@ def _both_awake(spec: ExperimentSpec, model: SizedModel, engine: tuple[Part, ...
         Part("engine", sum(part.bytes for part in engine), f"{gpu_share(spec):.2f} of the GPU"),
         Part("CUDA contexts", 2 * CONTEXT_BYTES, "of both processes, assumed"),
     )
-    return Device(
-        Role.BOTH, "GPU of an engine that is awake and a rank", spec.trainer.ranks, parts, gpu_bytes, gpu_bytes
-    )
+    name = "GPU of an engine that is awake and a rank"
+    return Device(Role.BOTH, name, spec.trainer.ranks, parts=parts, capacity=gpu_bytes, gpu=gpu_bytes)
 
 
 def with_changes(spec: ExperimentSpec, change: Change) -> ExperimentSpec:

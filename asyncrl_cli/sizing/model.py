@@ -82,7 +82,15 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         from asyncrl_cli.sizing.activations import Pass, activation_bytes
 
         trainer = spec.trainer
-        settings = Pass(rows, length, positions, recompute, trainer.dtype, trainer.attention, spec.model.lora)
+        settings = Pass(
+            rows=rows,
+            length=length,
+            positions=positions,
+            recompute=recompute,
+            dtype=trainer.dtype,
+            attention=trainer.attention,
+            lora=spec.model.lora,
+        )
         return activation_bytes(config, kinds, settings)
 
     try:

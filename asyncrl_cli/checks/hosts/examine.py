@@ -73,10 +73,10 @@ def hosts_for(
         }
     hosts = [
         Host(
-            node.node_id,
-            name if names.count(name) == 1 else f"{name} {node.node_id[:8]}",
-            node.address,
-            shares.get(node.node_id, 0.0),
+            node_id=node.node_id,
+            name=name if names.count(name) == 1 else f"{name} {node.node_id[:8]}",
+            address=node.address,
+            share=shares.get(node.node_id, 0.0),
         )
         for node, name in zip(nodes, names, strict=True)
         if node.node_id in {here, *shares}
