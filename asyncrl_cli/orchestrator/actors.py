@@ -100,11 +100,9 @@ class ActorFactory:
 
     def host_agent(self, name: str, node: str) -> Any:
         """The agent of a Ray node, by its id."""
-        import ray
-
         from asyncrl_cli.weights.agent import HostAgent
 
-        return ray.remote(HostAgent).options(num_cpus=0, scheduling_strategy=on_node(node)).remote(name, self._logs)
+        return self._on_node(HostAgent, name, node=node)
 
     def address_of(self, node: str) -> str:
         """The address at which other nodes reach a Ray node."""
@@ -115,30 +113,28 @@ class ActorFactory:
         return next((str(each["NodeManagerAddress"]) for each in ray.nodes() if each["NodeID"] == node), "")
 
     def scorer(self, task: TaskSpec) -> Any:
-        import ray
-
         from asyncrl_cli.workers.actors import RewardActor
 
-        # On the driver's node, which has the user's files.
-        options = ray.remote(RewardActor).options(num_cpus=0, scheduling_strategy=on_node())
-        return options.remote("scorer", task, str(self.search_path), self._logs)
+        return self._on_node(RewardActor, "scorer", task, str(self.search_path))
 
     def episode_worker(self, task: TaskSpec, name: str) -> Any:
-        import ray
-
         from asyncrl_cli.workers.actors import EpisodeActor
 
-        # On the driver's node, which has the gateway. The driver waits for calls, and limits how many there are.
-        options = ray.remote(EpisodeActor).options(num_cpus=0, scheduling_strategy=on_node(), max_concurrency=MANY)
-        return options.remote(name, task, str(self.search_path), self._logs)
+        # The driver waits for calls, and limits how many there are.
+        return self._on_node(EpisodeActor, name, task, str(self.search_path), max_concurrency=MANY)
 
     def gateway(self) -> Any:
-        import ray
-
         from asyncrl_cli.gateway.actor import GatewayActor
 
-        # On the driver's node, which has the episode workers.
-        return ray.remote(GatewayActor).options(num_cpus=0, scheduling_strategy=on_node()).remote(self._logs)
+        return self._on_node(GatewayActor)
+
+    def _on_node(self, actor: type, *arguments: Any, node: str | None = None, **options: Any) -> Any:
+        """An actor without resources in Ray; by default on the driver's node, which has the user's files. The gateway
+        and the episode workers reach each other there."""
+        import ray
+
+        placed = ray.remote(actor).options(num_cpus=0, scheduling_strategy=on_node(node), **options)
+        return placed.remote(*arguments, self._logs)
 
 
 def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
