@@ -20,28 +20,21 @@ from asyncrl_cli.tasks.prompts import load_prompts
 
 @dataclass(slots=True)
 class Experiment:
-    """A checked spec with its data, ready to run.
-
-    Args:
-        search_path: the folder of the user's own modules.
-        stages: the stages of the curriculum.
-        sets: the prompts of further evaluation sets, by name.
-        episodic: the evaluation sets with episodes as rollouts; "" is the run's own task.
-        tasks: the run's task by the name "", and the tasks of further evaluation sets by theirs.
-        monitors: those that ``tracking`` enables, such as TensorBoard; not started.
-        examiner: makes the examiner of hosts that join during the run; None for a run on one machine.
-    """
-
     spec: ExperimentSpec
-    search_path: Path
+    search_path: Path  # the folder of the user's own modules
     train_prompts: Sequence[Prompt]
     eval_prompts: Sequence[Prompt]
-    stages: Sequence[Stage] = ()
+    stages: Sequence[Stage] = ()  # of the curriculum
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """The prompts of further evaluation sets, by name."""
     episodic: frozenset[str] = frozenset()
+    """The evaluation sets with episodes as rollouts; "" is the run's own task."""
     tasks: Mapping[str, Any] = field(default_factory=dict)
+    """The run's task by the name "", and the tasks of further evaluation sets by theirs."""
     monitors: Sequence[Monitor] = ()
+    """Those that ``tracking`` enables, such as TensorBoard; not started."""
     examiner: ExaminerFactory | None = None
+    """Makes the examiner of hosts that join during the run; None for a run on one machine."""
 
     @classmethod
     def load(

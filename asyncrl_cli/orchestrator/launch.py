@@ -60,20 +60,14 @@ INTERRUPT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run begins: from the start (``train``), or where its journal ends (``resume``).
-
-    Args:
-        kind: the kind of start, as the journal records it.
-        note: a note about the start for the journal.
-        checkpoint: where the trainer starts from; None for the initial model.
-        base: the state at which the history begins if the old journal is abandoned (``DurableLedger.fallback`` of a
-            checkpoint).
-    """
+    """How a run begins: from the start (``train``), or where its journal ends (``resume``)."""
 
     kind: Literal["train", "resume"] = "train"
-    note: str = ""
-    checkpoint: Checkpoint | None = None
+    note: str = ""  # for the journal
+    checkpoint: Checkpoint | None = None  # where the trainer starts from; None for the initial model
     base: dict[str, Any] | None = None
+    """The state at which the history begins if the old journal is abandoned (``DurableLedger.fallback`` of a
+    checkpoint)."""
 
 
 @dataclass(frozen=True, slots=True)
