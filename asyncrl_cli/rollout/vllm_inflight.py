@@ -10,22 +10,14 @@ engine left.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from asyncrl_cli.records.experts import Experts
 from asyncrl_cli.records.generation import Segment
 from asyncrl_cli.rollout.continuation import split_by_version
-
-
-class _Request(NamedTuple):
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[float]
-    version_starts: list[tuple[str, int]]
-    experts: list[Any]  # arrays [tokens, layers, k]; empty where they are not recorded
 
 
 def request_id(rollout_id: str, first: int) -> str:
@@ -62,38 +54,28 @@ def newest_experts(parts: Sequence[Any], tokens: int) -> Experts | None:
 def running_segments(vllm: Any, since: Mapping[str, int]) -> list[Segment]:
     """The tokens of running rollouts from the index that ``since`` has for them; nothing of other requests."""
     segments: list[Segment] = []
-    for running in _requests(vllm):
-        rollout_id, _, first = running.request_id.rpartition("+")
+    # Private (decision 0010): vLLM's public outputs have the weight versions at a request's end only, and those before
+    # would cost a queue and a wake-up per token and request.
+    for state in vllm.output_processor.request_states.values():
+        rollout_id, _, first = state.external_req_id.rpartition("+")
         if rollout_id not in since:
             continue
         offset = int(first)
         begin = max(since[rollout_id] - offset, 0)
-        if begin < len(running.token_ids):
+        # The list itself where the tokenizer is a fast one or the request is not detokenized, else a copy.
+        token_ids = state.detokenizer.output_token_ids
+        if begin < len(token_ids):
             segments += split_by_version(
                 rollout_id,
-                offset + begin,
-                running.token_ids[begin:],
-                running.logprobs[begin:],
-                [(int(version), offset + start) for version, start in running.version_starts],
-                newest_experts(running.experts, len(running.token_ids) - begin),
+                start=offset + begin,
+                ids=token_ids[begin:],
+                logprobs=sampled_logprobs(state.logprobs_processor.logprobs)[begin:],
+                version_starts=[(int(version), offset + start) for version, start in state.weight_version_starts],
+                experts=newest_experts(state.routed_experts_chunks, len(token_ids) - begin),
             )
     return segments
 
 
 def running_tokens(vllm: Any) -> int:
     """Tokens generated so far for all requests that run."""
-    return sum(len(running.token_ids) for running in _requests(vllm))
-
-
-def _requests(vllm: Any) -> Iterator[_Request]:
-    # Private (decision 0010): vLLM's public outputs have the weight versions at a request's end only, and those before
-    # would cost a queue and a wake-up per token and request.
-    for state in vllm.output_processor.request_states.values():
-        yield _Request(
-            state.external_req_id,
-            # The list itself where the tokenizer is a fast one or the request is not detokenized, else a copy.
-            state.detokenizer.output_token_ids,
-            sampled_logprobs(state.logprobs_processor.logprobs),
-            state.weight_version_starts,
-            state.routed_experts_chunks,
-        )
+    return sum(len(state.detokenizer.output_token_ids) for state in vllm.output_processor.request_states.values())

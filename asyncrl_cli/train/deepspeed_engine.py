@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.lora import add_adapters
-from asyncrl_cli.train.model.policy import Policy, PolicyError, ValueModel, check_policy
+from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
 
@@ -138,7 +139,7 @@ def reduce_numbers(trainer: TrainerSpec) -> int:
 def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
     """The DeepSpeed engine around the policy, with its adapters. With ZeRO-3 no rank ever holds the full model.
 
-    Raises ``LoraError`` and ``PolicyError``; collective.
+    Raises ``LoraError``, and ``UserError`` as ``check_policy``; collective.
     """
     model = load_model(spec.trainer, model_dir)
     # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
@@ -261,7 +262,7 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     """Restore the float32 frequencies of position embeddings.
 
     With bfloat16 weights DeepSpeed rounds these, too, when it shards or wraps a model. An engine does not, so at
-    position 1000 their rotations could differ by a radian. Raises ``PolicyError`` where they cannot be computed.
+    position 1000 their rotations could differ by a radian. Raises ``UserError`` where they cannot be computed.
     """
     for part in module.modules():
         # One per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
@@ -271,7 +272,7 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
             for name, buffer in rounded.items():
                 buffer.data = exact[name].to(buffer.device)
         elif any(buffer.dtype != torch.float32 for buffer in rounded.values()):
-            raise PolicyError(
+            raise UserError(
                 f"DeepSpeed has rounded the rotary frequencies of this model ({type(part).__name__}), and they cannot "
                 "be computed again",
                 hint="set trainer.dtype to float32, or use another model",

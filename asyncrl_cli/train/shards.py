@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.lora import LoraError, adapter_matrices, by_layer, full_shape, gathered, plain_weights
-from asyncrl_cli.train.model.policy import PolicyError
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, shard_of
 from asyncrl_cli.weights.mapped import Copies
 
@@ -27,7 +27,7 @@ PEFT = "base_model.model."
 
 
 def engine_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ...]:
-    """The layout of the weights that engines get; the same on every rank. Raises ``PolicyError``."""
+    """The layout of the weights that engines get; the same on every rank. Raises ``UserError``."""
     weights = plain_weights(model)
     slots = plan_slots(
         # Buffers keep their dtype, in engines as in the trainer.
@@ -63,7 +63,7 @@ def adapter_layout(model: nn.Module, dtype: torch.dtype) -> tuple[TensorSlot, ..
     """The layout of the adapters alone. Engines load them under the names that a saved adapter has: peft's, with layers
     named as in the model's checkpoints (decision 0053).
 
-    Raises ``LoraError`` for a layer that checkpoints do not have, and ``PolicyError``.
+    Raises ``LoraError`` for a layer that checkpoints do not have, and as ``engine_layout``.
     """
     of_weight = {slot.name: slot.parts or (slot,) for slot in engine_layout(model, dtype)}
     names, tensors = [], []
@@ -113,7 +113,7 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
     ``save_pretrained`` calls ``revert_weight_conversion``. Here it converts row numbers instead of weights, which shows
     where in the trainer's weights each tensor of a checkpoint lies. So engines read it from the same bytes.
 
-    ``slots`` have the weights of ``model``, a transformers model, by its own names. Raises ``PolicyError`` when a
+    ``slots`` have the weights of ``model``, a transformers model, by its own names. Raises ``UserError`` when a
     checkpoint has a tensor that is not a part of a slot.
     """
     from transformers.core_model_loading import revert_weight_conversion
@@ -131,7 +131,7 @@ def with_checkpoint_parts(model: Any, slots: Sequence[TensorSlot]) -> tuple[Tens
         width = slot.numel // _rows(slot.shape)
         shape = tuple(part.shape) if len(slot.shape) < 2 else (*part.shape[:-1], width)
         if row + _rows(shape) > _rows(slot.shape) or not torch.equal(part, _row_numbers(begin, shape)):
-            raise PolicyError(
+            raise UserError(
                 f"the checkpoint's {name} is not a part of the model's {slot.name} but computed from it",
                 hint=f"use another model: engines cannot read the weights of a {model.config.model_type} in place",
             )

@@ -52,10 +52,6 @@ Progress = Callable[[int, int, float], None]
 """Called after every update with the updates done, all updates, and the loss in nats a token."""
 
 
-class WarmStartError(UserError):
-    """A warm start that cannot be done with this task or model."""
-
-
 def warm_start(
     model_dir_in: Path,
     task: Task,
@@ -73,12 +69,12 @@ def warm_start(
     ``max_length`` bounds a demonstration in tokens; ``chat_template`` is a file's path, as in the spec, and
     ``apply_chat_template`` and ``template_kwargs`` are as there. Sets the process's number of threads while it runs.
 
-    Raises ``WarmStartError`` if the task has no demonstrations, one is too long, or the loss is not finite.
+    Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite.
     """
     from transformers import AutoModelForCausalLM
 
     if not isinstance(task, DemonstrationTask):
-        raise WarmStartError(
+        raise UserError(
             "the task has no demonstrations",
             location="model.warm_start",
             hint="give the task a method demonstration(rng, clean), or remove model.warm_start",
@@ -143,7 +139,7 @@ def _tokenized(
         end = next((index for index, token in enumerate(response) if token in ends), len(response))
         ids = [*prompt, *response[:end], response[end] if end < len(response) else tokenizer.eos_token_id]
         if len(ids) > max_length:
-            raise WarmStartError(
+            raise UserError(
                 f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
                 hint="raise model.max_length, or make demonstrations shorter by task.options",
             )
@@ -169,7 +165,7 @@ class _Chat:
         prompt = self.template.text(demonstration[:-1], reply=True)
         conversation = self.template.text(demonstration)
         if not conversation.startswith(prompt):
-            raise WarmStartError(
+            raise UserError(
                 "the chat template renders the messages before a reply differently once the reply is there",
                 hint="use a template that only appends, or give demonstrations as text with data.apply_chat_template: "
                 "false",
@@ -200,9 +196,7 @@ def _train(
         )
         loss = _accumulate_gradients(model, examples(update), pad_id, pool)
         if not math.isfinite(loss):
-            raise WarmStartError(
-                f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates"
-            )
+            raise UserError(f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:

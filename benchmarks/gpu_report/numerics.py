@@ -60,7 +60,7 @@ def relative_error(product: Any, one: Any, other: Any) -> float:
 
 
 def policy_gaps(device: str, name: str) -> dict[str, Any]:
-    """The gap that `check_policy` judges, and its limit, padded and packed. Raises ``PolicyError`` as it does."""
+    """The gap that `check_policy` judges, and its limit, padded and packed. Raises ``UserError`` as it does."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -21,11 +21,11 @@ from unittest.mock import patch
 
 from train_one import SPEC
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.train import deepspeed_engine as ds
 from asyncrl_cli.train.model.lora import gathered, plain_weights
-from asyncrl_cli.train.model.policy import PolicyError
 
 MEMORY, BROKEN = "memory", "broken"
 """Models in the folder that are not compared with transformers."""
@@ -61,7 +61,7 @@ def main() -> None:
     if (Path(models) / BROKEN).is_dir():
         try:
             ds.load_model(sharded, str(Path(models) / BROKEN))
-        except PolicyError as error:
+        except UserError as error:
             results[BROKEN] = str(error)
     torch.save(results, out)
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.initial import model_key, model_stub, prepare_model
-from asyncrl_cli.train.model.tokenizer import ChatTemplateError, load_tokenizer
+from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 INIT = {"architecture": "qwen3", "config": {**SIZES, "num_key_value_heads": 1, "head_dim": 8}}
@@ -55,10 +56,10 @@ def test_model_stub_and_model_have_it_whatever_the_model_is_made_from(tmp_path: 
 def test_an_invalid_template_is_named_with_its_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
-    with pytest.raises(ChatTemplateError, match=r"broken\.jinja is not a chat template: line 2") as raised:
+    with pytest.raises(ConfigError, match=r"broken\.jinja is not a chat template: line 2") as raised:
         model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")
     again = pickle.loads(pickle.dumps(raised.value))  # as when an actor's error reaches the driver
-    assert (type(again), str(again)) == (ChatTemplateError, str(raised.value))
+    assert (type(again), str(again)) == (ConfigError, str(raised.value))
     # A template that does not accept a single message is still a valid template.
     broken.write_text("{{ raise_exception('a system message comes first') }}")
     model_stub(spec(tmp_path, init=INIT, chat_template=str(broken)), tmp_path / "made")

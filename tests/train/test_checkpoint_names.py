@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl_cli.train.model.policy import PolicyError
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.shards import engine_layout, shards, with_checkpoint_parts, write_shard
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, size_of
 from asyncrl_cli.weights.mapped import Copies
@@ -47,5 +47,5 @@ def test_a_tensor_that_is_computed_from_others_is_refused(monkeypatch: pytest.Mo
     slots = plan_slots([("weight", torch.float32, (3, 4, 5))])
     model = torch.nn.Module()
     model.config = type("Config", (), {"model_type": "strange"})()  # type: ignore[assignment]
-    with pytest.raises(PolicyError, match="the checkpoint's other is not a part of the model's weight"):
+    with pytest.raises(UserError, match="the checkpoint's other is not a part of the model's weight"):
         with_checkpoint_parts(model, slots)

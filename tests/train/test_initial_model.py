@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.model.initial import (
-    ModelInitError,
     build_initial_model,
     prepare_model,
     write_model_stub,
@@ -115,7 +115,7 @@ def test_other_architectures_and_a_saved_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, init: ModelInit, message: str) -> None:
-    with pytest.raises(ModelInitError, match=message) as caught:
+    with pytest.raises(ConfigError, match=message) as caught:
         write_model_stub(init, 64, tmp_path / "model")
     assert caught.value.hint
     assert not (tmp_path / "model").exists()
@@ -125,14 +125,14 @@ def test_what_cannot_work_is_refused_before_there_are_weights(tmp_path: Path, in
 def test_a_head_size_that_the_model_code_reads_is_taken(tmp_path: Path, architecture: str, known: bool) -> None:
     """Config classes of mixtures of experts do not declare it, but vLLM's class for GLM-4-MoE needs it."""
     init = ModelInit(architecture=architecture, config={"head_dim": 32, "num_hidden_layers": 2})
-    with nullcontext() if known else pytest.raises(ModelInitError, match="has no 'head_dim'"):
+    with nullcontext() if known else pytest.raises(ConfigError, match="has no 'head_dim'"):
         write_model_stub(init, 64, tmp_path / "model")
         assert json.loads((tmp_path / "model/config.json").read_text())["head_dim"] == 32
 
 
 def test_what_only_the_model_code_knows_is_refused_too(tmp_path: Path) -> None:
     write_model_stub(qwen3(hidden_act="nonsense"), 64, tmp_path)
-    with pytest.raises(ModelInitError, match="cannot build this qwen3"):
+    with pytest.raises(ConfigError, match="cannot build this qwen3"):
         write_weights(tmp_path, 0)
 
 
@@ -143,7 +143,7 @@ def test_a_model_that_cannot_be_written_is_an_error_with_the_folder(archive: Pat
         "model: {init: {architecture: qwen3}}\ntask: {use: chain_sum}\nstop: {steps: 1}\n"
     )
     spec = load_spec(archive / "spec.yaml", [f"runs_dir={archive}"]).spec
-    with not_writable(archive), pytest.raises(ModelInitError, match="Permission denied") as caught:
+    with not_writable(archive), pytest.raises(ConfigError, match="Permission denied") as caught:
         prepare_model(spec, lambda: pytest.fail("no task is needed"), lambda *_: None)
     assert caught.value.location == str(archive / "models")
     assert "runs_dir" in caught.value.hint

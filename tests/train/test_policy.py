@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.deepspeed_engine import _restore_rotary_frequencies, recompute_activations
 from asyncrl_cli.train.model import chunked_logprobs
-from asyncrl_cli.train.model.policy import Policy, PolicyError, check_policy
+from asyncrl_cli.train.model.policy import Policy, check_policy
 
 SIZES = {
     "vocab_size": 50,
@@ -133,7 +134,7 @@ def test_check_in_bfloat16_passes_rounding_and_refuses_leaks(
     backbone = model.base_model
     whole = backbone.forward
     monkeypatch.setattr(backbone, "forward", lambda position_ids=None, **given: whole(**given))  # rows see each other
-    with pytest.raises(PolicyError, match=r"set trainer\.packing to false"):
+    with pytest.raises(UserError, match=r"set trainer\.packing to false"):
         check_policy(policy, policy)
 
 
@@ -154,14 +155,14 @@ def test_models_that_would_be_trained_wrongly_are_refused(
     architecture: str, packing: bool, hint: str, dtype: torch.dtype
 ) -> None:
     policy = make(architecture, packing=packing, dtype=dtype)
-    with pytest.raises(PolicyError, match=hint):
+    with pytest.raises(UserError, match=hint):
         check_policy(policy, policy)
 
 
 def test_an_output_layer_that_is_not_linear_is_refused() -> None:
     model = make("llama").model
     model.set_output_embeddings(torch.nn.Sequential(model.lm_head))
-    with pytest.raises(PolicyError, match="output layer of this llama is not linear"):
+    with pytest.raises(UserError, match="output layer of this llama is not linear"):
         Policy(model, 1.0)
 
 
@@ -229,5 +230,5 @@ def test_rotary_frequencies_that_stay_rounded_are_refused() -> None:
     rotary = policy.model.model.rotary_emb
     rotary.inv_freq.data = rotary.inv_freq.to(torch.bfloat16)
     del rotary.config
-    with pytest.raises(PolicyError, match="has rounded the rotary frequencies"):
+    with pytest.raises(UserError, match="has rounded the rotary frequencies"):
         _restore_rotary_frequencies(policy)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.spec.rules.objective import REPLAYED
 from asyncrl_cli.train.deepspeed_engine import recompute_activations
 from asyncrl_cli.train.model.policy import Policy
-from asyncrl_cli.train.model.router_replay import RouterReplayError, replayed_routers
+from asyncrl_cli.train.model.router_replay import replayed_routers
 from tests.train.test_policy import SIZES, rows, scored
 
 EXPERTS, K, LAYERS = 6, 2, 3
@@ -177,11 +178,11 @@ def test_models_whose_routers_are_not_known_are_refused(architecture: str, sizes
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes))
-    with pytest.raises(RouterReplayError, match=message):
+    with pytest.raises(UserError, match=message):
         Policy(model, 1.0, router_replay=True)
 
 
 def test_experts_of_another_model_are_refused() -> None:
     policy = make("mixtral")
-    with pytest.raises(RouterReplayError, match=r"8 recorded experts per token.*2 in each of 3 layers"):
+    with pytest.raises(UserError, match=r"8 recorded experts per token.*2 in each of 3 layers"):
         policy(*rows(), experts=torch.zeros(*rows()[0].shape, 8, dtype=torch.uint8))

@@ -11,6 +11,7 @@ from calculator import TOOL, Calculator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.spec.inputs import ModelInit, WarmStart
@@ -19,7 +20,6 @@ from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.warm_start import (
     IGNORED,
-    WarmStartError,
     _accumulate_gradients,
     _Chat,
     _optimizers,
@@ -204,8 +204,8 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_the_rest(tmp_path: Path, tie
 
 def test_tasks_and_demonstrations_that_cannot_be_used(initial: Path, tmp_path: Path) -> None:
     spec = WarmStart(steps=2, batch_size=2, threads=1)
-    with pytest.raises(WarmStartError, match="the task has no demonstrations"):
+    with pytest.raises(UserError, match="the task has no demonstrations"):
         warm_start(initial, FunctionTask(lambda prompt, response: 0.0, "m:f"), spec, 32, 0, tmp_path)
-    with pytest.raises(WarmStartError, match=r"more than model\.max_length 7"):
+    with pytest.raises(UserError, match=r"more than model\.max_length 7"):
         warm_start(initial, TASK, spec, 7, 0, tmp_path)
     assert not list(tmp_path.iterdir())

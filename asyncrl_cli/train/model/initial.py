@@ -49,10 +49,6 @@ OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Keys that every transformers config takes and turns into its ``rope_parameters``."""
 
 
-class ModelInitError(ConfigError):
-    """A ``model.init`` that no model can be made from."""
-
-
 def model_key(spec: ExperimentSpec) -> str:
     """A digest of everything that decides the initial weights."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
@@ -78,7 +74,7 @@ def model_stub_path(model: ModelSpec, folder: Path) -> str:
 def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
     """A folder with the model's config and tokenizer, which is all that an engine starts from.
 
-    Raises ``ModelInitError`` for a config that makes no model, and ``ChatTemplateError``.
+    Raises ``ConfigError`` for a config that makes no model, or a file that is no chat template.
     """
     model = spec.model
     if model.init is not None:
@@ -93,8 +89,8 @@ def prepare_model(
 ) -> Path:
     """The folder of the initial model, made now unless it was made before.
 
-    ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ModelInitError``
-    or ``WarmStartError``.
+    ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ConfigError``
+    or ``UserError``.
     """
     model = spec.model
     if model.init is None and model.warm_start is None:
@@ -129,7 +125,7 @@ def prepare_model(
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and not os.access(
             final.parent, os.W_OK, effective_ids=True
         ):
-            raise ModelInitError(
+            raise ConfigError(
                 f"the initial model cannot be made: {error.strerror}",
                 location=str(final.parent),
                 hint="set runs_dir to a folder you may write to, or copy the model there",
@@ -141,7 +137,7 @@ def prepare_model(
 def build_initial_model(
     init: ModelInit, max_length: int, seed: int, directory: Path, chat_template: str | None = None
 ) -> None:
-    """Write model stub and weights to ``directory``. Raises ``ModelInitError``."""
+    """Write model stub and weights to ``directory``. Raises ``ConfigError``."""
     write_model_stub(init, max_length, directory, chat_template)
     write_weights(directory, seed)
 
@@ -150,8 +146,8 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
     """Write config, generation config and tokenizer to ``directory``; needs no model code.
 
     ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one; ``chat_template`` is a
-    file's path, as in the spec. Raises ``ModelInitError`` for an unknown architecture, unknown config keys and sizes
-    that do not fit, and ``ChatTemplateError``.
+    file's path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that
+    do not fit, and a file that is no chat template.
     """
     if init.tokenizer == CHARACTERS:
         tokenizer = with_chat_template(character_tokenizer(max_length), chat_template)
@@ -170,7 +166,7 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
 def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
     """Write config and tokenizer of a saved model (a folder, or a hub id) to ``directory``, with another template.
 
-    Raises ``ChatTemplateError``, and what transformers raises where there is no such model.
+    Raises ``ConfigError``, and what transformers raises where there is no such model.
     """
     from transformers import AutoConfig
 
@@ -182,7 +178,7 @@ def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
 def write_weights(directory: Path, seed: int) -> None:
     """Add random float32 weights to the model stub in ``directory``, drawn from ``seed`` alone.
 
-    The process's own random state is left as it was. Raises ``ModelInitError`` where transformers cannot
+    The process's own random state is left as it was. Raises ``ConfigError`` where transformers cannot
     build the architecture.
     """
     import torch
@@ -194,7 +190,7 @@ def write_weights(directory: Path, seed: int) -> None:
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:
-            raise ModelInitError(
+            raise ConfigError(
                 f"transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
                 location="model.init",
                 hint="change the sizes in model.init.config",
@@ -208,13 +204,13 @@ def _saved_tokenizer(path: str) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ModelInitError(
+        raise ConfigError(
             f"no tokenizer could be loaded from {path!r}: {error}",
             location="model.init.tokenizer",
             hint="give the folder of a saved tokenizer, or `characters`",
         ) from error
     if tokenizer.eos_token_id is None:
-        raise ModelInitError(
+        raise ConfigError(
             f"{path} has no end token, so no response could end",
             location="model.init.tokenizer",
             hint="set eos_token in its tokenizer_config.json",
@@ -228,7 +224,7 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
 
     names: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     if init.architecture not in names or init.architecture not in CONFIG_MAPPING:
-        raise ModelInitError(
+        raise ConfigError(
             f"transformers has no causal language model of type {init.architecture!r}",
             location="model.init.architecture",
             hint=did_you_mean(init.architecture, names, "for a small model, use qwen3 or llama"),
@@ -239,7 +235,7 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     try:
         config = AutoConfig.for_model(init.architecture, **settings, architectures=[names[init.architecture]])
     except Exception as error:
-        raise ModelInitError(
+        raise ConfigError(
             f"refused by {config_class.__name__}: {' '.join(str(error).split())}",
             location="model.init.config",
             hint="change the value that the message names",
@@ -259,9 +255,9 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
         known.add("head_dim")
     for key in init.config:
         if key in FROM_TOKENIZER:
-            raise ModelInitError("follows from the tokenizer", location=f"model.init.config.{key}", hint="remove it")
+            raise ConfigError("follows from the tokenizer", location=f"model.init.config.{key}", hint="remove it")
         if key not in known and key not in OLDER_NAMES:
-            raise ModelInitError(
+            raise ConfigError(
                 f"{config_class.__name__} has no {key!r}",
                 location="model.init.config",
                 hint=did_you_mean(key, known, "remove it or correct its name"),
@@ -276,6 +272,6 @@ def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
     }
     for name, size in sizes.items():
         if size < 1:
-            raise ModelInitError(f"{size} is less than 1", location=f"model.init.config.{name}", hint="raise it")
+            raise ConfigError(f"{size} is less than 1", location=f"model.init.config.{name}", hint="raise it")
     for problem in (*head_problems(sizes), *position_problems(sizes, max_length)):
-        raise ModelInitError(problem.message, location=problem.path, hint=problem.hint)
+        raise ConfigError(problem.message, location=problem.path, hint=problem.hint)

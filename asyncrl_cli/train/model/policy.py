@@ -25,10 +25,6 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
 proportion to their size, and so are the states that they are computed from."""
 
 
-class PolicyError(UserError):
-    """A model that cannot be trained with these settings."""
-
-
 class Policy(nn.Module):
     """A causal language model that answers with log-probabilities instead of logits."""
 
@@ -44,12 +40,12 @@ class Policy(nn.Module):
         ``router_replay``: ``forward`` takes the experts of each token.
 
         ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
-        Raises ``PolicyError`` when the model's output layer is not linear, ``SequenceError`` when those ranks cannot
-        divide its sequences, and ``RouterReplayError``.
+        Raises ``UserError`` when the model's output layer is not linear, those ranks cannot divide its sequences, or
+        its routers cannot use recorded experts.
         """
         super().__init__()
         if not isinstance(model.get_output_embeddings(), nn.Linear):
-            raise PolicyError(
+            raise UserError(
                 f"the output layer of this {model.config.model_type} is not linear", hint="use another model"
             )
         if sequence is not None:
@@ -163,7 +159,7 @@ def _kept(response_mask: Tensor) -> Tensor:
 
 
 def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
-    """Raise ``PolicyError`` if a policy's log-probs differ from its model's own logits. Returns the gap in nats and its
+    """Raise ``UserError`` if a policy's log-probs differ from its model's own logits. Returns the gap in nats and its
     limit.
 
     This happens if a model does more to its logits than its output layer does, or cannot be packed. Such a fault is in
@@ -183,7 +179,7 @@ def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> t
         allowed = TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]) * max(1.0, logits.abs().max().item())
     if not gap <= allowed:
         packed = " with packing" if policy.packing else ""
-        raise PolicyError(
+        raise UserError(
             f"log-probs of this {config.model_type}{packed} are {gap:.2g} nats away from its own logits'; at most "
             f"{allowed:.2g} are rounding",
             hint="set trainer.packing to false"

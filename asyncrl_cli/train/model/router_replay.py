@@ -24,10 +24,6 @@ Weigh = Callable[[Any, Tensor, Tensor], Tensor]
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
-class RouterReplayError(UserError):
-    """The model's routers cannot use recorded experts."""
-
-
 def _softmax(router: Any, logits: Tensor, experts: Tensor) -> Tensor:
     weights: Tensor = logits.softmax(-1, dtype=torch.float32).gather(-1, experts)
     if getattr(router, "norm_topk_prob", True):
@@ -56,7 +52,7 @@ class RouterReplay:
     """The routers of one model, and the experts that they have to use."""
 
     def __init__(self, model: Any) -> None:
-        """Hooks on the routers. Raises ``RouterReplayError`` as ``replayed_routers`` does."""
+        """Hooks on the routers. Raises ``UserError`` as ``replayed_routers`` does."""
         config = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
         self._chosen: Tensor | None = None
@@ -74,7 +70,7 @@ class RouterReplay:
             self._chosen = None
             return
         if experts.shape[-1] != self._layers * self._k:
-            raise RouterReplayError(
+            raise UserError(
                 f"the rollouts have {experts.shape[-1]} recorded experts per token, and the model uses "
                 f"{self._k} in each of {self._layers} layers",
                 hint="train the model that generated them",
@@ -96,7 +92,7 @@ class RouterReplay:
 def replayed_routers(model: Any) -> dict[int, Any]:
     """A model's routers by the index of their layer.
 
-    Raises ``RouterReplayError`` when it has none, or none with weights that are known here.
+    Raises ``UserError`` when it has none, or none with weights that are known here.
     """
     kind = model.config.get_text_config().model_type
     found: dict[int, Any] = {}
@@ -105,13 +101,13 @@ def replayed_routers(model: Any) -> dict[int, Any]:
         if layer is not None and type(module).__name__ in ROUTERS:
             found[int(layer[1])] = module
     if not found:
-        raise RouterReplayError(
+        raise UserError(
             f"router_replay: {kind} has no router whose experts can be replayed",
             location="algorithm.router_replay",
             hint="set it to false; it is for " + ", ".join(name.partition("Top")[0] for name in ROUTERS),
         )
     if (most := min(router.top_k for router in found.values())) < 2:
-        raise RouterReplayError(
+        raise UserError(
             f"router_replay: each token of this {kind} uses {most} expert in a layer",
             location="algorithm.router_replay",
             hint="set it to false; it needs two experts per token or more",

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.lora import gathered
-from asyncrl_cli.train.model.policy import PolicyError
 
 
 @contextmanager
 def streamed() -> Iterator[None]:
     """Inside the block ``from_pretrained`` under ZeRO-3 loads safetensors weight by weight; collective.
 
-    It then raises ``PolicyError`` on all ranks where rank 0 cannot read a weight, or finds it of another shape.
+    It then raises ``UserError`` on all ranks where rank 0 cannot read a weight, or finds it of another shape.
     """
     from transformers import PreTrainedModel
 
@@ -113,7 +113,7 @@ def _converted(model: Any, plan: dict[str, Any], own: dict[str, Tensor]) -> Iter
 def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[str, Tensor | None]]:
     """Rank 0's ``weights`` on all ranks, with the values on rank 0 alone; the others have no ``weights``.
 
-    Raises ``PolicyError`` on all ranks when rank 0 fails: none waits for the others in a collective call.
+    Raises ``UserError`` on all ranks when rank 0 fails: none waits for the others in a collective call.
     """
     while True:
         name, value, failed = None, None, None
@@ -126,7 +126,7 @@ def _announced(weights: Iterator[tuple[str, Tensor]] | None) -> Iterator[tuple[s
         torch.distributed.broadcast_object_list(stated, src=0)
         name, failed = stated
         if failed is not None:
-            raise PolicyError(
+            raise UserError(
                 f"the weights cannot be loaded: {failed}", hint="check the *.safetensors files in the model's folder"
             )
         if name is None:

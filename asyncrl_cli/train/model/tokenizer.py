@@ -61,14 +61,10 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
-class ChatTemplateError(ConfigError):
-    """A ``model.chat_template`` that is not a chat template."""
-
-
 def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
     """The tokenizer of a model's folder or hub id; ``chat_template``: the spec's ``model.chat_template``, if any.
 
-    Raises ``ChatTemplateError``, and what transformers raises where there is no tokenizer.
+    Raises ``ConfigError``, and what transformers raises where there is no tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -76,7 +72,7 @@ def load_tokenizer(folder: str | Path, chat_template: str | None) -> Any:
 
 
 def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
-    """The tokenizer, its template replaced by the file ``chat_template``. Raises ``ChatTemplateError``."""
+    """The tokenizer, its template replaced by the file ``chat_template``. Raises ``ConfigError``."""
     from jinja2 import TemplateSyntaxError
 
     from asyncrl_cli.data.chat_template import syntax_tree
@@ -89,7 +85,7 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
     except (OSError, UnicodeDecodeError, TemplateSyntaxError) as error:
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         # The hint is not in the class: an actor's error is pickled, and made again from its message alone.
-        raise ChatTemplateError(
+        raise ConfigError(
             f"{chat_template} is not a chat template: {line}{error}",
             location="model.chat_template",
             hint="give a file with a Jinja template, or leave it out to use the tokenizer's own",
