@@ -252,9 +252,15 @@ def check_sandbox() -> Result:
     try:
         kind = choose()
         right, wrong = (
-            run(f"def f(x): return {value}", [UnitTest("assert f(1) == 2")], Limits(), kind) for value in ("x + 1", "x")
+            run(f"def f(x): return {value}", tests=[UnitTest("assert f(1) == 2")], limits=Limits(), kind=kind)
+            for value in ("x + 1", "x")
         )
-        cheated, held = run(HOSTILE, [UnitTest("assert f(1) == 2"), UnitTest("assert escapes() == []")], Limits(), kind)
+        cheated, held = run(
+            HOSTILE,
+            tests=[UnitTest("assert f(1) == 2"), UnitTest("assert escapes() == []")],
+            limits=Limits(),
+            kind=kind,
+        )
     except (TaskError, OSError) as error:
         hint = getattr(error, "hint", None) or "install bubblewrap (Debian, Ubuntu: apt install bubblewrap libseccomp2)"
         return Warned(f"none, so the task unit_tests is refused: {error}", hint)

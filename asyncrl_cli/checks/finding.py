@@ -64,7 +64,7 @@ def run_check(check: Check) -> Finding:
         hint = "change that part of the spec, or report this with the spec"
         raise ConfigError(message, location=check.name, hint=hint) from error
     if isinstance(result, Warned):
-        return Finding(check.name, Status.WARNING, result.found, result.hint)
+        return Finding(check.name, status=Status.WARNING, found=result.found, hint=result.hint)
     return Finding(check.name, Status.OK, result)
 
 
@@ -82,7 +82,7 @@ def findings_of(checks: Iterable[Check]) -> Iterator[Finding]:
         except UserError as error:
             failed.add(check.name)
             location = f"{error.location}: " if error.location else ""
-            yield Finding(check.name, Status.FAILURE, f"{location}{error.message}", error.hint)
+            yield Finding(check.name, status=Status.FAILURE, found=f"{location}{error.message}", hint=error.hint)
 
 
 def joined(*results: Result) -> Result:

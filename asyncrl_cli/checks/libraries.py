@@ -112,7 +112,14 @@ def try_trainer(device: str, folder: Path) -> str:
 
     _make_model(spec, folder)
     server = socket.create_server(("127.0.0.1", 0))
-    ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], spec.trainer.gpus_per_rank > 0, server)
+    ds.join_process_group(
+        0,
+        ranks=1,
+        address="127.0.0.1",
+        port=server.getsockname()[1],
+        gpu=spec.trainer.gpus_per_rank > 0,
+        listener=server,
+    )
     engine = ds.start_engine(spec, str(folder))
     ids = torch.arange(3, 35, device=engine.device).reshape(2, 16)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -132,7 +139,7 @@ def _make_model(spec: ExperimentSpec, folder: Path) -> None:
     from asyncrl_cli.train.model.initial import build_initial_model
 
     assert spec.model.init is not None
-    build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
+    build_initial_model(spec.model.init, max_length=spec.model.max_length, seed=spec.seed, directory=folder)
 
 
 PROGRAMS: dict[str, Callable[[str, Path], str]] = {

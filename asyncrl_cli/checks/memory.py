@@ -58,7 +58,7 @@ def estimate_memory(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | No
     wants_gpus = spec.trainer.gpus_per_rank or spec.rollout.gpus_per_engine
     if host_bytes is None and cluster.address is None and (not wants_gpus or installed_gpu_memory() is not None):
         host_bytes = available_memory()
-    return estimate(spec, model, gpu_bytes, host_bytes)
+    return estimate(spec, model=model, gpu_bytes=gpu_bytes, host_bytes=host_bytes)
 
 
 def memory_problems(
@@ -68,7 +68,7 @@ def memory_problems(
     refused, warned = None, []
     for problem in excesses(spec, found):
         again = partial(estimate_memory, model=model, gpu_bytes=problem.device.gpu)
-        helpful = remedies(spec, problem, again, model.kv_heads)
+        helpful = remedies(spec, excess=problem, again=again, kv_heads=model.kv_heads)
         hint = f"set {', or '.join(map(str, helpful))}" if helpful else ""
         if not problem.cannot:
             warned.append(Warned(problem.message, hint))
@@ -134,7 +134,7 @@ def remedies(
     found: list[Remedy] = []
     tried: Change = {}
     for change in _changes(spec, excess.device.role, kv_heads):
-        attempts = (_tried(excess, attempt, spec, again) for attempt in (change, {**tried, **change}))
+        attempts = (_tried(excess, change=attempt, spec=spec, again=again) for attempt in (change, {**tried, **change}))
         if remedy := next(filter(None, attempts), None):
             found.append(remedy)
         else:

@@ -238,14 +238,16 @@ class StartChecks:
         return check_memory_estimate(self._spec, self._sized, self._thorough)
 
     def _engine(self) -> str:
-        return check_engine(self._spec, self._references, self._folder, self._model_dir)
+        return check_engine(self._spec, references=self._references, folder=self._folder, model_dir=self._model_dir)
 
     def _hosts(self) -> Iterator[Finding]:
         """Whether the cluster that the run joins has the resources, and its hosts can work together. The last check,
         because the memory that hosts need depends on the model."""
         if self._spec.cluster.address is not None:
             spec = self._spec
-            yield from examine_cluster(self._spec.cluster.address, spec, spec.runs_dir, self._replica_bytes)
+            yield from examine_cluster(
+                self._spec.cluster.address, spec=spec, runs_dir=spec.runs_dir, replica_bytes=self._replica_bytes
+            )
 
     @property
     def _replica_bytes(self) -> int:

@@ -51,7 +51,14 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
     found, warned = [], False
     for location, (loaded, task, of_task) in tasks.items():
         try:
-            tried = try_task(loaded, task, experiment.search_path, of_task, location=location, thorough=thorough)
+            tried = try_task(
+                loaded,
+                spec=task,
+                search_path=experiment.search_path,
+                splits=of_task,
+                location=location,
+                thorough=thorough,
+            )
         except TaskError as error:
             if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
                 raise
@@ -90,7 +97,7 @@ def try_task(
     if not scored and not played:
         return "not tried"
     try:
-        asyncio.run(_try(spec, search_path, scored, played, location))
+        asyncio.run(_try(spec, search_path=search_path, scored=scored, played=played, location=location))
     except ProcessLost as lost:
         raise TaskError(f"the trial of the task failed: {lost}", location=location, hint=HINT) from None
     called = {"rewards": len(scored), "environments": len(played)}
@@ -123,12 +130,12 @@ async def _try(
     spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
 ) -> None:
     if scored:
-        async with _process(Load(spec, search_path, Work.PLAIN, BLOCKED_S)) as process:
+        async with _process(Load(spec, search_path=search_path, work=Work.PLAIN, blocked_s=BLOCKED_S)) as process:
             for response in scored:
                 result = await process.score(response, reward_limit_s(spec, response[0]))
                 _refuse(result, location, f"called with the response {response[1]!r}")
     if played:
-        async with _process(Load(spec, search_path, Work.EPISODES, BLOCKED_S)) as process:
+        async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
             for prompt in played:
                 _refuse((await process.play(prompt, None)).score, location, "called with an empty reply")
 

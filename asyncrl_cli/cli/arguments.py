@@ -46,7 +46,7 @@ class Command(TyperCommand):
             if word == "--":
                 yield from (word, *words)
             elif word.startswith("--") and name not in options and not ctx.ignore_unknown_options:
-                hint = self._meant(ctx, name, value if equals else next(words, ""), options)
+                hint = self._meant(ctx, option=name, value=value if equals else next(words, ""), options=options)
                 raise UsageError(f"No such option: {name}\nhint: {hint}", ctx=ctx)
             elif "--set" in options and _ASSIGNMENT.fullmatch(word) and not os.path.exists(word):
                 yield from ("--set", word)

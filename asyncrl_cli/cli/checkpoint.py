@@ -82,7 +82,7 @@ def export(
     checkpoint = verified_checkpoint(found, step)
     assert checkpoint is not None
     model = load_recorded(found.path).spec.model
-    export_model(checkpoint, model_stub_path(model, found.model_stub), to, model.lora)
+    export_model(checkpoint, model_stub=model_stub_path(model, found.model_stub), folder=to, lora=model.lora)
     echo(f"the model of step {checkpoint.step} is in {to}")
 
 
@@ -153,8 +153,38 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
     return checkpoints
 
 
-add(app, "list", list_checkpoints, "List checkpoints and why each is kept.", "asyncrl checkpoint list latest")
-add(app, "show", show_checkpoint, "Show one checkpoint.", "asyncrl checkpoint show latest --step 40")
-add(app, "verify", verify_checkpoints, "Compare every byte with its checksum.", "asyncrl checkpoint verify latest")
-add(app, "export", export, "Write the model as a Hugging Face folder.", "asyncrl checkpoint export --to my-model")
-add(app, "prune", prune, "Remove the checkpoints that no rule keeps.", "asyncrl checkpoint prune latest --dry-run")
+add(
+    app,
+    name="list",
+    function=list_checkpoints,
+    summary="List checkpoints and why each is kept.",
+    example="asyncrl checkpoint list latest",
+)
+add(
+    app,
+    name="show",
+    function=show_checkpoint,
+    summary="Show one checkpoint.",
+    example="asyncrl checkpoint show latest --step 40",
+)
+add(
+    app,
+    name="verify",
+    function=verify_checkpoints,
+    summary="Compare every byte with its checksum.",
+    example="asyncrl checkpoint verify latest",
+)
+add(
+    app,
+    name="export",
+    function=export,
+    summary="Write the model as a Hugging Face folder.",
+    example="asyncrl checkpoint export --to my-model",
+)
+add(
+    app,
+    name="prune",
+    function=prune,
+    summary="Remove the checkpoints that no rule keeps.",
+    example="asyncrl checkpoint prune latest --dry-run",
+)

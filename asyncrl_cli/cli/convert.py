@@ -61,7 +61,7 @@ def verl(
     for origin, target in zip(origins, targets(origins, output), strict=True):
         values = override(read_file(origin, INSTEAD) if files else {}, overrides)
         label = _label(origin if files else "", len(overrides), "override")
-        results.append(convert_one(TRAINER, label, values, target))
+        results.append(convert_one(TRAINER, origin=label, given=values, target=target))
     _finish(results, force)
 
 
@@ -94,7 +94,7 @@ def trl(
     for origin, target in zip(origins, targets(origins, output), strict=True):
         values = (read_file(origin, INSTEAD) if found.files else {}) | found.values
         label = _label(origin if found.files else "", len(found.values), "argument")
-        results.append(convert_one(TRAINERS[found.method], label, values, target))
+        results.append(convert_one(TRAINERS[found.method], origin=label, given=values, target=target))
     _finish(results, force)
 
 
@@ -131,17 +131,17 @@ def _finish(results: list[Result], force: bool) -> None:
 
 add(
     app,
-    "verl",
-    verl,
-    "Convert verl's configurations.",
-    "asyncrl convert verl config.yaml trainer.nnodes=2 -o spec.yaml",
+    name="verl",
+    function=verl,
+    summary="Convert verl's configurations.",
+    example="asyncrl convert verl config.yaml trainer.nnodes=2 -o spec.yaml",
     foreign=True,
 )
 add(
     app,
-    "trl",
-    trl,
-    "Convert TRL's arguments.",
-    "asyncrl convert trl grpo config.yaml --num_processes 8 -o spec.yaml",
+    name="trl",
+    function=trl,
+    summary="Convert TRL's arguments.",
+    example="asyncrl convert trl grpo config.yaml --num_processes 8 -o spec.yaml",
     foreign=True,
 )

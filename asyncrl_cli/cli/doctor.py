@@ -68,7 +68,7 @@ def doctor(
 def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
     from asyncrl_cli.checks.hosts.examine import examine_cluster
 
-    return examine_cluster(address or "auto", None, runs_dir, 0)
+    return examine_cluster(address or "auto", spec=None, runs_dir=runs_dir, replica_bytes=0)
 
 
 def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:

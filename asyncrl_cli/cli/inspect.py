@@ -108,7 +108,7 @@ def inspect_buffer(
             if rollout is not None:
                 return rollout_page(found, connection, rollout)
             if listing:
-                return list_page(found, connection, filters, limit or LISTED)
+                return list_page(found, connection=connection, wanted=filters, limit=limit or LISTED)
             return overview_page(found, connection)
 
     if watch:
@@ -229,5 +229,17 @@ def _watch(look: Callable[[], Page]) -> None:
             return
 
 
-add(app, "buffer", inspect_buffer, "Show what is in a run's buffer.", "asyncrl inspect buffer latest --state running")
-add(app, "run", inspect_run, "Show how a run started and what happened in it.", "asyncrl inspect run latest --json")
+add(
+    app,
+    name="buffer",
+    function=inspect_buffer,
+    summary="Show what is in a run's buffer.",
+    example="asyncrl inspect buffer latest --state running",
+)
+add(
+    app,
+    name="run",
+    function=inspect_run,
+    summary="Show how a run started and what happened in it.",
+    example="asyncrl inspect run latest --json",
+)

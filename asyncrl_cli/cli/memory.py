@@ -62,14 +62,16 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
         estimate = estimate_memory(spec, model, gpu_bytes)
         refused, warned = memory_problems(spec, model, estimate)
     except ConfigError as error:
-        return MemoryAnswer(False, "", (error.diagnostic(),), {"problems": [_problem(error)]})
+        return MemoryAnswer(False, text="", diagnostics=(error.diagnostic(),), document={"problems": [_problem(error)]})
     problems = [{"severity": "warning", "message": one.found, "hint": one.hint} for one in warned]
     diagnostics = [diagnostic("warning", one.found, hint=one.hint) for one in warned]
     if refused is not None:
         problems.insert(0, _problem(refused))
         diagnostics.append(refused.diagnostic())
     document = asdict(estimate) | {"model": model.name, "parameters": model.parameters, "problems": problems}
-    return MemoryAnswer(refused is None, table(spec, model, estimate), tuple(diagnostics), document)
+    return MemoryAnswer(
+        refused is None, text=table(spec, model, estimate), diagnostics=tuple(diagnostics), document=document
+    )
 
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:

@@ -66,4 +66,10 @@ def start_checks(
     """All checks of a start. Checks that take long print a notice to standard error."""
     from asyncrl_cli.checks.start import StartChecks
 
-    return StartChecks(spec, search_path, lambda text: echo(f"! {text}", err=True), thorough, references)
+    return StartChecks(
+        spec,
+        search_path=search_path,
+        notice=lambda text: echo(f"! {text}", err=True),
+        thorough=thorough,
+        references=references,
+    )

@@ -106,13 +106,13 @@ def plan(
     run = find_run(runs_dir, calibrate_from) if calibrate_from is not None else None
     if calibrate:
         run = calibration_run(spec, overrides or ())
-    assumed = Assumed(gpu, mean_tokens, spread, model_config)
+    assumed = Assumed(gpu, mean_tokens=mean_tokens, spread=spread, config_folder=model_config)
     source = measured_source(loaded, run, assumed) if run is not None else data_sheet_source(loaded, assumed)
     pages = {} if source.page is None else {"calibration": source.page}
     if gpus is not None:
         pages["search"] = _searched(loaded, source, gpus)
     else:
-        pages |= _predicted(loaded, source, run, compared)
+        pages |= _predicted(loaded, source=source, calibration=run, run=compared)
     if as_json:
         echo_json({name: page.document for name, page in pages.items()})
     else:
@@ -140,7 +140,7 @@ def _predicted(
     devices = Devices.of(spec.rollout.gpus_per_engine, spec.trainer.gpus_per_rank, spec.trainer.ranks)
     predicted = predict(planned.scenario, spec.rollout.max_response_tokens, devices)
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
-    pages = {"plan": plan_page(spec.name, predicted, by_length, planned, gpus)}
+    pages = {"plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, memory=gpus)}
     if calibration is not None and shares_host(spec):
         # A run to compare with was made at its own speed.
         now = processor_speed() if run is None else run.manifest.get(SPEED)
@@ -149,7 +149,9 @@ def _predicted(
         happened = measure(run, load_recorded(run.path).spec)
         parts = error_parts(planned.scenario, happened)
         lines = compare(predicted.outcome, happened.observed)
-        pages["comparison"] = comparison_page(run.run_id, lines, parts, predicted.outcome.step_s + parts["together"])
+        pages["comparison"] = comparison_page(
+            run.run_id, lines=lines, parts=parts, own_s=predicted.outcome.step_s + parts["together"]
+        )
     return pages
 
 
@@ -167,10 +169,10 @@ def _searched(spec: ExperimentSpec, source: Source, gpus: int) -> Page:
     rollouts = spec.pipeline.groups_per_step * spec.rollout.group_size
     found = search(
         spec,
-        list(allocations(gpus, rollouts, source.engine_gpus)),
-        source.model,
-        source.gpu_bytes,
-        lambda own, kv_tokens: source.planned(own, kv_tokens).scenario,
+        candidates=list(allocations(gpus, rollouts, source.engine_gpus)),
+        model=source.model,
+        gpu_bytes=source.gpu_bytes,
+        scenario_of=lambda own, kv_tokens: source.planned(own, kv_tokens).scenario,
     )
     if not found.best:
         raise ConfigError(

@@ -54,7 +54,7 @@ class Source:
 
         if self.model is None or self.gpu_bytes is None:
             return None
-        return estimate(spec, self.model, self.gpu_bytes, None)
+        return estimate(spec, model=self.model, gpu_bytes=self.gpu_bytes, host_bytes=None)
 
 
 def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:
@@ -70,13 +70,13 @@ def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -
     page = calibration_page(run.run_id, measured, _reproduced(run, measured))
 
     def planned(own: ExperimentSpec, _: int | None) -> Planned:
-        return planned_scenario(own, buffer_settings(own), measured, before)
+        return planned_scenario(own, settings=buffer_settings(own), measured=measured, of_run=before)
 
     sizes = (tensor_parallel(before),)
     if not spec.rollout.gpus_per_engine:
         return Source(planned, sizes, page=page)
     model, _ = _sized(spec, assumed)
-    return Source(planned, sizes, model, _memory(spec, _gpu(assumed.gpu)), page)
+    return Source(planned, engine_gpus=sizes, model=model, gpu_bytes=_memory(spec, _gpu(assumed.gpu)), page=page)
 
 
 def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
@@ -113,9 +113,9 @@ def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
 
     def planned(own: ExperimentSpec, kv_tokens: int | None) -> Planned:
         costs = guessed_costs(own, shape, gpu, groups=groups, kv_tokens=kv_tokens)
-        return Planned(scenario_of(own, buffer_settings(own), groups, costs), notes)
+        return Planned(scenario_of(own, settings=buffer_settings(own), groups=groups, costs=costs), notes)
 
-    return Source(planned, ENGINE_GPUS, model, _memory(spec, gpu))
+    return Source(planned, engine_gpus=ENGINE_GPUS, model=model, gpu_bytes=_memory(spec, gpu))
 
 
 def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:

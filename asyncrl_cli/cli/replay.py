@@ -77,8 +77,14 @@ def replay(
     if not as_json:
         echo(f"{'step':>6}  {'version':>7}  {'recorded loss':>13}  {'loss':>10}  {'gradient':>8}  weights")
     logs = writable_folder(run.path / "logs" / "replay")
-    check_cluster(spec, Actors(0, spec.trainer.ranks), logs, progress)
-    train_again(ReplayPlan(run, spec, search_path(run), logs, checkpoint, first - 1, end), progress, show)
+    check_cluster(spec, actors=Actors(0, spec.trainer.ranks), folder=logs, notice=progress)
+    train_again(
+        ReplayPlan(
+            run, spec=spec, search_path=search_path(run), logs=logs, checkpoint=checkpoint, first=first - 1, last=end
+        ),
+        progress,
+        show,
+    )
     if changed:
         echo(f"replayed steps {first} to {end} with {', '.join(changed)}", err=as_json)
     elif differing:

@@ -70,7 +70,7 @@ def train(
     # After the checks: a spec that is refused leaves no folder behind (decision 0028).
     run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
     run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec, speed))
-    drive(experiment, run, Start(), quiet)
+    drive(experiment, run=run, start=Start(), quiet=quiet)
 
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
     for problem in problems:
         status = Status.FAILURE if problem.severity == "error" else Status.WARNING
         found = str(replace(problem, hint="")).removeprefix(f"{problem.severity}: ")  # the status already shows it
-        yield Finding("spec", status, found, problem.hint)
+        yield Finding("spec", status=status, found=found, hint=problem.hint)
     if checked is not None:
         if not problems:
             yield Finding("spec", Status.OK, str(spec))
@@ -140,10 +140,10 @@ def resume(
 
         from asyncrl_cli.orchestrator.resume import check_data, prepare
 
-        plan = prepare(run, spec, step, ", ".join(changed), without_journal)
+        plan = prepare(run, spec=spec, step=step, note=", ".join(changed), without_journal=without_journal)
         with start_checks(spec, search_path(run)) as checks:
             experiment = checks.experiment()
-        check_data(run, experiment, plan, accept_changed_data)
+        check_data(run, experiment=experiment, plan=plan, accept_changed_data=accept_changed_data)
     start = plan.carry_out(run, accept_changed_data)  # until here, nothing has changed on disk
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
@@ -151,7 +151,7 @@ def resume(
         text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
         echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
     run.begin(dump_spec(spec, loaded.references), spec.stop.steps)
-    drive(experiment, run, start, quiet)
+    drive(experiment, run=run, start=start, quiet=quiet)
 
 
 def search_path(run: RunDirectory) -> Path:
@@ -199,8 +199,8 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bo
             f"where    {_shown(run.path)}",
         )
     try:
-        with open_view(run, spec.stop.steps, terminal, quiet) as view:
-            outcome = run_experiment(experiment, run, view, start)
+        with open_view(run, steps=spec.stop.steps, terminal=terminal, quiet=quiet) as view:
+            outcome = run_experiment(experiment, run=run, console=view, start=start)
     except Interrupted:
         terminal.err.write(f"stopped at step {run.state.step}; resume with: asyncrl resume {run.argument}\n")
         raise typer.Exit(INTERRUPTED) from None

@@ -71,9 +71,9 @@ def serve(
                 say(warning)
             return folder
 
-        check_cluster(served.spec, Actors(served.spec.rollout.min_engines, 0), served.logs, say)
+        check_cluster(served.spec, actors=Actors(served.spec.rollout.min_engines, 0), folder=served.logs, notice=say)
         try:
-            run_server(replace(served, model=model), ready, say, say)
+            run_server(replace(served, model=model), ready=ready, status=say, warn=say)
         except Interrupted:
             say("stopped")
             raise typer.Exit(INTERRUPTED) from None

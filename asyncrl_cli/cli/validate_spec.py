@@ -72,7 +72,9 @@ def validate_spec(
     if not memory and (gpu_memory is not None or model_config is not None):
         raise typer.BadParameter("needs --memory", param_hint="--gpu-memory" if gpu_memory else "--model-config")
     sizes = _Memory(parse_memory(gpu_memory), model_config) if memory else None
-    answers = [_check(spec, overrides or (), resolved, prompt, sizes) for spec in specs]
+    answers = [
+        _check(spec, overrides=overrides or (), resolved=resolved, prompt=prompt, memory=sizes) for spec in specs
+    ]
     if as_json:
         documents = [answer.document for answer in answers]
         echo_json(documents if len(specs) > 1 else documents[0])
@@ -122,7 +124,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
         if debugging():
             traceback.print_exc()
         problems = [asdict(problem) for problem in error.problems]
-        return _Answer(False, "", (error,), {"spec": spec, "valid": False, "problems": problems})
+        return _Answer(False, text="", problems=(error,), document={"spec": spec, "valid": False, "problems": problems})
     warnings = (*loaded.warnings, *_sandbox_warnings(spec, loaded))
     document = {"spec": spec, "valid": True, "problems": [asdict(problem) for problem in warnings]}
     if resolved:
@@ -132,12 +134,19 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
     if prompt:
         document["findings"] = [asdict(finding) for finding in findings]
     if memory is None:
-        return _Answer(True, text, warnings, document, findings=findings)
+        return _Answer(True, text=text, problems=warnings, document=document, findings=findings)
     from asyncrl_cli.cli.memory import memory_answer
 
     found = memory_answer(loaded.spec, memory.gpu_bytes, memory.config_folder)
     document |= {"fits": found.fits, "memory": found.document}
-    return _Answer(found.fits, f"{text}\n{found.text}".rstrip(), warnings, document, found.diagnostics, findings)
+    return _Answer(
+        found.fits,
+        text=f"{text}\n{found.text}".rstrip(),
+        problems=warnings,
+        document=document,
+        last=found.diagnostics,
+        findings=findings,
+    )
 
 
 def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
@@ -149,7 +158,7 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
 
     if reason := missing(settings.kind):
         message = f"this machine cannot start the sandbox: {reason}"
-        yield Problem("task.sandbox", message, HINTS[settings.kind], "warning", spec)
+        yield Problem("task.sandbox", message=message, hint=HINTS[settings.kind], severity="warning", file=spec)
 
 
 def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:

@@ -28,7 +28,7 @@ def split(total: int, per_engine: int) -> Devices:
 
     A single GPU is shared."""
     if total <= 1 and per_engine == 1:
-        return Devices(1, 1, 0.5, 0.5)
+        return Devices(1, engines=1, per_engine=0.5, per_rank=0.5)
     engines = max(total // 2 // per_engine, 1)
     return Devices(max(total - engines * per_engine, 1), engines, per_engine)
 

@@ -77,7 +77,14 @@ def convert_one(trainer: Trainer, origin: str, given: Mapping[str, Any], target:
     except SpecError as error:
         problems = tuple(error.problems)
     absent = tuple(problem for problem in problems if _is_absent(problem))
-    return Result(origin, target, text, conversion, tuple(p for p in problems if p not in absent), absent)
+    return Result(
+        origin,
+        target=target,
+        text=text,
+        conversion=conversion,
+        problems=tuple(p for p in problems if p not in absent),
+        absent=absent,
+    )
 
 
 def _is_absent(problem: Problem) -> bool:

@@ -57,7 +57,7 @@ class Other:
 
 def lost(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None = None) -> Other:
     """Keys that a spec cannot express."""
-    return Other(Without.LOST, names, note, off, when)
+    return Other(Without.LOST, names=names, note=note, off=off, when=when)
 
 
 def unsupported(names: str, note: str, when: Callable[[Source], bool] | None = None) -> Other:

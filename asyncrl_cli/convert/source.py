@@ -42,7 +42,9 @@ class Source:
     """
 
     def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        self.given = {name: _resolved(name, value, given, MAX_REFERENCES) for name, value in given.items()}
+        self.given = {
+            name: _resolved(name, value=value, given=given, depth=MAX_REFERENCES) for name, value in given.items()
+        }
         self.defaults = defaults
         self.remarks: dict[str, list[str]] = {}
         self.unsupported: list[str] = []
@@ -186,8 +188,10 @@ def _resolved(name: str, value: Any, given: Mapping[str, Any], depth: int) -> An
     def target(found: re.Match[str]) -> Any:
         other = name.rpartition(".")[0] + found[1] if found[1].startswith(".") else found[1]
         if other in given:
-            return _resolved(other, given[other], given, depth - 1)
-        return found[0] if found[2] is None else _resolved(name, parse_value(found[2]), given, depth - 1)
+            return _resolved(other, value=given[other], given=given, depth=depth - 1)
+        return (
+            found[0] if found[2] is None else _resolved(name, value=parse_value(found[2]), given=given, depth=depth - 1)
+        )
 
     if whole := _REFERENCE.fullmatch(value):
         return target(whole)

@@ -244,6 +244,7 @@ OTHERS = [
 """Arguments of TRL without a counterpart."""
 
 TRAINERS = {
-    method: Trainer("TRL", defaults | {METHOD: method}, ROWS, OTHERS, settings) for method, defaults in DEFAULTS.items()
+    method: Trainer("TRL", defaults=defaults | {METHOD: method}, rows=ROWS, others=OTHERS, settings=settings)
+    for method, defaults in DEFAULTS.items()
 }
 """By the name of TRL's command."""

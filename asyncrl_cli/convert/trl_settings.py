@@ -151,7 +151,7 @@ def _sizes(s: Source) -> dict[str, Any]:
         s.remark("rollout.max_prompt_tokens", unlimited)
 
     versions = (s.count("max_staleness") + 1) * max(s.count("weight_sync_steps"), 1)
-    steps = _steps(s, completions, groups, updates, versions + 1 if is_async else 0)
+    steps = _steps(s, completions=completions, groups=groups, updates=updates, least=versions + 1 if is_async else 0)
     count = s.number("warmup_steps")
     # A `warmup_steps` below 1 is a share, as `warmup_ratio` is.
     ratio = count if 0 < count < 1 else 0.0 if count else s.number("warmup_ratio")
@@ -167,7 +167,9 @@ def _sizes(s: Source) -> dict[str, Any]:
         "rollout.gpus_per_engine": 0 if cpu else devices.per_engine,
         "rollout.group_size": size,
         # TRL's limit is 256; fewer if a step (of each version in the bound) has fewer.
-        "rollout.max_running_rollouts": running_rollouts(256, size, groups * versions, devices),
+        "rollout.max_running_rollouts": running_rollouts(
+            256, group_size=size, groups=groups * versions, devices=devices
+        ),
         "rollout.max_prompt_tokens": prompt,
         "rollout.max_response_tokens": response,
         **_objective(s, updates),

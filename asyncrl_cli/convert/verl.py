@@ -349,4 +349,4 @@ OTHERS = [
 # fmt: on
 """Keys of verl without a counterpart."""
 
-TRAINER = Trainer("verl", DEFAULTS, ROWS, OTHERS, settings.settings)
+TRAINER = Trainer("verl", defaults=DEFAULTS, rows=ROWS, others=OTHERS, settings=settings.settings)

@@ -68,8 +68,8 @@ def settings(s: Source) -> dict[str, Any]:
     """The values by key of the spec. None: the key is not written."""
     gae = s.get("algorithm.adv_estimator") == "gae"
     loss_mode = s.get(f"{A}policy_loss.loss_mode")
-    estimator = _chosen(s, "algorithm.advantage", "algorithm.adv_estimator", ESTIMATORS, "grpo")
-    loss = _chosen(s, "algorithm.loss", f"{A}policy_loss.loss_mode", LOSSES, "vanilla")
+    estimator = _chosen(s, key="algorithm.advantage", name="algorithm.adv_estimator", table=ESTIMATORS, fallback="grpo")
+    loss = _chosen(s, key="algorithm.loss", name=f"{A}policy_loss.loss_mode", table=LOSSES, fallback="vanilla")
     lora_rank = max(s.count(f"{M}lora_rank"), s.count(f"{M}lora.rank"))
     in_turns = s.flag(f"{R}multi_turn.enable")
     prompt_tokens, response_tokens = s.count("data.max_prompt_length"), s.count("data.max_response_length")
@@ -100,7 +100,9 @@ def settings(s: Source) -> dict[str, Any]:
         "rollout.max_prompt_tokens": prompt_tokens,
         "rollout.sampling.temperature": s.get(f"{R}temperature"),
         "rollout.dtype": _dtype(s, "rollout.dtype", s.get(f"{R}dtype")),
-        "rollout.tool_parser": _chosen(s, "rollout.tool_parser", f"{R}multi_turn.format", TOOL_FORMATS, "hermes")
+        "rollout.tool_parser": _chosen(
+            s, key="rollout.tool_parser", name=f"{R}multi_turn.format", table=TOOL_FORMATS, fallback="hermes"
+        )
         if in_turns and s.get(f"{R}multi_turn.format")
         else None,
         # A name: what a preset decides is written, too.
@@ -115,7 +117,9 @@ def settings(s: Source) -> dict[str, Any]:
         "algorithm.sapo_temperatures": [s.number(f"{A}tau_pos"), s.number(f"{A}tau_neg")]
         if loss_mode == "sapo"
         else None,
-        "algorithm.aggregation": _chosen(s, "algorithm.aggregation", f"{A}loss_agg_mode", AGGREGATIONS, "token-mean"),
+        "algorithm.aggregation": _chosen(
+            s, key="algorithm.aggregation", name=f"{A}loss_agg_mode", table=AGGREGATIONS, fallback="token-mean"
+        ),
         "algorithm.sequence_divisor": divisors.get(str(s.get(f"{A}loss_agg_mode"))),
         "algorithm.entropy_coef": s.number(f"{A}entropy_coeff"),
         **_kl(s),
@@ -226,7 +230,7 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         "rollout.gpus_per_engine": devices.per_engine,
         "rollout.engine_args.gpu_memory_utilization": None if in_turn else memory,
         "rollout.max_running_rollouts": running_rollouts(
-            s.count(f"{R}max_num_seqs"), max(s.count(f"{R}n"), 1), groups * ahead, devices
+            s.count(f"{R}max_num_seqs"), group_size=max(s.count(f"{R}n"), 1), groups=groups * ahead, devices=devices
         ),
         "trainer.ranks": devices.ranks,
         "trainer.gpus_per_rank": devices.per_rank,
@@ -313,7 +317,7 @@ def _kl(s: Source) -> dict[str, Any]:
     elif not coef and text not in KL_ESTIMATORS:
         estimator = "k3"
     else:
-        estimator = _chosen(s, "algorithm.kl_estimator", name, KL_ESTIMATORS, "low_var_kl")
+        estimator = _chosen(s, key="algorithm.kl_estimator", name=name, table=KL_ESTIMATORS, fallback="low_var_kl")
     return {
         "algorithm.kl_coef": coef,
         "algorithm.kl_estimator": estimator,

@@ -41,7 +41,7 @@ def spec_text(conversion: Conversion, origin: str, folder: Path) -> str:
         for section in sections:
             inner = inner.setdefault(section, {})
         inner[name] = setting
-    lines += _section(tree, trainer, folder, "")
+    lines += _section(tree, trainer=trainer, folder=folder, indent="")
     lines += _footer(conversion, trainer)
     return printable(hide("\n".join(lines))) + "\n"
 
@@ -63,7 +63,7 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
         if isinstance(inner, dict):
             yield from [""] * (not indent)
             yield f"{indent}{name}:"
-            yield from _section(inner, trainer, folder, f"{indent}  ")
+            yield from _section(inner, trainer=trainer, folder=folder, indent=f"{indent}  ")
             continue
         source = ", ".join(f"{key} = {shown(value)}" for key, value in inner.sources.items())
         text = source or f"{trainer}'s default"

@@ -37,7 +37,7 @@ class UserError(Exception):
 
     def diagnostic(self) -> str:
         """The lines that a command prints, without secrets."""
-        return hide(diagnostic("error", self.message, self.location, self.hint))
+        return hide(diagnostic("error", message=self.message, location=self.location, hint=self.hint))
 
 
 def diagnostic(severity: Severity, message: str, location: str = "", hint: str = "") -> str:

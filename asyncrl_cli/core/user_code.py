@@ -127,7 +127,7 @@ def import_named(
         message = f"{target} is not of the form module:name"
         raise error_type(message, location=location, hint=f"write it like an import, as `{imported}`")
     module_name, _, path = target.partition(":")
-    found: Any = _module(module_name, folder and folder.resolve(), location, error_type)
+    found: Any = _module(module_name, folder=folder and folder.resolve(), location=location, error_type=error_type)
     where = getattr(found, "__file__", None) or module_name
     for name in path.split("."):
         try:

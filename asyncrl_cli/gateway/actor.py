@@ -244,7 +244,7 @@ class GatewayActor:
     def _end(self, number: int) -> None:
         name, session = self._by_number.pop(number)
         self._sessions.close(name)
-        end = SessionEnd(number, session.rollout(), session.last_text, session.failure)
+        end = SessionEnd(number, rollout=session.rollout(), last_text=session.last_text, failure=session.failure)
         # After the cancellations of its calls, which are reported in the loop's next turn: the driver must know them
         # before the session's end.
         asyncio.get_running_loop().call_soon(self._transfer.ended, end)

@@ -44,14 +44,16 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
                 prepared = await prepare(session, body, render)
                 stream = bool(body.stream)
                 del body
-            return await respond(service, request, session, prepared, own=named is None, stream=stream)
+            return await respond(
+                service, request=request, session=session, prepared=prepared, own=named is None, stream=stream
+            )
 
         name = path.strip("/").replace("/", "_")
         router.add_api_route(path, reply, methods=["POST"], name=name, description=description, **described)
 
     async def chat(session: Session, body: ChatRequest, render: Render) -> Prepared:
         messages = [message.plain() for message in body.messages]
-        rendered = await render_chat(session, messages, body.offered_tools(), render)
+        rendered = await render_chat(session, messages=messages, tools=body.offered_tools(), render=render)
         wanted = Wanted(
             token_ids=bool(body.return_token_ids),
             logprobs=bool(body.logprobs),
@@ -84,7 +86,9 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
             raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
         messages = [*instructions, *conversation]
-        rendered = await render_chat(session, messages, body.offered_tools(), render, param="input")
+        rendered = await render_chat(
+            session, messages=messages, tools=body.offered_tools(), render=render, param="input"
+        )
 
         def keep(response_id: str, reply: Message) -> None:
             kept.add(response_id, (*conversation, reply))
@@ -100,10 +104,12 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
         return Prepared([rendered], options, answer)
 
     async def message(session: Session, body: MessagesRequest, render: Render) -> Prepared:
-        rendered = await render_chat(session, body.chat_messages(), body.offered_tools(), render)
+        rendered = await render_chat(session, messages=body.chat_messages(), tools=body.offered_tools(), render=render)
         stops = tuple(body.stop_sequences or ())
         options = CallOptions(max_tokens=body.max_tokens, temperature=body.temperature, stop=stops)
-        answer = MessagesAnswer(service.model, len(rendered.prompt_ids), stops, service.chat.decode)
+        answer = MessagesAnswer(
+            service.model, input_tokens=len(rendered.prompt_ids), stop_sequences=stops, decode=service.chat.decode
+        )
         return Prepared([rendered], options, answer)
 
     add("/chat/completions", ChatRequest, chat, "The model's reply to a conversation.", openapi.CHAT)

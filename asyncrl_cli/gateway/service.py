@@ -188,7 +188,7 @@ async def respond(
     except BaseException:
         call.end()
         raise
-    return EventStream(_events(call, pieces, first, answer), answer.headers)
+    return EventStream(_events(call, pieces=pieces, piece=first, answer=answer), answer.headers)
 
 
 async def _generate(session: Session, prepared: Prepared, pieces: Pieces | None) -> Prompts:

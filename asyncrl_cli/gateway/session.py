@@ -221,7 +221,7 @@ class Session:
         text = cut(self._chat.decode(ids), sampling.stop)
         message: Message = {"role": "assistant", "content": text}
         if asked.messages is not None:
-            message = self._chat.parse(call.prompt_ids, ids, asked.tools, sampling.stop)
+            message = self._chat.parse(call.prompt_ids, token_ids=ids, tools=asked.tools, stop=sampling.stop)
         turn = Turn(
             end=call.first + len(ids),
             last_token=ids[-1],
@@ -318,9 +318,14 @@ class Session:
                 except ChatError:
                     pass  # the template cannot continue from here: the call begins a branch
                 else:
-                    return Rendered((*_until(branch, turn), *rest), found, tools, conversation.after(turn.messages))
+                    return Rendered(
+                        (*_until(branch, turn), *rest),
+                        after=found,
+                        tools=tools,
+                        messages=conversation.after(turn.messages),
+                    )
             ids = await render(partial(self._chat.render, conversation.messages, tools))
-        return Rendered(tuple(ids), None, tools, conversation.after(None))
+        return Rendered(tuple(ids), after=None, tools=tools, messages=conversation.after(None))
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
         """As ``render_chat``, for a text to continue."""

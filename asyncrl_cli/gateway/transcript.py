@@ -119,7 +119,7 @@ class Transcript:
         self._report(branch, first)
         last = first + _run(branch.known.versions[first:])
         more = last < len(branch.known.ids)
-        return Call(branch, tuple(prompt_ids), branch.known.slice(first, last), more)
+        return Call(branch, prompt_ids=tuple(prompt_ids), replayed=branch.known.slice(first, last), more=more)
 
     def grow(self, call: Call, segments: Sequence[Segment]) -> TokenSequence:
         """Add tokens that a call has sampled; ``start`` counts from its first. Returns those that are new."""
@@ -129,7 +129,9 @@ class Transcript:
             known = len(branch.known.ids) - call.first
             if segment.start <= known < segment.end:  # earlier ones are known, later ones come with the rollout
                 versions = np.full(len(segment.ids), segment.version, np.int32)
-                tokens = TokenSequence(segment.ids, segment.logprobs, versions, segment.experts)
+                tokens = TokenSequence(
+                    segment.ids, logprobs=segment.logprobs, versions=versions, experts=segment.experts
+                )
                 new = tokens.slice(known - segment.start, None)
                 branch.known = branch.known.extended(new)
                 fresh = fresh.extended(new)

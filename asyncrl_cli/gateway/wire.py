@@ -130,10 +130,10 @@ class Request(Wire):
             key in template_kwargs and _same(value, template_kwargs[key]) for key, value in asked.items()
         ):
             del extra["chat_template_kwargs"]
-        self._refuse(self, extra, "", SAMPLING.keys() if fixed_sampling else ())
+        self._refuse(self, extra=extra, prefix="", ignored=SAMPLING.keys() if fixed_sampling else ())
         for name in type(self).model_fields:
             if isinstance(part := getattr(self, name), Settings):
-                self._refuse(part, part.model_extra or {}, f"{name}.", ())
+                self._refuse(part, extra=part.model_extra or {}, prefix=f"{name}.", ignored=())
 
     def _refuse(self, part: Wire, extra: Mapping[str, Any], prefix: str, ignored: Collection[str]) -> None:
         for key, value in extra.items():

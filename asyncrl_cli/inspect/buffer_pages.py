@@ -268,7 +268,12 @@ def _sequences(rollout: RolloutRecord, decoder: Decoder | None) -> list[list[_Pa
             names = [json.dumps(piece, ensure_ascii=False) if piece else f"#{token}" for piece, token in pieces]
         branch = sequence_of(rollout_id)[-1]
         parts = zip(sequence, texts, strict=True)
-        found.append([_Part(segment, branch, text, names[segment.start : segment.end]) for segment, text in parts])
+        found.append(
+            [
+                _Part(segment, branch=branch, text=text, names=names[segment.start : segment.end])
+                for segment, text in parts
+            ]
+        )
     return found
 
 

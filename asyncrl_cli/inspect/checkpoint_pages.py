@@ -70,7 +70,13 @@ def stored(run: RunDirectory) -> Stored:
             location=str(run.path / "spec.yaml"),
             hint="restore the file",
         ) from None
-    return Stored(run, tuple(complete_checkpoints(run.path / "checkpoints")), greedy, saved, retention)
+    return Stored(
+        run,
+        checkpoints=tuple(complete_checkpoints(run.path / "checkpoints")),
+        accuracies=greedy,
+        saved=saved,
+        retention=retention,
+    )
 
 
 def list_page(found: Stored) -> Page:

@@ -106,7 +106,9 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
     pieces = [f"{token} " for token in ids[:limit]] if decoder is None else decoder.pieces(ids[:limit])
     ages = {version: age for age, version in enumerate(sorted(set(versions) - {CONTEXT}))}
     shown = tuple(
-        TokenShown(piece, None, None, 0) if version == CONTEXT else TokenShown(piece, logprob, version, ages[version])
+        TokenShown(piece, logprob=None, version=None, age=0)
+        if version == CONTEXT
+        else TokenShown(piece, logprob=logprob, version=version, age=ages[version])
         for piece, logprob, version in zip(map(printable, pieces), logprobs, versions, strict=False)
     )
     return shown, max(0, len(ids) - limit)

@@ -120,7 +120,12 @@ def _write(events: Iterable[TraceEvent], raw: Any) -> int:
 def timeline_events(run: RunDirectory, connection: sqlite3.Connection) -> Iterator[TraceEvent]:
     """A run's events, in no particular order. Times are microseconds since the run's first start."""
     spec = resolved_spec(run)
-    trace = _Trace(connection, first_start(connection), setting(spec, "trainer.ranks", 1), engine_counts(spec)[0])
+    trace = _Trace(
+        connection,
+        begun=first_start(connection),
+        ranks=setting(spec, "trainer.ranks", 1),
+        engines=engine_counts(spec)[0],
+    )
     return chain(trace.steps(), trace.milestones(), trace.rollouts(), trace.requests(), trace.names(run.run_id))
 
 
@@ -143,9 +148,13 @@ class _Trace:
             until = max(begin, self._us(span.trained_until))
             free = max(until, self._us(span.ended_at))
             name = f"step {span.step + 1}"
-            yield _slice(RUN, STEPS, name, begin, free, {"version": span.version, **span.metrics})
+            yield _slice(
+                RUN, track=STEPS, name=name, begin=begin, end=free, facts={"version": span.version, **span.metrics}
+            )
             for rank in range(self._ranks):
-                yield _slice(TRAINER, rank + 1, name, begin, until, {"version": span.version})
+                yield _slice(
+                    TRAINER, track=rank + 1, name=name, begin=begin, end=until, facts={"version": span.version}
+                )
             if span.publish is not None:
                 yield from self._publish(span.publish, max(until, min(free, self._us(span.publish.begun_at))), free)
             yield from self._counters(span)
@@ -157,11 +166,25 @@ class _Trace:
         load = max(begin, end - round(publish.stall_s * 1e6))
         name = f"version {publish.version}"
         for rank in range(self._ranks):
-            yield _slice(TRAINER, rank + 1, f"publish {name}", begin, free, {"version": publish.version})
+            yield _slice(
+                TRAINER,
+                track=rank + 1,
+                name=f"publish {name}",
+                begin=begin,
+                end=free,
+                facts={"version": publish.version},
+            )
         engines = len(self._lanes_of)
         for number in range(engines):
             engine = ENGINES + number
-            yield _slice(engine, LOADS, f"load {name}", load, end, {"longest pause (s)": publish.stall_s})
+            yield _slice(
+                engine,
+                track=LOADS,
+                name=f"load {name}",
+                begin=load,
+                end=end,
+                facts={"longest pause (s)": publish.stall_s},
+            )
             arrow = {"cat": "publish", "name": name, "id": publish.version * engines + number}
             yield arrow | {"ph": "s", "pid": TRAINER, "tid": 1, "ts": begin}
             yield arrow | {"ph": "f", "bp": "e", "pid": engine, "tid": LOADS, "ts": load}
@@ -183,19 +206,21 @@ class _Trace:
             match event:
                 case Evaluation(at=at, kind=kind, accuracy=accuracy):
                     facts = {"after step": event.after_step, "accuracy": accuracy, "mean reward": event.mean_reward}
-                    yield self._instant(EVALUATIONS, f"{kind} {accuracy:.3f}", at, facts)
+                    yield self._instant(EVALUATIONS, name=f"{kind} {accuracy:.3f}", at=at, facts=facts)
                 case Checkpoint(at=at, after_step=step, seconds=seconds):
                     begin = max(free, self._us(at - seconds))
                     free = max(begin, self._us(at))
                     facts = {"folder": event.folder}
-                    yield _slice(RUN, CHECKPOINTS, f"checkpoint after step {step}", begin, free, facts)
+                    yield _slice(
+                        RUN, track=CHECKPOINTS, name=f"checkpoint after step {step}", begin=begin, end=free, facts=facts
+                    )
                 case Fault(at=at, kind=kind, part=part, message=message):
-                    yield self._instant(FAULTS, f"{kind}: {part}", at, {"message": message})
+                    yield self._instant(FAULTS, name=f"{kind}: {part}", at=at, facts={"message": message})
                 case Stall(at=at, part=part, message=message):
-                    yield self._instant(FAULTS, f"stall: {part}", at, {"message": message})
+                    yield self._instant(FAULTS, name=f"stall: {part}", at=at, facts={"message": message})
                 case Start(at=at, process=process):
                     facts = {"host": event.host, "batches taken": event.steps_taken}
-                    yield self._instant(STARTS, process, at, facts)
+                    yield self._instant(STARTS, name=process, at=at, facts=facts)
 
     def rollouts(self) -> Iterator[TraceEvent]:
         """Every recorded rollout, in the order of admission."""
@@ -209,11 +234,11 @@ class _Trace:
                 facts["trained in step"] = one.step + 1
             yield _slice(
                 ROLLOUTS,
-                self._lanes.put(start, end),
-                training_rollout_id(one.group_id, one.rollout_index),
-                start,
-                end,
-                facts,
+                track=self._lanes.put(start, end),
+                name=training_rollout_id(one.group_id, one.rollout_index),
+                begin=start,
+                end=end,
+                facts=facts,
             )
 
     def requests(self) -> Iterator[TraceEvent]:
@@ -225,7 +250,9 @@ class _Trace:
             start = self._us(request.begun_at)
             end = max(start, self._us(request.ended_at))
             lane = LOADS + lanes.put(start, end)
-            yield _slice(process, lane, request.request_id, start, end, {"ended": request.ending})
+            yield _slice(
+                process, track=lane, name=request.request_id, begin=start, end=end, facts={"ended": request.ending}
+            )
 
     def names(self, run_id: str) -> Iterator[TraceEvent]:
         """Names of processes and tracks; after the rollouts, when their lanes are known."""

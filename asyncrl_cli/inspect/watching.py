@@ -56,7 +56,7 @@ def look(run: RunDirectory, now: float | None = None) -> Shown:
     doing = f"{run.run_id}, {phase}{reason}"
     try:
         with snapshot(run.path / FILE) as connection:
-            shown = _seen(connection, doing, phase in ACTIVE, at)
+            shown = _seen(connection, doing=doing, under_way=phase in ACTIVE, now=at)
     except JournalError as error:
         return Shown(doing if not (run.path / FILE).exists() else f"{doing}; {error}", steps=state.steps)
     return replace(shown, engines=engines_text(state)) if phase in ACTIVE else shown
@@ -131,13 +131,15 @@ class Pager:
     def turn(self, older: bool) -> None:
         """Go to the next older or newer wanted rollout; stay if there is none. Begins with the newest one that has
         ended."""
-        self._find(lambda connection: next_rollout(connection, self._shown, older, WANTED[self.wanted]))
+        self._find(
+            lambda connection: next_rollout(connection, after=self._shown, older=older, rewards=WANTED[self.wanted])
+        )
 
     def filter(self) -> None:
         """Want all rollouts, the right ones or the wrong ones, in turn; and go to the newest of them."""
         kinds = list(WANTED)
         self.wanted = kinds[(kinds.index(self.wanted) + 1) % len(kinds)]
-        self._find(lambda connection: next_rollout(connection, None, True, WANTED[self.wanted]))
+        self._find(lambda connection: next_rollout(connection, after=None, older=True, rewards=WANTED[self.wanted]))
 
     def go_to(self, step: int) -> None:
         """Go to a wanted rollout of a step, counted from 1; stay where there is none."""
@@ -161,7 +163,7 @@ class Pager:
         with snapshot(self._run.path / FILE) as connection:
             group = group_record(connection, self._shown[0])
         shown = "" if self.wanted == "all" else f"{self.wanted} rollouts only"
-        text = rollout_text(group, self._shown, self._decoder, self.colouring)
+        text = rollout_text(group, index=self._shown, decoder=self._decoder, colouring=self.colouring)
         return text.append("".join(f"\n{line}" for line in (shown, self._note) if line), style="bold")
 
 

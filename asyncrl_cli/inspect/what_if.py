@@ -59,7 +59,14 @@ def reproduced(spec: Mapping[str, Any], measured: Calibration) -> Reproduced:
     )
     outcome = simulate(scenario, STEPS)
     lines = compare(outcome, measured.observed)
-    return Reproduced(spec, measured, scenario, outcome, lines, misfit(lines, outcome, measured.observed))
+    return Reproduced(
+        spec,
+        measured=measured,
+        scenario=scenario,
+        outcome=outcome,
+        lines=lines,
+        misfit=misfit(lines, outcome, measured.observed),
+    )
 
 
 def reproduced_from(connection: sqlite3.Connection, spec: Mapping[str, Any]) -> Reproduced:

@@ -130,7 +130,9 @@ class DurableLedger:
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
             self._rewards[entry.group_id] = {}
-            groups.append(Group(entry.group_id, entry.version, candidate.prompt, candidate.prompt_ids))
+            groups.append(
+                Group(entry.group_id, version=entry.version, prompt=candidate.prompt, prompt_ids=candidate.prompt_ids)
+            )
         return tuple(groups)
 
     def grown(self, segments: Iterable[Segment]) -> None:
@@ -182,7 +184,7 @@ class DurableLedger:
             self.ledger.finish(group_id)
             self.journal.ended(group_id, "finished")
             finished.append(group_id)
-        return Settled(tuple(finished), tuple(rejected), self.ledger.counts(), tuple(solved))
+        return Settled(tuple(finished), rejected=tuple(rejected), counts=self.ledger.counts(), solved=tuple(solved))
 
     def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
         """Abandon overdue groups and start their prompts again; returns (old index, new index, version)."""

@@ -318,7 +318,7 @@ class Ledger:
         if finished < needed:
             return Blocked(Blocker.GROUPS, finished, needed)
         if missing := self._missing():
-            return Blocked(Blocker.MISSING, finished, needed, missing)
+            return Blocked(Blocker.MISSING, finished=finished, needed=needed, missing=missing)
         return self._batch(self._finished[:needed])
 
     def take(self, batch: Batch) -> None:
@@ -405,7 +405,7 @@ class Ledger:
 
     def _batch(self, group_ids: Sequence[int]) -> Batch:
         versions = tuple(self._version_of[group_id] for group_id in group_ids)
-        return Batch(self._step, self.trainer_version, tuple(group_ids), versions)
+        return Batch(self._step, version=self.trainer_version, group_ids=tuple(group_ids), group_versions=versions)
 
     def _overflow(self, group_ids: Sequence[int]) -> int:
         """How many of these groups could not be trained in time if the next batch contained none of them.

@@ -46,7 +46,7 @@ def progress(connection: sqlite3.Connection) -> Progress:
     settings = BufferSettings(**known["settings"])
     first = int((known.get("base") or {}).get("step", 0))
     step, version = max(steps_taken(connection), first), newest_version(connection)
-    return Progress(settings, first, step, max(version, first // settings.publish_every))
+    return Progress(settings, first_step=first, step=step, version=max(version, first // settings.publish_every))
 
 
 def meta(connection: sqlite3.Connection) -> dict[str, Any]:

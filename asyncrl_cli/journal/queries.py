@@ -167,9 +167,9 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
         at=at,
         progress=where,
         states=(
-            _present(connection, "running", "g.admitted_at", at),
-            _present(connection, "finished", "g.ended_at", at),
-            _present(connection, "taken", "(SELECT taken_at FROM batches b WHERE b.step = g.step)", at),
+            _present(connection, state="running", since="g.admitted_at", now=at),
+            _present(connection, state="finished", since="g.ended_at", now=at),
+            _present(connection, state="taken", since="(SELECT taken_at FROM batches b WHERE b.step = g.step)", now=at),
             StateCount("trained", _trained(connection)),
             StateCount("rejected", sum(dropped["rejected"].values())),
             StateCount("requeued", sum(dropped["requeued"].values())),
@@ -185,12 +185,14 @@ def _present(connection: sqlite3.Connection, state: GroupState, since: str, now:
     """The count of a state that few groups are in at a time."""
     ages = sorted(now - at for (at,) in connection.execute(f"SELECT {since} FROM groups g WHERE {_WHERE[state]}"))
     if not ages:
-        return StateCount(state, 0, 0, 0)
+        return StateCount(state, groups=0, rollouts=0, tokens=0)
     rollouts, tokens = connection.execute(
         f"SELECT count(r.finish_reason), coalesce(sum(r.tokens), 0) FROM groups g "
         f"JOIN rollouts r ON r.group_id = g.id WHERE {_WHERE[state]}"
     ).fetchone()
-    return StateCount(state, len(ages), rollouts, tokens, _quantile(ages, 0.5), ages[-1])
+    return StateCount(
+        state, groups=len(ages), rollouts=rollouts, tokens=tokens, age_s=_quantile(ages, 0.5), oldest_s=ages[-1]
+    )
 
 
 def _trained(connection: sqlite3.Connection) -> int:
@@ -226,7 +228,11 @@ def _distribution(state: GroupState, values: list[Any]) -> list[Distribution]:
     values.sort()
     mean = sum(values) / len(values)
     p10, median, p90 = (_quantile(values, share) for share in (0.1, 0.5, 0.9))
-    return [Distribution(state, len(values), mean, values[0], p10, median, p90, values[-1])]
+    return [
+        Distribution(
+            state, count=len(values), mean=mean, minimum=values[0], p10=p10, median=median, p90=p90, maximum=values[-1]
+        )
+    ]
 
 
 def _quantile(ascending: Sequence[float], share: float) -> float:
@@ -376,4 +382,4 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
         )
         for index, row_of in read_rollouts(connection, group_id).items()
     ]
-    return GroupRecord(GroupRow(*row), group.prompt, group.prompt_ids, tuple(rollouts))
+    return GroupRecord(GroupRow(*row), prompt=group.prompt, prompt_ids=group.prompt_ids, rollouts=tuple(rollouts))

@@ -72,7 +72,9 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     ids = [row[0] for row in connection.execute("SELECT id FROM groups WHERE step = ? ORDER BY id", (step,))]
     if len(ids) != settings["groups_per_step"]:
         raise _malformed(f"the batch of step {step} has {len(ids)} groups")
-    groups = tuple(_training_group(connection, step, group_id, settings["group_size"]) for group_id in ids)
+    groups = tuple(
+        _training_group(connection, step=step, group_id=group_id, size=settings["group_size"]) for group_id in ids
+    )
     return TrainingBatch(step, found[0], groups)
 
 
@@ -92,7 +94,7 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
         group_id,
         group.prompt.uid,
         group.version,
-        rollouts=tuple(_rollout(group, index, row, tokens) for index, row in rows.items()),
+        rollouts=tuple(_rollout(group, index=index, row=row, tokens=tokens) for index, row in rows.items()),
         rewards=rewards,
         metrics=measured if any(measured) else (),
     )
@@ -111,7 +113,7 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> Group:
         raise _malformed(f"the prompt of group {group_id} has another checksum")
     uid, content, fields, prompt_ids, version, *_ = columns
     ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
-    return Group(group_id, version, prompt_of(uid, content, fields), ids)
+    return Group(group_id, version=version, prompt=prompt_of(uid, content, fields), prompt_ids=ids)
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
@@ -144,7 +146,7 @@ def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
         if row.reward is not None:
             scored.add(index)
         elif row.finish_reason is not None:
-            unscored[index] = _rollout(group, index, row, tokens)
+            unscored[index] = _rollout(group, index=index, row=row, tokens=tokens)
         else:
             prefixes[index] = tokens.segments.get(index, {})
             joined(prefixes[index], training_rollout_id(group.group_id, index), row.tokens)  # for its checks
@@ -206,9 +208,9 @@ def read_tokens(connection: sqlite3.Connection, group_id: int) -> GroupTokens:
         chosen = experts.get((index, branch, start))
         segment = Segment(
             branch_id(name, branch),
-            start,
-            version,
-            ids,
+            start=start,
+            version=version,
+            ids=ids,
             logprobs=values,
             experts=None if chosen is None else from_bytes(chosen, len(ids)),
         )

@@ -139,7 +139,9 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
             steps[step].tokens[batch_versions[step] - version] += count
         wrong = version < admitted_at or (step is not None and version > batch_versions[step])
         if wrong and len(violations) < MOST_VIOLATIONS:
-            violations += _token_violations(connection, group_id, version, admitted_at, step)
+            violations += _token_violations(
+                connection, group_id=group_id, version=version, admitted_at=admitted_at, step=step
+            )
     for group_id, with_tokens, crossed in connection.execute(
         "SELECT group_id, count(oldest), sum(newest > oldest) FROM rollouts GROUP BY group_id"
     ):

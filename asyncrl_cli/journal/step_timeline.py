@@ -63,7 +63,7 @@ def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:
     if row is None:
         return None
     version, at, seconds, stall_s = row
-    return PublishSpan(version, at - seconds, at, stall_s)
+    return PublishSpan(version, begun_at=at - seconds, ended_at=at, stall_s=stall_s)
 
 
 def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[StepSpan]:
@@ -82,8 +82,16 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
         if published is not None:
             ended_at = max(at, trained_until)
             begun_at = min(max(at - seconds, trained_until), ended_at)
-            publish = PublishSpan(published, begun_at, ended_at, stall_s)
-        yield StepSpan(step, version, taken_at, trained_until, reported_at, publish, metrics)
+            publish = PublishSpan(published, begun_at=begun_at, ended_at=ended_at, stall_s=stall_s)
+        yield StepSpan(
+            step,
+            version=version,
+            taken_at=taken_at,
+            trained_until=trained_until,
+            reported_at=reported_at,
+            publish=publish,
+            metrics=metrics,
+        )
 
 
 # -- groups

@@ -167,7 +167,7 @@ class Journal(JournalFile):
             sequences = self._in_part.setdefault(group_id, {}).setdefault(index, {})
             pieces = sequences.setdefault(branch, {})
             columns = columns_of(segment)
-            piece = _Piece(segment.start, segment.end, segment.version, columns[-1])
+            piece = _Piece(segment.start, end=segment.end, version=segment.version, crc=columns[-1])
             end = max((known.end for known in pieces.values()), default=0)
             if segment.end == segment.start or segment.start not in (end, *pieces):
                 continue
@@ -184,8 +184,8 @@ class Journal(JournalFile):
                         void,
                     )
             pieces[segment.start] = piece
-            self._note_segment(group_id, index, branch, columns, now)
-            self._note_experts(group_id, index, branch, segment.start, segment.experts)
+            self._note_segment(group_id, index=index, branch=branch, columns=columns, at=now)
+            self._note_experts(group_id, index=index, branch=branch, start=segment.start, experts=segment.experts)
             sampled = [known for of_one in sequences.values() for known in of_one.values() if known.version != CONTEXT]
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
@@ -206,10 +206,10 @@ class Journal(JournalFile):
                 self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
-            self._note_experts(group_id, index, branch, PROMPT, sequence.prompt_experts)
+            self._note_experts(group_id, index=index, branch=branch, start=PROMPT, experts=sequence.prompt_experts)
             for segment in sequence.segments(sequence.rollout_id):
-                self._note_segment(group_id, index, branch, columns_of(segment), now)
-                self._note_experts(group_id, index, branch, segment.start, segment.experts)
+                self._note_segment(group_id, index=index, branch=branch, columns=columns_of(segment), at=now)
+                self._note_experts(group_id, index=index, branch=branch, start=segment.start, experts=segment.experts)
 
     def scored(self, outcome: Outcome) -> None:
         """A rollout has its reward, or failed."""
@@ -270,7 +270,7 @@ class Journal(JournalFile):
         known = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
             if step not in known:
-                self.checkpointed(step, folder, 0.0, saved_at)
+                self.checkpointed(step, folder=folder, seconds=0.0, at=saved_at)
         for step in known - on_disk.keys():
             self.checkpoint_removed(step)
 
@@ -309,7 +309,8 @@ class Journal(JournalFile):
             self._in_part[group.group_id] = {
                 index: {
                     branch: {
-                        part.start: _Piece(part.start, part.end, part.version, columns_of(part)[-1]) for part in parts
+                        part.start: _Piece(part.start, end=part.end, version=part.version, crc=columns_of(part)[-1])
+                        for part in parts
                     }
                     for branch, parts in branches.items()
                 }
@@ -319,13 +320,13 @@ class Journal(JournalFile):
 
     def _note_segment(self, group_id: int, index: int, branch: int, columns: tuple[Any, ...], at: float) -> None:
         start, version, *_, crc = columns
-        keyed = key_crc(group_id, index, branch, start, version, crc)
+        keyed = key_crc(group_id, index=index, branch=branch, start=start, version=version, crc=crc)
         # Not checked: integers and bytes can always be stored, and most rows of a run are segments.
         self._noted.append((_SEGMENT, (group_id, index, branch, *columns, at, keyed)))
 
     def _note_experts(self, group_id: int, index: int, branch: int, start: int, experts: Experts | None) -> None:
         if experts is not None:
-            columns = experts_columns(group_id, index, branch, start, experts)
+            columns = experts_columns(group_id, index=index, branch=branch, start=start, experts=experts)
             self._noted.append(("INSERT OR REPLACE INTO experts VALUES (?, ?, ?, ?, ?, ?)", columns))
 
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:

@@ -68,7 +68,7 @@ class PlainView(Monitor):
         self._print(f"! {text}")
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self._print(step_line(step, self._steps, metrics, self._accuracy))
+        self._print(step_line(step, steps=self._steps, metrics=metrics, accuracy=self._accuracy))
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._accuracy[result.kind] = result.accuracy

@@ -54,7 +54,7 @@ def _require(package: str, location: str) -> None:
 def _own(name: str, search_path: Path, location: str) -> Monitor:
     """The user's monitor that a spec calls ``module:Class``."""
     hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
-    found = import_named(name, search_path, location, hint)
+    found = import_named(name, folder=search_path, location=location, hint=hint)
     if not (isinstance(found, type) and issubclass(found, Monitor)):
         raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)
     try:

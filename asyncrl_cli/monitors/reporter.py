@@ -98,7 +98,9 @@ class Reporter:
         """Notify a monitor from now on: ``in_thread`` unless its calls return at once."""
         if self._run is None:
             run, spec = self._recorder.run, resolved_spec(self._recorder.run)
-            self._run = RunInfo(run.run_id, run.path, setting(spec, "stop.steps", self._recorder.state.steps), spec)
+            self._run = RunInfo(
+                run.run_id, folder=run.path, steps=setting(spec, "stop.steps", self._recorder.state.steps), spec=spec
+            )
         member = _Member(monitor, in_thread, self._switched_off)
         self._members.append(member)
         info = self._run

@@ -41,7 +41,9 @@ class Checkpoints:
         trainer = spec.trainer
         self._folder = run.path / "checkpoints"
         self._trainers = trainers
-        self._layout = TrainerLayout(trainer.ranks, trainer.zero_stage, trainer.dtype, trainer.expert_parallel)
+        self._layout = TrainerLayout(
+            trainer.ranks, zero_stage=trainer.zero_stage, dtype=trainer.dtype, expert_parallel=trainer.expert_parallel
+        )
         self._retention = spec.checkpoints
 
     async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
@@ -90,7 +92,9 @@ class Checkpoints:
         ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps with a running evaluation.
         """
         found = complete_checkpoints(self._folder)
-        reasons = keep_reasons([checkpoint.step for checkpoint in found], accuracies, self._retention, awaited)
+        reasons = keep_reasons(
+            [checkpoint.step for checkpoint in found], accuracies=accuracies, keep=self._retention, awaited=awaited
+        )
         removed = [checkpoint for checkpoint in found if not reasons[checkpoint.step]]
         for checkpoint in removed:
             remove(checkpoint)

@@ -76,7 +76,7 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
         return
     wanted = actors or Actors.of(spec)
     with connected(spec.cluster.address):
-        check_resources(spec, live_nodes(), wanted.engines, wanted.ranks)
+        check_resources(spec, nodes=live_nodes(), engines=wanted.engines, ranks=wanted.ranks)
         yield
 
 

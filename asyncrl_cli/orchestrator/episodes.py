@@ -89,7 +89,10 @@ class EpisodeWorkers:
     def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
         """``make_actor(name)`` creates the Ray actor of one worker; ``name`` is the prefix of the workers' names."""
         limit_s = spec.timeout_s + START_S + ACTOR_S
-        self._workers = [EpisodeWorker(f"{name}-{index}", make_actor, budget, limit_s) for index in range(spec.workers)]
+        self._workers = [
+            EpisodeWorker(f"{name}-{index}", make_actor=make_actor, budget=budget, limit_s=limit_s)
+            for index in range(spec.workers)
+        ]
         self._slots = asyncio.Semaphore(spec.workers * spec.concurrency)
         self._isolated = asyncio.Semaphore(spec.workers * ISOLATED)
 
@@ -183,7 +186,7 @@ class Episodes:
                     priority=priority,
                     recorded=known.recorded,
                 )
-                played, end = await self._attempt(opening, known, prompt, isolated)
+                played, end = await self._attempt(opening, known=known, prompt=prompt, isolated=isolated)
                 attempts += 1
                 if played.retry is Retry.RESTART and restarts < self._retries:
                     restarts += 1

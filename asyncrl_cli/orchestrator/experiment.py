@@ -51,14 +51,18 @@ class Experiment:
                 for name, chosen in spec.evaluation.sets.items()
             }
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
-            train_prompts = load_prompts("train", spec.data.train, task, search_path)
+            train_prompts = load_prompts("train", split_spec=spec.data.train, task=task, base=search_path)
             held_out = spec.data.eval
-            eval_prompts = load_prompts("eval", held_out, task, search_path) if held_out is not None else ()
+            eval_prompts = (
+                load_prompts("eval", split_spec=held_out, task=task, base=search_path) if held_out is not None else ()
+            )
             sets = {}
             for name, chosen in spec.evaluation.sets.items():
                 split: Split = "train" if chosen.data.path is None and chosen.data.split == "train" else "eval"
                 location = f"evaluation.sets.{name}.data"
-                sets[name] = load_prompts(split, chosen.data, tasks[name], search_path, location)
+                sets[name] = load_prompts(
+                    split, split_spec=chosen.data, task=tasks[name], base=search_path, location=location
+                )
             return cls(
                 spec,
                 search_path,

@@ -208,7 +208,9 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
 
 def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str | None = None) -> GatewaySetup:
     """The setup of a gateway for the model in a folder, with new secrets; ``model`` is the name that clients use."""
-    return GatewaySetup(spec, partial(chat_format, spec, model_folder), model, new_secret(), api_key)
+    return GatewaySetup(
+        spec, chat=partial(chat_format, spec, model_folder), model=model, secret=new_secret(), api_key=api_key
+    )
 
 
 class GatewayClient:
@@ -220,7 +222,7 @@ class GatewayClient:
         """``generate`` answers the calls that belong to no session."""
         self._setup = setup
         self._generate = generate
-        self._actor = SupervisedActor("gateway", GATEWAY, make_actor, self._connect, budget)
+        self._actor = SupervisedActor("gateway", name=GATEWAY, make=make_actor, start=self._connect, budget=budget)
         self._port = setup.spec.rollout.gateway.port
         self._link: asyncio.Future[_Link] = asyncio.get_running_loop().create_future()
         self._keeping: asyncio.Task[None] | None = None
@@ -275,9 +277,9 @@ class GatewayClient:
         link = await asyncio.shield(self._link)
         access = ModelAccess(
             session_url(link.url, opening.name),
-            session_key(self._setup.secret, opening.name),
-            self._setup.model,
-            opening.rollout_id,
+            api_key=session_key(self._setup.secret, opening.name),
+            model=self._setup.model,
+            rollout_id=opening.rollout_id,
         )
         session = link.open(opening, access, on_segments, generate)
         try:

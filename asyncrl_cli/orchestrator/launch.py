@@ -110,7 +110,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
 
     try:
         with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
-            outcome = asyncio.run(_run(experiment, recorder, reporter, start, stop))
+            outcome = asyncio.run(_run(experiment, recorder=recorder, reporter=reporter, start=start, stop=stop))
     except (KeyboardInterrupt, Interrupted):  # the former before an event loop handled signals
         end(Ending("interrupted", reason="stopped by the user"))
         raise Interrupted from None
@@ -150,7 +150,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         for monitor in in_cluster:
             reporter.join(monitor)
         hint = f"asyncrl resume {run.argument}"
-        starting = _start(experiment, recorder, start, reporter, closing)
+        starting = _start(experiment, recorder=recorder, start=start, reporter=reporter, closing=closing)
         orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
         recorder.update(phase="running", steps=spec.stop.steps)
         await until_stopped(while_ray_lives(orchestrator.run(), hint), stop)
@@ -227,7 +227,9 @@ async def _start(
     gateway: GatewayClient | None = None
 
     def make_workers(task: TaskSpec, name: str) -> EpisodeWorkers:
-        all_workers.append(EpisodeWorkers(task.episode, partial(factory.episode_worker, task), budget, name))
+        all_workers.append(
+            EpisodeWorkers(task.episode, make_actor=partial(factory.episode_worker, task), budget=budget, name=name)
+        )
         return all_workers[-1]
 
     async def stop_episodes() -> None:
@@ -238,8 +240,14 @@ async def _start(
 
     closing += [stop_episodes, stop_engines]
     # The watchdog's message names the wait and its start, so its limit must be reached first.
-    ranks = TrainerRanks(factory.trainer, trainer_group, experiment.search_path, 2 * limit_s, reporter.warn)
-    replicas = Replicas(factory.host_agent, factory.address_of, budget, why_gone)
+    ranks = TrainerRanks(
+        factory.trainer,
+        group=trainer_group,
+        search_path=experiment.search_path,
+        limit_s=2 * limit_s,
+        warn=reporter.warn,
+    )
+    replicas = Replicas(factory.host_agent, address_of=factory.address_of, budget=budget, why_gone=why_gone)
     scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
     workers = make_workers(spec.task, "episode-worker") if "" in experiment.episodic else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
@@ -267,13 +275,15 @@ async def _start(
         ranks.probe_prompt_ids = prompt_tokens(first_prompts(experiment.train_prompts, encoder))
     watchdog = Watchdog(limit_s, warn=reporter.stalled, record=lambda wait: buffer.failed(STALL, wait.who, str(wait)))
     decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), spec.task.special_tokens == "shown")
-    client = client_of(spec, engines, decode, watchdog.progress, buffer.note_request)
-    loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
+    client = client_of(
+        spec, engines=engines, decode=decode, on_progress=watchdog.progress, on_engine_request=buffer.note_request
+    )
+    loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=experiment.stages)
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
     if experiment.episodic:
         setup = setup_of(spec, model_dir, spec.name)
-        gateway = GatewayClient(setup, factory.gateway, client.generate, budget)
+        gateway = GatewayClient(setup, make_actor=factory.gateway, generate=client.generate, budget=budget)
         await gateway.start()
 
     def playing(task: TaskSpec, workers: EpisodeWorkers, scoring: Scoring) -> Episodes:
@@ -294,7 +304,7 @@ async def _start(
         chosen = spec.evaluation.sets.get(name)
         location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
         encoder = PromptEncoder.of(spec, tokenizer, name in experiment.episodic)
-        rows = encoded(prompts, encoder, location, reporter.warn)
+        rows = encoded(prompts, encoder=encoder, location=location, warn=reporter.warn)
         if chosen is None or chosen.task is None:
             return HeldOut(rows, scoring, episodes)
         own = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
@@ -323,7 +333,9 @@ async def _start(
         client=client,
         make_engine=make_engine,
         scoring=scoring,
-        prompts=PromptSource(loader, encoder, opening.waiting, prompt_filter, reporter.warn),
+        prompts=PromptSource(
+            loader, encoder=encoder, first=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
+        ),
         episodes=episodes,
         evaluator=evaluator,
         reporter=reporter,

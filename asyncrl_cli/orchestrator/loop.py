@@ -182,7 +182,7 @@ class Orchestrator:
         state = {"step": step, **await self._buffer.fallback(step)}
         saving = self._trainer.at(step, lambda: self._checkpoints.save(step, state))
         what = f"the checkpoint of step {step}"
-        saved = await self._watchdog.until(saving, "the trainer", what, self._ranks.saving_s)
+        saved = await self._watchdog.until(saving, who="the trainer", what=what, extra_s=self._ranks.saving_s)
         removed = await asyncio.to_thread(
             self._checkpoints.prune, dict(self._evaluator.accuracies), set(self._evaluator.running)
         )

@@ -125,7 +125,9 @@ class StepRecorder:
         """Report a trained step; it is recorded by the time ``flush`` returns. ``publish_s``: seconds that the trainer
         spent on the publish after the step; in ``publish_wait_s`` of them it waited before it could write."""
         step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
-        metrics = step_metrics(taken.batch, report, published, window, taken.counts, self._task_names)
+        metrics = step_metrics(
+            taken.batch, report=report, published=published, window=window, counts=taken.counts, names=self._task_names
+        )
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)

@@ -51,11 +51,11 @@ def live_nodes() -> tuple[Node, ...]:
     nodes = [
         Node(
             node["NodeID"],
-            node["NodeManagerAddress"],
-            node["NodeManagerHostname"],
-            node.get("Labels", {}),
-            node["Resources"],
-            free.get(node["NodeID"], {}),
+            address=node["NodeManagerAddress"],
+            name=node["NodeManagerHostname"],
+            labels=node.get("Labels", {}),
+            total=node["Resources"],
+            free=free.get(node["NodeID"], {}),
         )
         for node in ray.nodes()
         if node["Alive"]
@@ -180,7 +180,9 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
     needed = " and ".join(
         f"{counted(count, what)} of {amounts(wants)}" for count, wants, what in parts.values() if count
     )
-    found = most_engines(usable["engines"], usable["trainer"], engine_wants(spec), bundle_wants(spec), ranks)
+    found = most_engines(
+        usable["engines"], rank_nodes=usable["trainer"], engine=engine_wants(spec), rank=bundle_wants(spec), ranks=ranks
+    )
     if found is None or found < engines:
         room = (
             f"fewer than {ranks} trainer ranks"

@@ -191,7 +191,7 @@ class PromptSource:
         """The next prompt, with the loader's position after it."""
         prompt, ids = self.next()
         self._serial += 1
-        return Candidate(self._serial, prompt, ids, self.loader.state())
+        return Candidate(self._serial, prompt=prompt, prompt_ids=ids, loader=self.loader.state())
 
     def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
         """Continue after the prompt with number ``serial``; ``loader`` is the data loader's position after it."""

@@ -240,7 +240,7 @@ class Publisher:
         try:
             updates = await asyncio.gather(
                 *(
-                    self._update(engine, publication, pulls[node], too_late)
+                    self._update(engine, publication=publication, pull=pulls[node], too_late=too_late)
                     for node, group in hosts.items()
                     for engine in group
                 )

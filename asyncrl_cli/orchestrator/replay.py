@@ -81,9 +81,11 @@ def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[Re
 
 async def _replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
     run, spec, search_path, checkpoint = plan.run, plan.spec, plan.search_path, plan.checkpoint
-    factory = ActorFactory(spec, run.path, search_path, plan.logs)
+    factory = ActorFactory(spec, run_path=run.path, search_path=search_path, log_folder=plan.logs)
     limit_s = spec.pipeline.stall_minutes * 60
-    ranks = TrainerRanks(factory.trainer, factory.trainer_group(), search_path, limit_s, progress)
+    ranks = TrainerRanks(
+        factory.trainer, group=factory.trainer_group(), search_path=search_path, limit_s=limit_s, warn=progress
+    )
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, progress)
     replicas = Replicas(factory.host_agent, factory.address_of, budget)
     connection = open_for_reading(run.path / FILE)

@@ -81,7 +81,9 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         check_layout(checkpoint, spec.trainer)
     if without_journal:
         first, base = (checkpoint.step, checkpoint.state()) if checkpoint else (0, None)
-        return Plan(Start("resume", note, checkpoint, base), first, again=True, without_journal=True)
+        return Plan(
+            Start("resume", note=note, checkpoint=checkpoint, base=base), first, again=True, without_journal=True
+        )
     journal = run.path / FILE
     instead = f"restore it, or resume without it: asyncrl resume {run.argument} --without-journal"
     taken, trained, begun = 0, 0, False
@@ -117,13 +119,19 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
             )
     first = checkpoint.step if checkpoint else 0
     if begun:
-        _read_through(run, spec, first, taken)
+        _read_through(run, spec=spec, first=first, taken=taken)
     # The batches stay; with other settings they are trained to other weights, and their reports would be stale.
     differ = first < trained and bool(training_changes(note))
     steps = f"step {first + 1} is" if trained == first + 1 else f"steps {first + 1} to {trained} are"
     changed = f"{steps} trained again with the new settings, and their weights will differ" if differ else ""
     again = differ or step is not None
-    return Plan(Start("resume", note, checkpoint), min(trained, first) if again else trained, again, False, changed)
+    return Plan(
+        Start("resume", note, checkpoint),
+        trained=min(trained, first) if again else trained,
+        again=again,
+        without_journal=False,
+        changed=changed,
+    )
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
@@ -152,7 +160,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
     """
     path = run.path / FILE
     spec = experiment.spec
-    loader = PromptLoader(experiment.train_prompts, spec.seed, spec.data.shuffle, experiment.stages)
+    loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=experiment.stages)
     base = plan.start.base or {}
     if plan.without_journal or not path.is_file() or not is_begun(path):
         if base.get("loader"):

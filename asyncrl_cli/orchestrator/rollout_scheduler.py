@@ -150,7 +150,7 @@ class RolloutScheduler:
         for old_id, group_id, version in await self._buffer.requeue(overdue):
             old = self._open.pop(old_id)
             # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
-            self._start(Group(group_id, version, old.prompt, old.prompt_ids))
+            self._start(Group(group_id, version=version, prompt=old.prompt, prompt_ids=old.prompt_ids))
             await self._cancel(old_id)
 
     async def _admit(self) -> None:
@@ -167,16 +167,18 @@ class RolloutScheduler:
 
     def _start(self, group: Group) -> None:
         """Request the missing rollouts of a group, and have its finished rollouts without a reward scored."""
-        self._open[group.group_id] = Group(group.group_id, group.version, group.prompt, group.prompt_ids)
+        self._open[group.group_id] = Group(
+            group.group_id, version=group.version, prompt=group.prompt, prompt_ids=group.prompt_ids
+        )
         for index in range(self._spec.rollout.group_size):
             if index in group.scored or index in group.unscored:
                 continue
             recorded = group.prefixes.get(index, {})
             request = RolloutRequest(
                 training_rollout_id(group.group_id, index),
-                group.prompt_ids,
-                replace(self._sampling, seed=rollout_seed(self._spec.seed, group.group_id, index)),
-                recorded.get(0, ()),
+                prompt_ids=group.prompt_ids,
+                sampling=replace(self._sampling, seed=rollout_seed(self._spec.seed, group.group_id, index)),
+                prefix=recorded.get(0, ()),
                 priority=group.group_id,
                 affinity=str(group.group_id),
             )
@@ -184,7 +186,7 @@ class RolloutScheduler:
                 self._client.enqueue([request], self._on_end, self._record_segments)
             elif self._episodes is not None:
                 self._to_begin += 1
-                self._spawn(self._play(self._episodes, group, request, recorded))
+                self._spawn(self._play(self._episodes, group=group, request=request, recorded=recorded))
         for rollout in group.unscored.values():
             text = cut(self._client.decode(rollout.ids), self._sampling.stop)
             self._generated.put_nowait(replace(rollout, text=text))

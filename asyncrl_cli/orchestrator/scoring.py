@@ -34,7 +34,7 @@ class Scoring:
     """
 
     def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget) -> None:
-        self._actor = SupervisedActor("scorer", SCORER, make_actor, _start, budget)
+        self._actor = SupervisedActor("scorer", name=SCORER, make=make_actor, start=_start, budget=budget)
         self._calls = task.reward_workers * task.reward_concurrency
         self._at_once = max(AT_ONCE, self._calls)
         self._per_call = -(-self._at_once // self._calls)

@@ -73,13 +73,17 @@ def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None) -> Ser
         trained = checkpoint.step
         what, model = f"step {trained} of {run.run_id}", partial(_export, run, spec, checkpoint)
     logs = writable_folder(run.path / "logs" / "serve")
-    return Served(spec, run.run_id, what, trained // spec.pipeline.publish_every, logs, model)
+    return Served(
+        spec, name=run.run_id, what=what, version=trained // spec.pipeline.publish_every, logs=logs, model=model
+    )
 
 
 def served_spec(spec: ExperimentSpec, model: Path) -> Served:
     """The model in a folder, with the settings of a spec."""
     logs = writable_folder(spec.runs_dir.absolute() / "serve" / spec.name)
-    return Served(spec, spec.name, f"the initial model of {spec.name}", 0, logs, lambda _: model)
+    return Served(
+        spec, name=spec.name, what=f"the initial model of {spec.name}", version=0, logs=logs, model=lambda _: model
+    )
 
 
 def without_training(spec: ExperimentSpec) -> ExperimentSpec:
@@ -100,7 +104,7 @@ def serve(
     try:
         actors = Actors(served.spec.rollout.min_engines, 0)
         with stop_on_signals() as stop, ray_cluster(served.spec, served.logs, actors):
-            asyncio.run(_serve(served, ready, status, warn, stop))
+            asyncio.run(_serve(served, ready=ready, status=status, warn=warn, stop=stop))
     except KeyboardInterrupt:  # before an event loop handled signals
         raise Interrupted from None
 
@@ -125,8 +129,8 @@ async def _serve(
         client = client_of(spec, engines, decode)
         keeper = EngineKeeper(client, _OwnWeights())
         api_key = secrets.token_urlsafe(32)
-        setup = setup_of(spec, str(folder), served.name, api_key)
-        gateway = GatewayClient(setup, factory.gateway, client.generate, budget)
+        setup = setup_of(spec, model_folder=str(folder), model=served.name, api_key=api_key)
+        gateway = GatewayClient(setup, make_actor=factory.gateway, generate=client.generate, budget=budget)
         url = await gateway.start()
         try:
             async with asyncio.TaskGroup() as group:
@@ -141,7 +145,7 @@ async def _serve(
             await gateway.stop()
 
     budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
-    factory = ActorFactory(spec, served.logs, Path.cwd(), served.logs)
+    factory = ActorFactory(spec, run_path=served.logs, search_path=Path.cwd(), log_folder=served.logs)
     model: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
     engines = [
         factory.engine(f"engine-{index}", folder=model, budget=budget, version=served.version)
@@ -170,5 +174,7 @@ def _export(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, fol
     from asyncrl_cli.train.model.initial import model_stub_path
     from asyncrl_cli.train.model.saving import export_model
 
-    export_model(checkpoint, model_stub_path(spec.model, run.model_stub), folder, spec.model.lora)
+    export_model(
+        checkpoint, model_stub=model_stub_path(spec.model, run.model_stub), folder=folder, lora=spec.model.lora
+    )
     return folder

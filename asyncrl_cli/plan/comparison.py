@@ -36,19 +36,34 @@ def compare(outcome: Outcome, observed: Observed) -> tuple[Line, ...]:
     seconds = sum(observed.trainer.values())
     measured = {part: spent / seconds for part, spent in observed.trainer.items()}
     lines = [
-        _line("step", "s", outcome.step_s, observed.step_s),
-        _line("trainer trains", "share", outcome.share("training"), measured["training"]),
-        _line("trainer publishes", "share", outcome.share("publishing", "publish"), measured["publishing"]),
-        _line("trainer waits", "share", outcome.share("groups", "missing", "other"), measured["waiting"]),
+        _line("step", unit="s", predicted=outcome.step_s, measured=observed.step_s),
+        _line("trainer trains", unit="share", predicted=outcome.share("training"), measured=measured["training"]),
+        _line(
+            "trainer publishes",
+            unit="share",
+            predicted=outcome.share("publishing", "publish"),
+            measured=measured["publishing"],
+        ),
+        _line(
+            "trainer waits",
+            unit="share",
+            predicted=outcome.share("groups", "missing", "other"),
+            measured=measured["waiting"],
+        ),
     ]
     if observed.engines_idle is not None:
-        lines.append(_line("engines idle", "share", outcome.engines_idle, observed.engines_idle))
-    return (*lines, _line("mean staleness", "versions", outcome.mean_staleness, observed.mean_staleness))
+        lines.append(
+            _line("engines idle", unit="share", predicted=outcome.engines_idle, measured=observed.engines_idle)
+        )
+    return (
+        *lines,
+        _line("mean staleness", unit="versions", predicted=outcome.mean_staleness, measured=observed.mean_staleness),
+    )
 
 
 def _line(name: str, unit: Unit, predicted: float, measured: float) -> Line:
     off = predicted / measured - 1 if unit == "s" else predicted - measured
-    return Line(name, unit, predicted, measured, off=off, within=WITHIN[unit])
+    return Line(name, unit=unit, predicted=predicted, measured=measured, off=off, within=WITHIN[unit])
 
 
 def misfit(lines: tuple[Line, ...], outcome: Outcome, observed: Observed) -> str | None:

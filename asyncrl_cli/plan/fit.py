@@ -151,7 +151,12 @@ def fit_trainer(seconds: Sequence[float], tokens: Sequence[float]) -> TrainerFit
     if len(target) < 5:  # two constants from so few steps would be noise
         per_step, per_token = 0.0, target.sum() / max(1.0, counts.sum())
     error = per_step + per_token * counts - target
-    return TrainerFit(float(per_step), float(per_token), float(np.sqrt(np.mean(error**2)) / target.mean()), len(target))
+    return TrainerFit(
+        float(per_step),
+        per_token_s=float(per_token),
+        residual=float(np.sqrt(np.mean(error**2)) / target.mean()),
+        steps=len(target),
+    )
 
 
 class _Engine:

@@ -151,7 +151,7 @@ def guessed_costs(spec: ExperimentSpec, shape: Shape, gpu: Gpu, *, groups: Group
     """The costs of a spec. ``kv_tokens``: tokens that an engine's cache has room for; None where that is not known."""
     trainer, engine_gpus = spec.trainer, tensor_parallel(spec)
     return Costs(
-        engine=engine_cost(shape, gpu, engine_gpus, kv_tokens),
+        engine=engine_cost(shape, gpu=gpu, gpus=engine_gpus, kv_tokens=kv_tokens),
         trainer=trainer_cost(
             shape,
             gpu,

@@ -288,7 +288,7 @@ def _helpful(others: Mapping[str, tuple[Scenario, float]], own_s: float, steps: 
     for setting, (other, more_gpus) in others.items():
         step_s = simulate(other, steps).step_s
         if 1 - step_s / own_s > NOTICEABLE:
-            yield Change(setting, step_s, 1 - step_s / own_s, more_gpus)
+            yield Change(setting, step_s=step_s, gain=1 - step_s / own_s, more_gpus=more_gpus)
 
 
 def less(share: float) -> str:

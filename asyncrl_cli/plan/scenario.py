@@ -66,7 +66,7 @@ def planned_scenario(
         groups = scaled(groups, 1.0, longest)
     elif longest > of_before and any(one.response >= of_before for group in groups for one in group.rollouts):
         guesses.append(f"rollouts that were cut at {of_before} tokens are taken to end there")
-    return Planned(scenario_of(spec, settings, groups, costs), tuple(guesses))
+    return Planned(scenario_of(spec, settings=settings, groups=groups, costs=costs), tuple(guesses))
 
 
 def _architecture(spec: ExperimentSpec) -> object:

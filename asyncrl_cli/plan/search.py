@@ -114,7 +114,7 @@ def search(
         memory: float | None = None
         kv_tokens: int | None = None
         if model is not None and gpu_bytes is not None:
-            found = estimate(own, model, gpu_bytes, None)
+            found = estimate(own, model=model, gpu_bytes=gpu_bytes, host_bytes=None)
             if any(problem.cannot for problem in excesses(own, found)):
                 too_large += 1
                 continue
@@ -124,7 +124,7 @@ def search(
         coarse.append((_rough_step_s(scenario), allocation, scenario, memory, kv_tokens))
     coarse.sort(key=lambda one: one[0])
     best = [
-        Candidate(allocation, simulate(scenario, STEPS), memory, kv_tokens)
+        Candidate(allocation, outcome=simulate(scenario, STEPS), trainer_memory=memory, kv_tokens=kv_tokens)
         for _, allocation, scenario, memory, kv_tokens in coarse[:REFINED]
     ]
     return Found(tuple(sorted(best, key=lambda one: one.outcome.step_s)), len(coarse), too_large)

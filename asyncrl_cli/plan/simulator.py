@@ -292,7 +292,9 @@ class Simulation:
         engine = min(self._engines, key=attrgetter("load"))
         engine.advance(self._now)
         for length in self._scenario.groups[self._lengths[group_id]].rollouts:
-            sequence = Sequence(group_id, length.prompt, float(length.response), length.outside_s)
+            sequence = Sequence(
+                group_id, context=length.prompt, missing=float(length.response), outside_s=length.outside_s
+            )
             if not length.response:
                 self._at(self._now + length.outside_s, self._end_rollout, group_id)
                 continue

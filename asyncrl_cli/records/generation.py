@@ -144,15 +144,17 @@ class TokenSequence:
     def slice(self, start: int, end: int | None) -> TokenSequence:
         """The tokens from ``start`` up to, not including, ``end``; None: up to the last."""
         experts = None if self.experts is None else self.experts[start:end]
-        return TokenSequence(self.ids[start:end], self.logprobs[start:end], self.versions[start:end], experts)
+        return TokenSequence(
+            self.ids[start:end], logprobs=self.logprobs[start:end], versions=self.versions[start:end], experts=experts
+        )
 
     def extended(self, more: TokenSequence) -> TokenSequence:
         """The concatenation of these tokens and ``more``."""
         return TokenSequence(
             np.concatenate([self.ids, more.ids]),
-            np.concatenate([self.logprobs, more.logprobs]),
-            np.concatenate([self.versions, more.versions]),
-            join_experts((len(part.ids), part.experts) for part in (self, more)),
+            logprobs=np.concatenate([self.logprobs, more.logprobs]),
+            versions=np.concatenate([self.versions, more.versions]),
+            experts=join_experts((len(part.ids), part.experts) for part in (self, more)),
         )
 
     def segments(self, rollout_id: str, start: int = 0) -> list[Segment]:
@@ -248,9 +250,9 @@ ROLLOUT_FIELDS = tuple(one.name for one in fields(Rollout) if one.name not in To
 def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, experts: Experts | None, *others: Any) -> Rollout:
     return Rollout(
         np.frombuffer(ids, np.int32),
-        np.frombuffer(logprobs, np.float32),
-        np.frombuffer(versions, np.int32),
-        experts,
+        logprobs=np.frombuffer(logprobs, np.float32),
+        versions=np.frombuffer(versions, np.int32),
+        experts=experts,
         **dict(zip(ROLLOUT_FIELDS, others, strict=True)),
     )
 

@@ -260,7 +260,7 @@ class GenerationClient:
     # -- sending
 
     def _add(self, request: RolloutRequest, on_end: OnEnd, on_segments: OnSegments | None) -> OpenRequest:
-        entry = OpenRequest(request, next(self._order), on_end, on_segments)
+        entry = OpenRequest(request, order=next(self._order), on_end=on_end, on_segments=on_segments)
         self._open[request.rollout_id] = entry
         heappush(self._waiting, entry)
         self._dispatch_soon()
@@ -390,7 +390,7 @@ class GenerationClient:
                 entry.request, entry.segments = known, []
                 heappush(self._waiting, entry)
             else:
-                ended.append((entry, finished(known, [], "length", self.decode)))
+                ended.append((entry, finished(known, rest=[], reason="length", decode=self.decode)))
         self._end(ended)
 
     def _take_back_unsent(self, engine: EngineState) -> None:

@@ -56,7 +56,9 @@ def split_by_version(
         raise RuntimeError(f"no weight version is known for token {start} of rollout {rollout_id}")
     bounds = np.clip([*(first for _, first in version_starts), end], start, end)
     versions = np.repeat(np.asarray([version for version, _ in version_starts], np.int32), np.diff(bounds))
-    tokens = TokenSequence(np.asarray(ids, np.int32), np.asarray(logprobs, np.float32), versions, experts)
+    tokens = TokenSequence(
+        np.asarray(ids, np.int32), logprobs=np.asarray(logprobs, np.float32), versions=versions, experts=experts
+    )
     return tokens.segments(rollout_id, start)
 
 

@@ -79,7 +79,9 @@ class Engine:
 
             self._adapter = adapter_request()
         self._log = LogSince(log)
-        self._vllm = start_vllm(spec, model_dir, "auto" if own_weights or self._lora else "dummy", self._log)
+        self._vllm = start_vllm(
+            spec, model_dir=model_dir, load_format="auto" if own_weights or self._lora else "dummy", log=self._log
+        )
         self._children = multiprocessing.active_children()
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._shows_special = spec.task.special_tokens == "shown"
@@ -113,7 +115,7 @@ class Engine:
         """
         prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
         if not request.left:
-            return finished(request, [], "length", self._decode)
+            return finished(request, rest=[], reason="length", decode=self._decode)
         aborts = self._aborts
         async with self._slots.slot(request.priority):
             output = await self._final_output(request, prefix_ids, aborts)
@@ -127,7 +129,7 @@ class Engine:
         reason: FinishReason = output.finish_reason
         if reason not in ("stop", "length"):
             raise RuntimeError(f"the engine ended the request with {reason!r}")
-        return finished(request, segments, reason, self._decode, before)
+        return finished(request, rest=segments, reason=reason, decode=self._decode, before=before)
 
     async def abort(self) -> None:
         """End every request that runs or waits: it raises ``Aborted``. When this returns, none of them is generated."""
@@ -205,7 +207,7 @@ class Engine:
         await self._set_up_sampling()
         await self._prepare(version, path, slots)
         async with self._scheduler:
-            return await self._load(version, path, policy, on_pause)
+            return await self._load(version, path=path, policy=policy, on_pause=on_pause)
 
     async def measured_cache(self) -> int:
         """Bytes of the key-value cache that vLLM chose for its GPU."""

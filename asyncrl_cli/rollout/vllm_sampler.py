@@ -86,7 +86,9 @@ class PositionSampler:
         seeds = self._seeds(generators, len(logits), logits.device)
         if logits.is_cpu:
             return _draw_on_cpu(logits, seeds, positions), processed
-        return _draw_on_gpu(logits, seeds, positions, self._runner.sampler.use_fp64_gumbel), processed
+        return _draw_on_gpu(
+            logits, seeds=seeds, positions=positions, in_float64=self._runner.sampler.use_fp64_gumbel
+        ), processed
 
     def _seeds(self, generators: Mapping[int, torch.Generator], rows: int, device: torch.device) -> torch.Tensor:
         """Each row's seed, int64. A request without a seed gets a random one in each step."""

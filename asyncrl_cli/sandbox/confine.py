@@ -110,7 +110,7 @@ def confine(order: Confinement, view: View | None, take_user: Callable[[int], No
             _restrict_files(view)
         program = base64.b64decode(order.filter)
         loaded = _FilterProgram(len(program) // 8, program)
-        _prctl("SECCOMP", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(loaded))
+        _prctl("SECCOMP", option=PR_SET_SECCOMP, value=SECCOMP_MODE_FILTER, further=ctypes.byref(loaded))
 
 
 def become(uid: int) -> None:

@@ -95,7 +95,7 @@ def run(code: str, tests: Sequence[Check], limits: Limits, kind: Kind) -> list[b
         finally:
             for descriptor in (their_report, asked, asking, answered, answering):
                 os.close(descriptor)
-        results = _watch(report, processes, limits, len(tests))
+        results = _watch(report, processes=processes, limits=limits, tests=len(tests))
         if results is None:
             errors = [process.failure() for process in processes]
             reason = "; ".join(filter(None, errors)) or f"no answer within {START_S:.0f} s"

@@ -56,7 +56,12 @@ def _run_tests(order: dict[str, Any]) -> None:
         peer.failed = False
         # A test that names nothing to call may stand behind `if __name__ == "__main__"`.
         names = _Names("__main__" if call is None else f"test_{number}", solution, source)
-        os.write(report, PASSED if _passes(names, source, f"test_{number}.py", call) and not peer.failed else FAILED)
+        os.write(
+            report,
+            PASSED
+            if _passes(names, source=source, file=f"test_{number}.py", call=call) and not peer.failed
+            else FAILED,
+        )
 
 
 class Tests(Peer):

@@ -155,7 +155,9 @@ class Supervisor:
             os.close(writing)
         else:
             os.close(writing)
-            ended, stopped = self._watch(pid, reading, output, time.monotonic() + time_s, full_before=full_before)
+            ended, stopped = self._watch(
+                pid, reading=reading, output=output, deadline=time.monotonic() + time_s, full_before=full_before
+            )
             last = processes.end_all(self._alone, pid)
             status = last if ended is None else ended
             while piece := _some(reading):

@@ -74,7 +74,7 @@ def choose(wanted: Wanted = "auto") -> judge.Kind:
     for kind in kinds:
         if not (reason := missing(kind)):
             try:
-                judge.run("", [judge.Check("")], judge.Limits(), kind)
+                judge.run("", tests=[judge.Check("")], limits=judge.Limits(), kind=kind)
                 return kind
             except SandboxError as error:
                 reason = str(error)

@@ -79,7 +79,9 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
             states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
             predicting = states.flatten(0, 1)[: trained.positions]
             targets = torch.zeros(len(predicting), dtype=torch.long)
-            logprobs, _ = chunked_logprobs(model.get_output_embeddings(), predicting, targets, 1.0)
+            logprobs, _ = chunked_logprobs(
+                model.get_output_embeddings(), hidden=predicting, targets=targets, temperature=1.0
+            )
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return int(live.peak)
 

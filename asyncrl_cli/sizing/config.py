@@ -27,7 +27,7 @@ def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
 
     model = spec.model
     if model.init is not None:
-        write_model_stub(model.init, model.max_length, folder, model.chat_template)
+        write_model_stub(model.init, max_length=model.max_length, directory=folder, chat_template=model.chat_template)
         return read_config(folder, "model.init.config")
     assert model.path is not None
     if Path(model.path).is_absolute():

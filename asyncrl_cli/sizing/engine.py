@@ -93,7 +93,9 @@ def _cache(spec: ExperimentSpec, nbytes: int, per_token: int) -> Cache:
     blocks = nbytes // (BLOCK_SIZE * per_token)
     longest = min(spec.model.max_length, rollout.longest_rollout)
     of_longest, of_average = -(-longest // BLOCK_SIZE), -(-longest // (2 * BLOCK_SIZE))
-    return Cache(nbytes, blocks * BLOCK_SIZE, max(0, blocks // of_longest), max(0, blocks // of_average))
+    return Cache(
+        nbytes, tokens=blocks * BLOCK_SIZE, longest=max(0, blocks // of_longest), average=max(0, blocks // of_average)
+    )
 
 
 def _argument(spec: ExperimentSpec, name: str, default: Any) -> Any:

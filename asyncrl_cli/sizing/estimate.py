@@ -54,7 +54,7 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         count = rollout.max_engines * tensor_parallel(spec)
         devices.append(Device(Role.ENGINE, name, count, parts=engine, capacity=gpu_bytes, gpu=gpu_bytes))
     if engines_sleep(spec):
-        devices.append(_both_awake(spec, model, engine, gpu_bytes))
+        devices.append(_both_awake(spec, model=model, engine=engine, gpu_bytes=gpu_bytes))
     for kind in host_kinds(spec):
         parts = host_parts(spec, model, kind)
         devices.append(Device(Role.HOST, kind.name, kind.number, parts=parts, capacity=host_bytes))

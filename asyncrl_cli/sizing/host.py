@@ -46,7 +46,7 @@ def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
     of_ranks = float(trainer.ranks * trainer.gpus_per_rank)
     of_engines = float(rollout.max_engines * rollout.gpus_per_engine)
     if cluster.address is None or of_ranks + of_engines <= cluster.gpus_per_host:
-        return (HostKind("host", 1, trainer.ranks, rollout.max_engines),)
+        return (HostKind("host", number=1, ranks=trainer.ranks, engines=rollout.max_engines),)
 
     def on_one(number: int, gpus: float) -> int:
         return min(number, max(1, int(cluster.gpus_per_host / gpus))) if gpus else number
@@ -54,8 +54,8 @@ def host_kinds(spec: ExperimentSpec) -> tuple[HostKind, ...]:
     ranks = on_one(trainer.ranks, trainer.gpus_per_rank)
     engines = on_one(rollout.max_engines, rollout.gpus_per_engine)
     return (
-        HostKind("host of trainer ranks", math.ceil(trainer.ranks / ranks), ranks, 0),
-        HostKind("host of engines", math.ceil(rollout.max_engines / engines), 0, engines),
+        HostKind("host of trainer ranks", number=math.ceil(trainer.ranks / ranks), ranks=ranks, engines=0),
+        HostKind("host of engines", number=math.ceil(rollout.max_engines / engines), ranks=0, engines=engines),
     )
 
 

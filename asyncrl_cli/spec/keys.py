@@ -52,7 +52,7 @@ def keys() -> dict[str, Key]:
     def visit(section: type[Section], prefix: str) -> None:
         for name, field in section.model_fields.items():
             opens, many = _opened(field.annotation)
-            found[prefix + name] = Key(section, name, field, opens, many)
+            found[prefix + name] = Key(section, name=name, field=field, opens=opens, many=many)
             if opens:
                 visit(opens, f"{prefix}{name}.*." if many else f"{prefix}{name}.")
 

@@ -65,7 +65,7 @@ class Layers:
 
         ``data`` is the file's content if it comes from elsewhere, such as standard input.
         """
-        return self._read(path, None, (), data)
+        return self._read(path, blame=None, chain=(), data=data)
 
     def _read(
         self, path: str, blame: Location | None, chain: tuple[Path, ...], data: bytes | None = None
@@ -168,10 +168,14 @@ def override(root: Node, assignment: str, problems: list[Problem]) -> Node:
         hint = "write it like --set rollout.group_size=16"
         problems.append(Problem("", "not a dotted key, `=` and a value", hint).at(Location(f"--set {assignment}")))
         return root
-    value = read_yaml(text, location, problems, path)
+    value = read_yaml(text, origin=location, problems=problems, path=path)
     if path in PRESETS:
         root = _without_preset(root, path)
-    return _with_value(root, path.split("."), value, location, path, problems) if value else root
+    return (
+        _with_value(root, keys=path.split("."), value=value, location=location, path=path, problems=problems)
+        if value
+        else root
+    )
 
 
 def _without_preset(root: Node, preset: str) -> Node:
@@ -210,9 +214,9 @@ def _with_value(
             problems.append(Problem(path, message, "indices count from 0").at(location))
             return node
         items = list(node.value)
-        items[int(key)] = _with_value(below, rest, value, location, path, problems)
+        items[int(key)] = _with_value(below, keys=rest, value=value, location=location, path=path, problems=problems)
         return replace(node, value=items)
-    inner = _with_value(below, rest, value, location, path, problems)
+    inner = _with_value(below, keys=rest, value=value, location=location, path=path, problems=problems)
     entries = node.value if isinstance(node.value, dict) else {}
     return replace(node, value=entries | {key: inner}, location=node.location if entries else location)
 

@@ -53,7 +53,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
     problems: list[Problem] = []
     layers = Layers(problems)
     references: dict[tuple[str, ...], str] = {}
-    spec = _load(layers.read(str(path), data), overrides, layers, references)
+    spec = _load(layers.read(str(path), data), overrides=overrides, layers=layers, references=references)
     order = {str(file): rank for rank, file in enumerate(layers.files)}
 
     def where(problem: Problem) -> tuple[int, int, int]:
@@ -64,7 +64,7 @@ def load_spec(path: str | Path, overrides: Sequence[str] = (), data: bytes | Non
     problems = sorted(dict.fromkeys(map(_without_secrets, problems)), key=where)
     if spec is None or any(problem.severity == "error" for problem in problems):
         raise SpecError(problems)
-    return LoadedSpec(spec, tuple(layers.files), tuple(problems), references)
+    return LoadedSpec(spec, files=tuple(layers.files), warnings=tuple(problems), references=references)
 
 
 def load_recorded(run: Path, overrides: Sequence[str] = ()) -> LoadedSpec:
@@ -142,7 +142,7 @@ def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, 
     if length < MAX_BYTES // 32:  # even if every character is written as an escape; dumping takes time
         return ""
     if length <= MAX_BYTES and count <= MAX_VALUES:
-        count, _ = _measure(_written(spec.model_dump(), (), references, _literal))
+        count, _ = _measure(_written(spec.model_dump(), path=(), references=references, text=_literal))
         length = len(dump_spec(spec, references).encode()) if count <= MAX_VALUES else length
     if count > MAX_VALUES:
         return f"more than {MAX_VALUES:,} values"
@@ -224,7 +224,9 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 def resolved(loaded: LoadedSpec) -> dict[str, Any]:
     """The complete spec as JSON values, with defaults, and with references as ``dump_spec`` writes them."""
-    values: dict[str, Any] = _written(loaded.spec.model_dump(mode="json"), (), loaded.references, str)
+    values: dict[str, Any] = _written(
+        loaded.spec.model_dump(mode="json"), path=(), references=loaded.references, text=str
+    )
     return values
 
 
@@ -232,9 +234,15 @@ def _written(
     value: Any, path: tuple[str, ...], references: Mapping[tuple[str, ...], str], text: Callable[[str], str]
 ) -> Any:
     if isinstance(value, dict):
-        return {key: _written(inner, (*path, str(key)), references, text) for key, inner in value.items()}
+        return {
+            key: _written(inner, path=(*path, str(key)), references=references, text=text)
+            for key, inner in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [_written(inner, (*path, str(index)), references, text) for index, inner in enumerate(value)]
+        return [
+            _written(inner, path=(*path, str(index)), references=references, text=text)
+            for index, inner in enumerate(value)
+        ]
     if path in references and not _is_public(".".join(path), value):
         return references[path]
     return text(str(value)) if isinstance(value, (str, Path)) else value
@@ -246,5 +254,5 @@ def dump_spec(spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -
     Values with environment variables are written as their references, so that no secret is written. Two kinds are
     not: numbers and switches, and what defines a run (``spec.changes.FIXED``): a resume must not change it.
     """
-    values = _written(spec.model_dump(), (), references, _literal)
+    values = _written(spec.model_dump(), path=(), references=references, text=_literal)
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)

@@ -239,7 +239,7 @@ def suggest(parent: str, key: str) -> list[str]:
     found = known + [path for path in names if names[path] in wanted and _shared(parent, path) > closer]
     found += [path for path in names if names[path] == key.lower() and path not in found]
     if not found:
-        near = closest(key, set(names.values()), 2, 0.8)
+        near = closest(key, known=set(names.values()), count=2, cutoff=0.8)
         found = [path for path, name in names.items() if name in near]
 
     def rank(path: str) -> tuple[int, int, int]:

@@ -193,7 +193,7 @@ class _Reader:
                 return Node(self.mapping(source, path), location)
             if isinstance(source, yaml.SequenceNode):
                 return Node([self.node(item, f"{path}.{i}") for i, item in enumerate(source.value)], location)
-            value, substituted = self.scalar(source.tag, source.value, path, location)
+            value, substituted = self.scalar(source.tag, text=source.value, path=path, location=location)
             return Node(value, location, reference=source.value if substituted else None)
         finally:
             self.open.pop()
@@ -210,13 +210,18 @@ class _Reader:
                     shown, hint = f"`{key.value}`", "put it in quotes, or remove it"
                 else:
                     shown, hint = "a list or mapping", "remove one pair of brackets, or put the whole value in quotes"
-                self.report(path, f"keys must be text, not {shown}", location, hint)
+                self.report(path, message=f"keys must be text, not {shown}", location=location, hint=hint)
             else:
                 name = self.characters(key.value, path, location)
                 below = f"{path}.{name}" if path else name
                 if name in own:
                     first = own[name].key_location
-                    self.report(below, f"duplicate key, first at {first}", location, "remove one of the two")
+                    self.report(
+                        below,
+                        message=f"duplicate key, first at {first}",
+                        location=location,
+                        hint="remove one of the two",
+                    )
                 own[name] = replace(self.node(value, below), key_location=location)
         return {**merged, **own}
 
@@ -236,14 +241,19 @@ class _Reader:
             tag = next((tag for tag, pattern in SCALARS.items() if pattern.match(expanded)), _TAG + "str")
         expanded = self.characters(expanded, path, location)
         if tag not in SCALARS and tag != _TAG + "str":
-            self.report(path, f"unknown tag `{tag}`", location, "remove it")
+            self.report(path, message=f"unknown tag `{tag}`", location=location, hint="remove it")
         try:
             value = _convert(tag, expanded)
         except ValueError:
             self.report(path, f"`{hide(expanded)[:40]}` cannot be read as {tag.removeprefix(_TAG)}", location)
             return expanded, substituted
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            self.report(path, f"`{hide(expanded)[:40]}` does not fit into 64 bits", location, "use a smaller number")
+            self.report(
+                path,
+                message=f"`{hide(expanded)[:40]}` does not fit into 64 bits",
+                location=location,
+                hint="use a smaller number",
+            )
         return value, substituted
 
     def characters(self, text: str, path: str, location: Location) -> str:
@@ -254,7 +264,9 @@ class _Reader:
         try:
             return text.encode("utf-16", "surrogatepass").decode("utf-16")
         except UnicodeDecodeError:
-            self.report(path, "half of a surrogate pair is not a character", location, "remove it")
+            self.report(
+                path, message="half of a surrogate pair is not a character", location=location, hint="remove it"
+            )
             return text.encode("utf-8", "replace").decode()
 
     def expand(self, text: str, path: str, location: Location) -> tuple[str, bool]:
@@ -267,11 +279,13 @@ class _Reader:
             if len(dollars) > 1:
                 return match[0][1:]
             if name is None:
-                self.report(path, "unfinished variable after `${env:`", location, "write ${env:NAME}")
+                self.report(
+                    path, message="unfinished variable after `${env:`", location=location, hint="write ${env:NAME}"
+                )
                 return match[0]
             if name not in os.environ and default is None:
                 hint = f"export it, or write a default: ${{env:{name}:-default}}"
-                self.report(path, f"environment variable {name} is not set", location, hint)
+                self.report(path, message=f"environment variable {name} is not set", location=location, hint=hint)
                 return match[0]
             substituted = True
             found = os.environ.get(name, default or "")

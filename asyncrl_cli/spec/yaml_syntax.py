@@ -28,9 +28,9 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
     problem, context = error.problem or "", error.context or ""
     if at is None:
         return Mistake(f"{context} {problem}".strip(), _QUOTE_IT)
-    here = _Spot(text, at.line, at.column, at.index)
+    here = _Spot(text, line=at.line, column=at.column, index=at.index)
     opened = (
-        _Spot(text, error.context_mark.line, error.context_mark.column, error.context_mark.index)
+        _Spot(text, line=error.context_mark.line, column=error.context_mark.column, index=error.context_mark.index)
         if error.context_mark
         else here
     )
@@ -55,7 +55,7 @@ def explain_syntax(error: yaml.MarkedYAMLError, text: str) -> Mistake:
         return _no_colon(opened)
     if "expected <block end>" in problem:
         return _after_block(here, problem.rpartition("'")[0].rpartition("'")[2])
-    return _first_character(here, opened, problem, context)
+    return _first_character(here, opened=opened, problem=problem, context=context)
 
 
 class _Spot:
@@ -68,7 +68,7 @@ class _Spot:
         self.character = text[index : index + 1]
 
     def mistake(self, message: str, hint: str) -> Mistake:
-        return Mistake(message, hint, self.line, self.column)
+        return Mistake(message, hint=hint, line=self.line, column=self.column)
 
 
 def _bracket(opened: _Spot, here: _Spot) -> Mistake:
@@ -93,7 +93,9 @@ def _open_quote(text: str, index: int) -> Mistake | None:
     if last is None or text[last.start_mark.index] not in ("'", '"') or last.start_mark.line == last.end_mark.line:
         return None
     message = f"unclosed quote: the next one is in line {last.end_mark.line + 1}"
-    return Mistake(message, "add the closing quote in this line", last.start_mark.line, last.start_mark.column)
+    return Mistake(
+        message, hint="add the closing quote in this line", line=last.start_mark.line, column=last.start_mark.column
+    )
 
 
 def _colon(text: str, here: _Spot) -> Mistake:
@@ -113,7 +115,9 @@ def _colon(text: str, here: _Spot) -> Mistake:
                 return Mistake(*_no_value(line), number, start)
             break
     message = "line is indented more than the keys above"
-    return Mistake(message, "indent it like the other keys of its section", here.line, len(here.indentation))
+    return Mistake(
+        message, hint="indent it like the other keys of its section", line=here.line, column=len(here.indentation)
+    )
 
 
 def _no_colon(key: _Spot) -> Mistake:

@@ -149,9 +149,9 @@ def find_source(checkpoint: Checkpoint, trainer: TrainerSpec, part: str = "") ->
         ) from error
     were, are = ((of.ranks, of.zero_stage, of.expert_parallel) for of in (saved, trainer))
     if saved.zero_stage == 0 or were == are:
-        return Source(checkpoint, root, counters, root)
+        return Source(checkpoint, root=root, counters=counters, folder=root)
     folder = checkpoint.folder.with_name("-".join(filter(None, (f".{UNIVERSAL}", part, checkpoint.folder.name))))
-    return Source(checkpoint, root, counters, folder)
+    return Source(checkpoint, root=root, counters=counters, folder=folder)
 
 
 def to_universal(source: Source) -> None:

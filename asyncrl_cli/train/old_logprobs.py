@@ -112,7 +112,7 @@ def precompute(learner: Learner, minibatches: Sequence[Minibatch], rewards: Tens
         if learner.objective.advantage is None:
             _by_token(algorithm, parts, rewards)
         else:
-            _by_rollout(learner.objective, parts, rewards, group)
+            _by_rollout(learner.objective, parts=parts, rewards=rewards, group=group)
         # ``parts`` is empty on all ranks or on none, so all of them reach the collective call in it.
         if algorithm.whiten_advantages and parts:
             own = (Moments.of(one.advantages, padded.response_mask) for padded, one in parts)

@@ -123,7 +123,7 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
             exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
             read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # nothing follows from later tokens
             tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(read)
-            yield TrainingRow(tokens, batch.version, exact, group * len(rollouts) + index)
+            yield TrainingRow(tokens, version=batch.version, on_policy=exact, rollout=group * len(rollouts) + index)
 
 
 def count_tokens(rows: Sequence[TrainingRow]) -> int:
@@ -153,10 +153,12 @@ def plan_microbatches(
         rank = tokens_of.index(min(tokens_of))
         rows_of[rank].append(row)
         tokens_of[rank] += lengths[row]
-    plan = [_fill(rows, lengths, tokens_per_microbatch, packing) for rows in rows_of]
+    plan = [
+        _fill(rows, lengths=lengths, tokens_per_microbatch=tokens_per_microbatch, packing=packing) for rows in rows_of
+    ]
     most = max(1, *(len(microbatches) for microbatches in plan))
     for microbatches in plan:
-        _part(microbatches, lengths, most, packing)
+        _part(microbatches, lengths=lengths, wanted=most, packing=packing)
     return plan
 
 

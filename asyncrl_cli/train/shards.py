@@ -48,11 +48,11 @@ def shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> Iterator
         with gathered(adapters, zero_stage), torch.no_grad():
             for weight in layer:
                 if weight.experts is not None:
-                    begin, _ = shard_of(prod(weight.shape), rank, ranks, weight.experts.groups)
+                    begin, _ = shard_of(prod(weight.shape), rank=rank, ranks=ranks, groups=weight.experts.groups)
                     yield weight.name, begin, weight.experts.own()
                     continue
                 begin, end = shard_of(prod(weight.shape), rank, ranks)
-                own = _own(weight.parameter, begin, end, zero_stage)
+                own = _own(weight.parameter, begin=begin, end=end, zero_stage=zero_stage)
                 if weight.adapter is not None:
                     # The whole product on every rank: rows of it alone may differ in the last bits.
                     own = own.float() + weight.delta().reshape(-1)[begin:end].to(own.device)
@@ -86,7 +86,7 @@ def adapter_shards(model: nn.Module, rank: int, ranks: int, zero_stage: int) -> 
     """
     for weight, kind, matrix in adapter_matrices(model):
         begin, end = shard_of(prod(full_shape(matrix)), rank, ranks)
-        yield _matrix_name(weight, kind), begin, _own(matrix, begin, end, zero_stage)
+        yield _matrix_name(weight, kind), begin, _own(matrix, begin=begin, end=end, zero_stage=zero_stage)
 
 
 def _matrix_name(weight: str, kind: str) -> str:

@@ -47,7 +47,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     per_step = trainer.epochs * trainer.minibatches
     keep_old = per_step > 1 and (spec.algorithm.correction.proximal == "recomputed" or _is_exact(spec))
     prepared = time.monotonic()
-    precompute(learner, minibatches, rewards, keep_old)
+    precompute(learner, minibatches=minibatches, rewards=rewards, keep_old_logprobs=keep_old)
     scored = _time_of(learner.engine.device)
 
     sums: UpdateSums | None = None
@@ -71,7 +71,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
             continue
         if learner.critic is not None:
             # After ``precompute``: this step's advantages are from the critic before its update.
-            metrics |= update_critic(learner.critic, spec, minibatch, factor)
+            metrics |= update_critic(learner.critic, spec=spec, minibatch=minibatch, factor=factor)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue
         result, update = update_policy(learner, minibatch, is_first)
@@ -118,7 +118,9 @@ def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
     trainer = learner.spec.trainer
     lengths = [len(row) for row in rows]
     shares = trainer.ranks // trainer.sequence_parallel
-    plan = plan_microbatches(lengths, trainer.tokens_per_microbatch, shares, trainer.packing)
+    plan = plan_microbatches(
+        lengths, tokens_per_microbatch=trainer.tokens_per_microbatch, ranks=shares, packing=trainer.packing
+    )
     own = plan[learner.rank // trainer.sequence_parallel]
     padded = [pad_rows([rows[index] for index in indices]) for indices in own]
     return Minibatch(rows, [microbatch.to(learner.engine.device) for microbatch in padded])

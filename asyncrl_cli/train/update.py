@@ -71,12 +71,12 @@ def update_policy(
         measured = "train" if algorithm.entropy_coef else "measure"
         logprobs, entropies = engine(padded.input_ids, mask, measured, **padded.replayed)
         old = logprobs.detach() if is_first else given.old_logprobs
-        proximal, weights, corrections, engine_gap = _corrected(spec, padded, old, logprobs.detach())
+        proximal, weights, corrections, engine_gap = _corrected(spec, padded=padded, old=old, current=logprobs.detach())
         loss, losses = policy_loss(
             logprobs,
-            proximal,
-            given.advantages,
-            mask,
+            proximal_logprobs=proximal,
+            advantages=given.advantages,
+            mask=mask,
             aggregation=algorithm.aggregation,
             denominator=denominator,
             loss=objective.loss,
@@ -90,7 +90,7 @@ def update_policy(
         )
         # Even if this rank's rows all count for nothing: the others wait in the collective calls of this pass.
         nonfinite_guard.backward(engine, loss)
-        sums = UpdateSums(loss.detach().double(), losses, corrections, engine_gap)
+        sums = UpdateSums(loss.detach().double(), losses=losses, corrections=corrections, engine_gap=engine_gap)
         total = sums if total is None else total + sums
     assert total is not None
     return nonfinite_guard.step(engine), total
@@ -106,9 +106,9 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
         assert given.values is not None and given.returns is not None
         loss, sums = value_loss(
             critic(padded.input_ids, padded.response_mask),
-            given.values,
-            given.returns,
-            padded.response_mask,
+            old_values=given.values,
+            returns=given.returns,
+            mask=padded.response_mask,
             clip=settings.value_clip,
             denominator=count_tokens(minibatch.rows) / spec.trainer.ranks,
         )
@@ -144,11 +144,13 @@ def _corrected(
     # Without the log-probs of the step's start, a difference would be the updates' as much as the engine's.
     comparable = padded.on_policy if old is not None else torch.zeros_like(mask)
     trainer = current if old is None else old
-    _, engine_gap = correct(trainer, behaviour, mask & comparable, UNCORRECTED)
+    _, engine_gap = correct(trainer, behaviour_logprobs=behaviour, mask=mask & comparable, correction=UNCORRECTED)
     if spec.trainer.dtype == spec.rollout.dtype == "float32":
         rounding = comparable & ((trainer - behaviour).abs() <= ROUNDING_NATS)
         behaviour = torch.where(rounding, trainer, behaviour)
     proximal = log_linear_proximal(current, behaviour, padded.versions_behind) if old is None else old
     at_behaviour = correction.proximal == "behaviour"
-    weights, corrections = correct(current if at_behaviour else proximal, behaviour, mask, correction)
+    weights, corrections = correct(
+        current if at_behaviour else proximal, behaviour_logprobs=behaviour, mask=mask, correction=correction
+    )
     return behaviour if at_behaviour else proximal, weights, corrections, engine_gap

@@ -91,13 +91,13 @@ def warm_start(
 
     def examples(update: int) -> list[Example]:
         demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
-        return _tokenized(demonstrations, chat, max_length, ends)
+        return _tokenized(demonstrations, chat=chat, max_length=max_length, ends=ends)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(_threads(model, spec), "warm start") as pool:
-            _train(model, examples, pad_id, spec, pool, progress)
+            _train(model, examples=examples, pad_id=pad_id, spec=spec, pool=pool, progress=progress)
     finally:
         torch.set_num_threads(threads)
     save_model(model, model_dir_in, directory_out)
@@ -194,7 +194,7 @@ def _train(
         factor = schedule.factor(
             update, spec.steps, warmup=spec.warmup_steps, kind="cosine", final_fraction=FINAL_FRACTION
         )
-        loss = _accumulate_gradients(model, examples(update), pad_id, pool)
+        loss = _accumulate_gradients(model, examples=examples(update), pad_id=pad_id, pool=pool)
         if not math.isfinite(loss):
             raise UserError(f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -250,7 +250,7 @@ class TrainerWorker:
             # All of them, with or without memory: the other ranks gather adapters with this one.
             for name, begin, own in own_shards(self._model, self._rank, trainer.ranks, trainer.zero_stage):
                 if missing is None:
-                    write_shard(tensors[name], begin, own, self._copies)
+                    write_shard(tensors[name], begin=begin, own=own, copies=self._copies)
             # On all ranks, as the forward pass is collective (decision 0003), while a GPU copies what was begun above.
             ids, logprobs = self._probe(prompt_ids)
             base = self._base_logprobs.get(ids)
@@ -273,7 +273,7 @@ class TrainerWorker:
         weights = full_weights(self._model, self._spec.trainer.zero_stage)
         if self._rank == 0:
             layout = engine_layout(self._model, self._model.dtype)  # engines may get the adapters alone
-            save_while_gathered(self._model, self._model_dir, folder, layout, weights)
+            save_while_gathered(self._model, source=self._model_dir, folder=folder, slots=layout, weights=weights)
             load_tokenizer(self._model_dir, self._spec.model.chat_template).save_pretrained(folder)
         else:
             for _ in weights:
@@ -288,9 +288,11 @@ class TrainerWorker:
         from asyncrl_cli.train.model.reference import Copy
 
         # Policy, then critic, on every rank: DeepSpeed's saving has barriers.
-        written = save_state(self._engine, Path(folder), self._rank, self._updates)
+        written = save_state(self._engine, folder=Path(folder), rank=self._rank, updates=self._updates)
         if self._learner.critic is not None:
-            written |= save_state(self._learner.critic, Path(folder) / CRITIC, self._rank, self._updates)
+            written |= save_state(
+                self._learner.critic, folder=Path(folder) / CRITIC, rank=self._rank, updates=self._updates
+            )
         if isinstance(self._learner.reference, Copy):
             written |= self._learner.reference.save(Path(folder), self._rank)
         return {path.relative_to(folder).as_posix(): digest for path, digest in written.items()}
@@ -302,7 +304,7 @@ class TrainerWorker:
 
         vocabulary = self._model.config.get_text_config().vocab_size
         length = min(PROBE_TOKENS, self._spec.model.max_length - 1)
-        ids = torch.tensor([probe_ids(prompt_ids, self._tokenizer, vocabulary, length)])
+        ids = torch.tensor([probe_ids(prompt_ids, tokenizer=self._tokenizer, vocabulary=vocabulary, length=length)])
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, 0] = False
         device = self._engine.device

@@ -66,7 +66,7 @@ class HostAgent:
                 )
             self._pull.supersede()
         others = [holder for holder in holders if holder.node_id != self._node_id]
-        self._pull = Pull(self._replica, manifest, self._connect, others, timeout_s)
+        self._pull = Pull(self._replica, manifest=manifest, connect=self._connect, holders=others, timeout_s=timeout_s)
         # Shielded: a caller that does not wait any longer leaves the fetch to the next one.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)

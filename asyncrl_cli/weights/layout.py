@@ -122,7 +122,7 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
         ranges: list[ByteRange] = []
         room = CHUNK_BYTES
         for slot in slots:
-            first, last = shard_of(slot.numel, rank, ranks, slot.groups)
+            first, last = shard_of(slot.numel, rank=rank, ranks=ranks, groups=slot.groups)
             start, stop = slot.offset + first * slot.itemsize, slot.offset + last * slot.itemsize
             while start < stop:
                 end = min(stop, start + room)

@@ -142,7 +142,7 @@ class Pull:
         path = self._replica.path(self.manifest)
         if path is not None:
             faults = {holder.endpoint.node_id: holder.fault for holder in self._holders if holder.fault}
-            return Pulled(path, self._fetched_bytes, seconds, faults)
+            return Pulled(path, fetched_bytes=self._fetched_bytes, seconds=seconds, faults=faults)
         if self._superseded or self._complete():  # complete, but its memory was taken for a newer version
             raise Superseded(
                 f"pull of weight version {version} cancelled: a newer one superseded it", location="weights"
@@ -167,7 +167,7 @@ class Pull:
                             holder.held = held
                             self._changed.notify_all()
                     else:
-                        self._fetch(holder, connection, job, buffer)
+                        self._fetch(holder, connection=connection, index=job, buffer=buffer)
                 except HolderFault as fault:
                     self._failed(holder, job, fault)
                     connection.close()
@@ -217,7 +217,7 @@ class Pull:
     def _fetch(self, holder: _Holder, connection: Connection, index: int, buffer: Buffer) -> None:
         digest = self.manifest.digests[index]
         views = buffer.views(self._replica.chunks[index].ranges)
-        connection.fetch(self.manifest.version, index, digest, views)
+        connection.fetch(self.manifest.version, index=index, digest=digest, into=views)
         if digest_of(views) != digest:
             raise _WrongBytes(f"it sent wrong bytes for chunk {index}")
         self._replica.add(buffer, index, digest)

@@ -223,7 +223,7 @@ class WeightServer:
         return headers.get("connection", "").lower() != "close"
 
     def _refuse(self, connection: socket.socket, status: int, header: str = "") -> bool:
-        _send(connection, status, [], f"{header}Connection: close\r\n")
+        _send(connection, status=status, body=[], headers=f"{header}Connection: close\r\n")
         return False
 
 

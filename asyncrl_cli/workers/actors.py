@@ -56,7 +56,9 @@ class WorkerActor:
 
     async def start_process(self, work: Work | None) -> WorkerProcess:
         """A process that has loaded the task. Raises ``TaskError``."""
-        process = WorkerProcess(Load(self.spec, self._search_path, work, self._blocked_s), self._kill_orphans)
+        process = WorkerProcess(
+            Load(self.spec, search_path=self._search_path, work=work, blocked_s=self._blocked_s), self._kill_orphans
+        )
         self._processes.append(process)
         await process.start()
         return process
@@ -142,7 +144,9 @@ class RewardActor(WorkerActor):
         loaded = first.loaded
         self._async_rewards = loaded.async_rewards
         self._pools = {
-            work: RewardPool(self.spec, work, self.start_process, first if work is loaded.work else None)
+            work: RewardPool(
+                self.spec, work=work, start_process=self.start_process, first=first if work is loaded.work else None
+            )
             for work in sorted(map(self._work, loaded.names))
         }
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))

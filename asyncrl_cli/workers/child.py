@@ -126,7 +126,7 @@ def main(descriptor: int, owner_pid: int) -> None:
         owner.send(number, loaded)
         _score_in_turn(task, owner)
     else:
-        asyncio.run(_serve(task, loaded.work, load, owner, lambda: owner.send(number, loaded)))
+        asyncio.run(_serve(task, work=loaded.work, load=load, owner=owner, ready=lambda: owner.send(number, loaded)))
 
 
 def _load(load: Load) -> tuple[object, Loaded]:

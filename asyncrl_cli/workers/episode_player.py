@@ -151,12 +151,12 @@ class EpisodePlayer:
         try:
             base_url = NO_MODEL if access is None else access.base_url
             async with episode_sandbox(task, self._sandbox, base_url) as sandbox:
-                value = await self._play(task, prompt, access, sandbox)
+                value = await self._play(task, prompt=prompt, access=access, sandbox=sandbox)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # sys.exit() would end all episodes
-            return failed(error, name, prompt, _location(task))
-        return None if value is None else checked(value, name, prompt, _location(task))
+            return failed(error, name=name, prompt=prompt, location=_location(task))
+        return None if value is None else checked(value, name=name, prompt=prompt, location=_location(task))
 
     async def _play(
         self, task: object, prompt: Prompt, access: ModelAccess | None, sandbox: ShellSandbox | None

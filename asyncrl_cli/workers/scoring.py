@@ -35,8 +35,8 @@ def score(task: Task, response: Response) -> Scored | RewardFailure:
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
     except BaseException as error:  # sys.exit() must not end the process
-        return failed(error, reward_name(task), response[0], reward_location(task))
-    return checked(value, reward_name(task), response[0], reward_location(task))
+        return failed(error, name=reward_name(task), prompt=response[0], location=reward_location(task))
+    return checked(value, name=reward_name(task), prompt=response[0], location=reward_location(task))
 
 
 async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
@@ -49,8 +49,8 @@ async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
         current = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
             raise
-        return failed(error, reward_name(task), response[0], reward_location(task))
-    return checked(value, reward_name(task), response[0], reward_location(task))
+        return failed(error, name=reward_name(task), prompt=response[0], location=reward_location(task))
+    return checked(value, name=reward_name(task), prompt=response[0], location=reward_location(task))
 
 
 def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Scored | RewardFailure:

@@ -96,7 +96,7 @@ def examine_cluster(address: str, spec: ExperimentSpec | None, runs_dir: Path, r
             yield Finding("cluster", Status.OK, found)
             yield from examine_hosts(hosts, runs_dir, replica_bytes)
     except RunError as error:
-        yield Finding("cluster", Status.FAILURE, f"{error.location}: {error.message}", error.hint)
+        yield Finding("cluster", status=Status.FAILURE, found=f"{error.location}: {error.message}", hint=error.hint)
 
 
 def check_cluster(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Callable[[str], None]) -> None:
@@ -112,7 +112,7 @@ def check_cluster(spec: ExperimentSpec, actors: Actors, folder: Path, notice: Ca
 def _hosts(spec: ExperimentSpec | None, nodes: Sequence[Node], actors: Actors | None = None) -> list[Host]:
     import ray
 
-    return hosts_for(spec, nodes, ray.get_runtime_context().get_node_id(), actors)
+    return hosts_for(spec, nodes=nodes, here=ray.get_runtime_context().get_node_id(), actors=actors)
 
 
 def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> list[Finding]:
@@ -123,7 +123,7 @@ def examine_hosts(hosts: Sequence[Host], runs_dir: Path, replica_bytes: int) -> 
     try:
         return asyncio.run(examine(hosts, runs_dir, replica_bytes))
     except ConfigError as error:
-        return [Finding("shared folder", Status.FAILURE, error.message, error.hint)]
+        return [Finding("shared folder", status=Status.FAILURE, found=error.message, hint=error.hint)]
 
 
 async def examine(

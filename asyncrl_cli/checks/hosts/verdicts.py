@@ -54,7 +54,7 @@ def judge_token(facts: Mapping[str, Facts]) -> Finding:
     """Whether Ray requires a token: without one, everyone who can reach the cluster's ports can run code on it."""
     if without := [host for host, fact in facts.items() if not fact.token]:
         hint = "start Ray with RAY_AUTH_MODE=token and the same token on every host, or others can run code on it"
-        return Finding("token", Status.WARNING, f"Ray asks for no token on {_some(without)}", hint)
+        return Finding("token", status=Status.WARNING, found=f"Ray asks for no token on {_some(without)}", hint=hint)
     return Finding("token", Status.OK, "Ray asks for a token")
 
 
@@ -70,11 +70,15 @@ def judge_versions(facts: Mapping[str, Facts]) -> list[Finding]:
             listed = _some([f"{version or 'missing'} on {host}" for host, version in there.items()])
             conflict = any(_conflict(package, here, version) for version in there.values())
             status = Status.FAILURE if conflict else Status.WARNING
-            findings.append(Finding("versions", status, f"{package}: {here or 'missing'} on {first}, {listed}", same))
+            findings.append(
+                Finding(
+                    "versions", status=status, found=f"{package}: {here or 'missing'} on {first}, {listed}", hint=same
+                )
+            )
     if unlike := [host for host, fact in others if fact.code != expected.code]:
         found = f"the code of asyncrl differs from that on {first}: {_some(unlike)}"
         hint = "install the same asyncrl on every host: its processes exchange objects of this code"
-        findings.append(Finding("versions", Status.FAILURE, found, hint))
+        findings.append(Finding("versions", status=Status.FAILURE, found=found, hint=hint))
     if findings:
         return findings
     shown = [f"{name} {expected.versions[name]}" for name in ("asyncrl", "python", "ray") if name in expected.versions]
@@ -98,7 +102,8 @@ def judge_drivers(facts: Mapping[str, Facts]) -> list[Finding]:
         if fact.driver is not None:
             by_problem.setdefault(fact.driver, []).append(host)
     return [
-        Finding("GPUs", Status.FAILURE, f"{_some(hosts)}: {found}", hint) for (found, hint), hosts in by_problem.items()
+        Finding("GPUs", status=Status.FAILURE, found=f"{_some(hosts)}: {found}", hint=hint)
+        for (found, hint), hosts in by_problem.items()
     ]
 
 
@@ -107,7 +112,7 @@ def judge_clocks(ahead: Mapping[str, float]) -> Finding:
     driver's, give or take the time of its answer."""
     if skewed := [f"{host}: {seconds:+.1f} s" for host, seconds in ahead.items() if abs(seconds) > SKEW_S]:
         hint = "synchronize the clocks (chrony, systemd-timesyncd): times of events on several hosts cannot be compared"
-        return Finding("clocks", Status.WARNING, f"not the driver's time on {_some(skewed)}", hint)
+        return Finding("clocks", status=Status.WARNING, found=f"not the driver's time on {_some(skewed)}", hint=hint)
     return Finding("clocks", Status.OK, f"within {SKEW_S:.0f} s of the driver's")
 
 
@@ -122,16 +127,18 @@ def judge_pairs(
     findings = []
     for pair, failure in list(failures.items())[:SHOWN]:
         happened, hint = WHY[failure]
-        findings.append(Finding("connections", Status.FAILURE, f"{_arrow(pair)}: {pair[1]} {happened}", hint))
+        findings.append(
+            Finding("connections", status=Status.FAILURE, found=f"{_arrow(pair)}: {pair[1]} {happened}", hint=hint)
+        )
     if (more := len(failures) - SHOWN) > 0:
         host, count = Counter(host for pair in failures for host in pair).most_common(1)[0]
         found = f"{more} more pairs fail; {host} is in {count} of all {len(failures)}"
         hint = f"check {host} first, or remove it from the cluster"
-        findings.append(Finding("connections", Status.FAILURE, found, hint))
+        findings.append(Finding("connections", status=Status.FAILURE, found=found, hint=hint))
     ranked = sorted(speeds, key=lambda pair: speeds[pair])
     if slow := [f"{_arrow(pair)}: {speeds[pair] / 1e6:.1f} MB/s" for pair in ranked if speeds[pair] < SLOW_BYTES_S]:
         hint = "use the faster network: start Ray with the --node-ip-address of its interface; weights are sent over it"
-        findings.append(Finding("connections", Status.WARNING, f"slow: {_some(slow)}", hint))
+        findings.append(Finding("connections", status=Status.WARNING, found=f"slow: {_some(slow)}", hint=hint))
     if ranked:
         pairs = [pair for pair in permutations(hosts, 2) if newcomer is None or newcomer in pair]
         found = (
@@ -150,7 +157,7 @@ def judge_memory(available: Mapping[str, int], needed: Mapping[str, int]) -> Fin
         listed = _some([lacks.format(host, available[host] / GIB, needed[host] / GIB) for host in small])
         found = f"too little for two versions of the weights, or of the shards of a host's ranks: {listed}"
         hint = "free memory there, or choose other hosts by cluster.engines and cluster.trainer"
-        return Finding("host memory", Status.FAILURE, found, hint)
+        return Finding("host memory", status=Status.FAILURE, found=found, hint=hint)
     if not available:
         return Finding("host memory", Status.OK, "no host for engines or ranks")
     least = min(available, key=lambda host: available[host] - needed[host])
@@ -164,7 +171,7 @@ def judge_folder(folder: str, problems: Mapping[str, str]) -> Finding:
     if problems:
         listed = _some([f"{host} {problem}" for host, problem in problems.items()])
         hint = "set runs_dir to a folder on a file system that all hosts mount at the same path (NFS, Lustre, a volume)"
-        return Finding("shared folder", Status.FAILURE, listed, hint)
+        return Finding("shared folder", status=Status.FAILURE, found=listed, hint=hint)
     return Finding("shared folder", Status.OK, f"all hosts read and write {folder}")
 
 
@@ -175,9 +182,11 @@ def judge_lost(problems: Mapping[str, tuple[str, str]], left: Set[str]) -> list[
     for host, (problem, hint) in problems.items():
         if host in left:
             found = f"{host} has left the cluster during the check"
-            findings.append(Finding("hosts", Status.WARNING, found, "start Ray there again if the run needs it"))
+            findings.append(
+                Finding("hosts", status=Status.WARNING, found=found, hint="start Ray there again if the run needs it")
+            )
         else:
-            findings.append(Finding("hosts", Status.FAILURE, f"{host}: {problem}", hint))
+            findings.append(Finding("hosts", status=Status.FAILURE, found=f"{host}: {problem}", hint=hint))
     return findings
 
 

@@ -145,7 +145,7 @@ def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
             if panel.title == STALENESS:
                 _add_bounds(charts[-1], {curves.max_staleness for curves in runs.values()})
     passed = [
-        _Line(run, name, run_at, at, points.axis, points.values)
+        _Line(run, label=name, run_at=run_at, at=at, axis=points.axis, values=points.values)
         for run_at, (run, curves) in enumerate(runs.items())
         for at, (name, points) in enumerate(curves.pass_at.items())
     ]
@@ -153,7 +153,9 @@ def curve_charts(runs: Mapping[str, Curves]) -> CurveCharts:
     charts[1:1] = [chart for chart in held_out if chart.data]
     for title in dict.fromkeys(title for curves in runs.values() for title in curves.machine):
         lines = [
-            _Line(label, "", at, 0, curves.machine[title].axis, curves.machine[title].values)
+            _Line(
+                label, label="", run_at=at, at=0, axis=curves.machine[title].axis, values=curves.machine[title].values
+            )
             for at, (label, curves) in enumerate(runs.items())
             if title in curves.machine
         ]
@@ -178,7 +180,7 @@ def _lines_of(panel: Panel, runs: Mapping[str, Curves]) -> list[_Line]:
     if len(panel.series) == 1 or list(labels.values()) == ["mean"]:
         labels = dict.fromkeys(shown, "")  # the title says it
     return [
-        _Line(run, labels[name], run_at, at, curves.axis, curves.series[name])
+        _Line(run, label=labels[name], run_at=run_at, at=at, axis=curves.axis, values=curves.series[name])
         for run_at, (run, curves) in enumerate(runs.items())
         for at, name in enumerate(shown)
         if name in curves.series
@@ -207,7 +209,7 @@ def _chart(section: str, title: str, lines: Sequence[_Line], *, several: bool, s
     axis = {"tickformat": ".0%"} if "share" in title else {}
     if title == LEARNING_RATE:
         axis = {"tickformat": "~e", "rangemode": "tozero"}
-    return Chart(title, data, {"yaxis": axis}, section)
+    return Chart(title, data=data, layout={"yaxis": axis}, section=section)
 
 
 def _trace(line: _Line, *, several: bool) -> dict[str, Any]:
@@ -258,7 +260,14 @@ def _accuracy(runs: Mapping[str, Curves]) -> Chart:
     for run_at, (run, curves) in enumerate(runs.items()):
         kinds = list(dict.fromkeys(kind for kind, _ in curves.evaluations))
         for (kind, prompts), points in curves.evaluations.items():
-            line = _Line(run, f"{kind}, {prompts:,} prompts", run_at, kinds.index(kind), points.axis, points.values)
+            line = _Line(
+                run,
+                label=f"{kind}, {prompts:,} prompts",
+                run_at=run_at,
+                at=kinds.index(kind),
+                axis=points.axis,
+                values=points.values,
+            )
             trace = _trace(line, several=len(runs) > 1)
             joined = len(points.values) > 2
             symbol = SYMBOLS[run_at % len(SYMBOLS)] + ("" if joined else "-open-dot" if line.at else "-open")
@@ -278,7 +287,7 @@ def _accuracy(runs: Mapping[str, Curves]) -> Chart:
             }
             labels.add(line.label)
             data.append(trace)
-    return Chart("Held-out accuracy", data, {"yaxis": {"range": [0, 1.04]}}, LEARNING)
+    return Chart("Held-out accuracy", data=data, layout={"yaxis": {"range": [0, 1.04]}}, section=LEARNING)
 
 
 # -- one run alone: how its time was spent, and how what it trained on was distributed
@@ -294,7 +303,7 @@ def time_chart(times: Sequence[StepTime]) -> Chart:
         for part in shown
     }
     colours = [PART_COLOURS[part] for part in shown]
-    return _stacked("The trainer's time", [some[-1].step + 1 for some in ranges], shares, colours)
+    return _stacked("The trainer's time", x=[some[-1].step + 1 for some in ranges], shares=shares, colours=colours)
 
 
 def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
@@ -304,18 +313,20 @@ def staleness_chart(steps: tuple[StepStaleness, ...]) -> Chart:
     title, x = "Tokens by their staleness in versions", [step.last + 1 for step in ranges]
     shares = [[step.tokens[age] / (step.tokens.total() or 1) for step in ranges] for age in ages]
     if len(ages) > MOST_AGES:
-        return _heat_map(title, x, list(ages), shares, name="staleness")
-    return _stacked(title, x, {str(age): share for age, share in zip(ages, shares, strict=True)}, ramp(len(ages)))
+        return _heat_map(title, x=x, y=list(ages), z=shares, name="staleness")
+    return _stacked(
+        title, x=x, shares={str(age): share for age, share in zip(ages, shares, strict=True)}, colours=ramp(len(ages))
+    )
 
 
 def shares_chart(title: str, found: Shares) -> Chart:
     of_groups = found.shares.keys() <= GROUP_COLOURS.keys()
     colours = [GROUP_COLOURS[name] for name in found.shares] if of_groups else ramp(len(found.shares))
-    return _stacked(title, found.steps, found.shares, colours)
+    return _stacked(title, x=found.steps, shares=found.shares, colours=colours)
 
 
 def histogram_chart(title: str, found: Histogram) -> Chart:
-    return _heat_map(title, found.steps, found.values, found.shares)
+    return _heat_map(title, x=found.steps, y=found.values, z=found.shares)
 
 
 def scatter_chart(points: Sequence[tuple[int, float, int]], rewards: Sequence[float] | None) -> Chart:

@@ -114,11 +114,11 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], grou
         scored_at, generated_at = last.get(span.step, (None, None))
         seconds = dict.fromkeys(PARTS, 0.0) | split_wait(
             asked_at,
-            span.taken_at,
-            enough.get(span.step, asked_at),
-            generated_at if generated_at is not None else asked_at,
-            scored_at if scored_at is not None else asked_at,
-            saved.get(span.step, 0.0),
+            taken_at=span.taken_at,
+            enough_at=enough.get(span.step, asked_at),
+            generated_at=generated_at if generated_at is not None else asked_at,
+            scored_at=scored_at if scored_at is not None else asked_at,
+            saving_s=saved.get(span.step, 0.0),
         )
         seconds["training"] = max(0.0, span.trained_until - span.taken_at)
         free_at = span.ended_at

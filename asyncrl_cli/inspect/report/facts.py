@@ -56,7 +56,7 @@ def facts(
     machine: Sequence[MachineSample],
 ) -> Facts:
     return {
-        "Run": _run(run, phase, past, spans),
+        "Run": _run(run, phase=phase, past=past, spans=spans),
         "Setup": _setup(spec),
         "Held-out": _held_out(past.evaluations, files),
         "Speed": _speed(past.work, spans, spent) | _load(machine),

@@ -56,7 +56,7 @@ def limited(found: Prediction | str, recorded: Sequence[str], ended: bool) -> An
         simulated = f"A step takes {step:.3g} s in the simulation; without staleness {sync:.3g} s."
         text, *others = advice(found)
         more = (*others, simulated, *recorded)
-    return Answer("What limited its speed?", text, "plain", more)
+    return Answer("What limited its speed?", answer=text, tone="plain", more=more)
 
 
 def _no_step(ended: bool) -> str:

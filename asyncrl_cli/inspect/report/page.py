@@ -97,8 +97,14 @@ def summarize(run: RunDirectory) -> RunSummary:
         times = trainer_time(connection, spans, settings.groups_per_step)
         spent = activity(times, spans)
         found = prediction(connection, spec)
-        recorded = [breakdown(spent), *besides(connection, spec, spans, settings, spent)] if spent else []
-        course = curves(connection, spans, SERIES, files, machine, settings.max_staleness)
+        recorded = (
+            [breakdown(spent), *besides(connection, spec=spec, spans=spans, settings=settings, spent=spent)]
+            if spent
+            else []
+        )
+        course = curves(
+            connection, spans=spans, names=SERIES, files=files, samples=machine, max_staleness=settings.max_staleness
+        )
         decoder = open_decoder(run)
         faults = first_failures(connection, FAULTS_SHOWN)
         charts = tuple(_charts(connection, times, staleness))
@@ -111,10 +117,10 @@ def summarize(run: RunDirectory) -> RunSummary:
     return RunSummary(
         run_id=run.run_id,
         answers=(
-            learned(rewards, past.evaluations, spec, ended),
+            learned(rewards, evaluations=past.evaluations, spec=spec, ended=ended),
             limited(found, recorded, ended),
             stale(staleness, ended),
-            failed(phase, run.state.reason, past.failures_by_kind, first),
+            failed(phase, reason=run.state.reason, by_kind=past.failures_by_kind, first=first),
         ),
         prediction=found,
         facts=facts(run=run, phase=phase, past=past, spans=spans, spent=spent, spec=spec, files=files, machine=machine),

@@ -67,7 +67,7 @@ def evaluation_files(run: RunDirectory) -> list[EvaluationFile]:
         for head in _rows(path, 1):
             try:
                 numbers = tuple(float(value) for value in head.get("pass_at") or ())
-                found.append(EvaluationFile(path, str(head["kind"]), int(head["step"]), numbers))
+                found.append(EvaluationFile(path, kind=str(head["kind"]), step=int(head["step"]), pass_at=numbers))
             except (KeyError, TypeError, ValueError):
                 continue
     return sorted(found, key=lambda one: (one.step, one.kind))
@@ -178,7 +178,9 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
     found = []
     for kind in KINDS:
         for begin, end in reversed(list(pairwise(borders))):
-            rows = extreme_rollouts(connection, kind, range(begin, end), LOOKED_AT * EACH * len(KINDS))
+            rows = extreme_rollouts(
+                connection, extreme=kind, steps=range(begin, end), count=LOOKED_AT * EACH * len(KINDS)
+            )
             row = next((row for row in rows if row.group_id not in known), None)
             if row is None:
                 continue
@@ -233,4 +235,4 @@ def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[Held
 def _response(row: Mapping[str, Any], step: int) -> Response:
     reward = row.get("reward")
     known = float(reward) if isinstance(reward, int | float) else 0.0
-    return Response(step, str(row.get("response", ""))[:RESPONSE_SHOWN], known >= CORRECT, known)
+    return Response(step, text=str(row.get("response", ""))[:RESPONSE_SHOWN], correct=known >= CORRECT, reward=known)

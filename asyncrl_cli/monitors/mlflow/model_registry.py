@@ -70,7 +70,9 @@ def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
         size = sum(file.stat().st_size for wanted in folders.values() for file in wanted)
         _describe(json.loads(config.read_text()), size, Path(description))
         client.log_artifacts(outbox.sent.run_id, description, artifact_path=path)
-    version = _find(client, run, name) or _create(client, outbox.sent.run_id, run, name, path)
+    version = _find(client, run, name) or _create(
+        client, mlflow_run_id=outbox.sent.run_id, run=run, name=name, artifact=path
+    )
     outbox.note(registered={**outbox.sent.registered, key: version})
 
 

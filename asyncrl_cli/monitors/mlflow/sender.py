@@ -79,7 +79,12 @@ def target_of(spec: ExperimentSpec) -> Target:
     if tracking.uri:
         return Target(tracking.uri, tracking.experiment, model=tracking.register_model)
     artifacts = (folder / "mlflow-artifacts").as_uri()
-    return Target(f"sqlite:///{folder}/mlflow.db", tracking.experiment, artifacts, tracking.register_model)
+    return Target(
+        f"sqlite:///{folder}/mlflow.db",
+        experiment=tracking.experiment,
+        artifacts=artifacts,
+        model=tracking.register_model,
+    )
 
 
 class Sender:
@@ -121,7 +126,7 @@ class Sender:
         if ended is not None:
             self._upload_report(ended)
         if self._target.model is not None and status == FINISHED:
-            register(self._client, self.outbox, self._run, self._target.model)
+            register(self._client, outbox=self.outbox, run=self._run, name=self._target.model)
         if self.outbox.sent.problem:
             self.outbox.note(problem="")
 

@@ -19,7 +19,7 @@ def rule(check: Rule) -> Rule:
 
 def warning(path: str, message: str, hint: str = "") -> Problem:
     """A problem that does not refuse the spec."""
-    return Problem(path, message, hint, "warning")
+    return Problem(path, message=message, hint=hint, severity="warning")
 
 
 def argument_name(written: str) -> str:

@@ -111,7 +111,7 @@ def correct(
             masked = masked | (raw > correction.mask_high)
         if correction.cap is not None:
             weights, capped = weights.clamp(max=correction.cap), (raw > correction.cap) & ~masked
-        rejected = _rejected(proximal, behaviour, mask, correction)
+        rejected = _rejected(proximal, behaviour=behaviour, mask=mask, correction=correction)
         weights = weights.masked_fill(masked | rejected | ~mask, 0.0)
         counts = mask.any(dim=1)
         return weights, CorrectionSums(

@@ -35,8 +35,20 @@ class Objective:
         """
         advantage = None
         if algorithm.advantage not in ("none", GAE):
-            advantage = _function(ADVANTAGES, algorithm.advantage, "algorithm.advantage", search_path, ("rewards",))
-        loss = _function(POLICY_LOSSES, algorithm.loss, "algorithm.loss", search_path, LOSS_ARGUMENTS)
+            advantage = _function(
+                ADVANTAGES,
+                name=algorithm.advantage,
+                location="algorithm.advantage",
+                search_path=search_path,
+                arguments=("rewards",),
+            )
+        loss = _function(
+            POLICY_LOSSES,
+            name=algorithm.loss,
+            location="algorithm.loss",
+            search_path=search_path,
+            arguments=LOSS_ARGUMENTS,
+        )
         return cls(algorithm, advantage, loss, KL[algorithm.kl_estimator])
 
 
@@ -50,7 +62,7 @@ def _function(
     if name in known:
         return known[name]
     hint = f"name a function f({', '.join(arguments)})"
-    function = import_named(name, search_path, location, hint)
+    function = import_named(name, folder=search_path, location=location, hint=hint)
     if not callable(function):
         raise ConfigError(
             f"{name} is not a function (got {type(function).__name__})",

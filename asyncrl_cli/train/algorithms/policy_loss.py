@@ -216,7 +216,7 @@ def policy_loss(
     if entropies is not None:
         entropy = entropies.masked_fill(~mask, 0.0)
         per_token = per_token - entropy_coef * entropy
-    mean = aggregate(per_token, mask, aggregation, denominator)
+    mean = aggregate(per_token, mask=mask, aggregation=aggregation, denominator=denominator)
 
     with torch.no_grad():
         ratio = clamp_log_ratio(logprobs - proximal).exp()

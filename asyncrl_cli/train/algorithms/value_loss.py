@@ -75,7 +75,7 @@ def value_loss(
         squared_near = (values.clamp(old - clip, old + clip) - returns).square()
         clipped = squared_near > squared
         squared = torch.maximum(squared, squared_near)
-    loss = aggregate(0.5 * squared, mask, "token_mean", denominator)
+    loss = aggregate(0.5 * squared, mask=mask, aggregation="token_mean", denominator=denominator)
     with torch.no_grad():
         target = returns.double()
         error = target - values.double()

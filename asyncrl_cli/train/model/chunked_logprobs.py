@@ -72,7 +72,7 @@ class _Scores(torch.autograd.Function):
         logs = None
         for chunk in chunks:
             logs = None  # frees the last one first
-            logs = _logs(hidden[chunk], weight, bias, temperature)
+            logs = _logs(hidden[chunk], weight=weight, bias=bias, temperature=temperature)
             logprobs[chunk] = logs.gather(-1, targets[chunk, None])[:, 0]
             if entropy != "none":
                 for block in _blocks(logs):
@@ -95,7 +95,7 @@ class _Scores(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=_wide(bias)) if needs[2] else None
         by_logprob, by_entropy = by_logprob / ctx.temperature, by_entropy / ctx.temperature
         for chunk in ctx.chunks:
-            logs = _logs(hidden[chunk], weight, bias, ctx.temperature) if kept is None else kept
+            logs = _logs(hidden[chunk], weight=weight, bias=bias, temperature=ctx.temperature) if kept is None else kept
             kept = None
             if ctx.entropy == "train":
                 for block in _blocks(logs):
@@ -109,7 +109,7 @@ class _Scores(torch.autograd.Function):
             if of_hidden is not None:
                 of_hidden[chunk] = gradient @ weight
             if of_weight is not None:
-                _add_product(of_weight, gradient, logs, hidden[chunk])
+                _add_product(of_weight, gradient=gradient, exact=logs, hidden=hidden[chunk])
             if of_bias is not None:
                 of_bias.add_(logs.sum(0))
             del logs, gradient

@@ -78,7 +78,7 @@ def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
     """
     model = spec.model
     if model.init is not None:
-        write_model_stub(model.init, model.max_length, folder, model.chat_template)
+        write_model_stub(model.init, max_length=model.max_length, directory=folder, chat_template=model.chat_template)
     elif model.chat_template is not None:
         copy_model_stub(str(model.path), model.chat_template, folder)
     return Path(model_stub_path(model, folder))
@@ -105,7 +105,13 @@ def prepare_model(
         with atomic_folder(final) as folder, TemporaryDirectory(prefix=".initial-", dir=final.parent) as temporary:
             initial = folder if model.warm_start is None else Path(model.path or temporary)
             if model.init is not None:
-                build_initial_model(model.init, model.max_length, spec.seed, initial, model.chat_template)
+                build_initial_model(
+                    model.init,
+                    max_length=model.max_length,
+                    seed=spec.seed,
+                    directory=initial,
+                    chat_template=model.chat_template,
+                )
             if model.warm_start is not None:
                 warm_start(
                     initial,
@@ -138,7 +144,7 @@ def build_initial_model(
     init: ModelInit, max_length: int, seed: int, directory: Path, chat_template: str | None = None
 ) -> None:
     """Write model stub and weights to ``directory``. Raises ``ConfigError``."""
-    write_model_stub(init, max_length, directory, chat_template)
+    write_model_stub(init, max_length=max_length, directory=directory, chat_template=chat_template)
     write_weights(directory, seed)
 
 

@@ -145,7 +145,10 @@ def plain_weights(model: nn.Module) -> list[PlainWeight]:
             owner = owner.removesuffix(f".{BASE}")
             weights.append(PlainWeight(f"{owner}.{leaf}", parameter, layers[owner] if leaf == "weight" else None))
         elif not any(owner.startswith(f"{adapted}.") for adapted in layers):
-            weights += [PlainWeight(own, parameter, None, experts) for own, experts in own_names(divided, name)]
+            weights += [
+                PlainWeight(own, parameter=parameter, adapter=None, experts=experts)
+                for own, experts in own_names(divided, name)
+            ]
     return weights
 
 

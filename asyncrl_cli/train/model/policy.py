@@ -143,7 +143,7 @@ def predicting_states(
         kept = _kept(response_mask)
         ids, predicts, positions = ids[kept][None], predicts[kept][None], columns[kept][None]
     if sequence is not None:
-        return sequence.predicting_states(backbone, ids, predicts, positions)
+        return sequence.predicting_states(backbone, ids=ids, predicts=predicts, positions=positions)
     # Positions of packed rows alone: a model makes a mask from given positions.
     given = {} if positions is None else {"position_ids": positions}
     states: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state

@@ -103,4 +103,4 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
     policy = policy_around(load_model(trainer, model_dir), spec)
     policy.eval().requires_grad_(False)
     score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
-    return Copy(score, policy.model, trainer.zero_stage, algorithm.reference_update_every)
+    return Copy(score, model=policy.model, zero_stage=trainer.zero_stage, every=algorithm.reference_update_every)

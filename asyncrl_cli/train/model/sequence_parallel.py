@@ -160,7 +160,7 @@ class SequenceGroup:
             raise SequenceError("attention of this model has weights for each head, which are not divided")
         # Ulysses takes values of the keys' size only; the values of latent attention (DeepSeek) are smaller.
         missing = size - value.shape[-1]
-        ulysses = _ulysses(core, self._ranks, rows, heads, size, key.shape[1])
+        ulysses = _ulysses(core, ranks=self._ranks, rows=rows, heads=heads, size=size, kv_heads=key.shape[1])
         groups = getattr(module, "num_key_value_groups", None)
         attended, weights = ulysses(module, query, key, nn.functional.pad(value, (0, missing)), mask, **kwargs)
         if groups is not None:  # DeepSpeed sets it for its share of the heads, which passes of all heads must not use

@@ -46,7 +46,7 @@ def _load(whole: Any, model: Any, state_dict: Any, files: list[str] | None, conf
     missing = set(model.state_dict())
     with ExitStack() as opened:
         # On all ranks: planning marks which conversions the checkpoint needs, and saving reverts those.
-        plan = _plan(model, files, config.weight_mapping or [], opened)
+        plan = _plan(model, files=files, mapping=config.weight_mapping or [], opened=opened)
         weights = _converted(model, plan, own) if torch.distributed.get_rank() == 0 else None
         for name, value in _announced(weights):
             _fill(own[name], value)
