@@ -59,25 +59,13 @@ NAMES = re.compile(
 )
 """What no function, class, argument or attribute is called, in part or whole."""
 ALLOWED = {
-    ("asyncrl_cli/journal/events.py", "cut"): "the name of a metric before schema 5, which older runs have",
-    (
-        "asyncrl_cli/journal/events.py",
-        "stay",
-    ): "the name of a kind before schema 5, which is refused with the present one",
     ("asyncrl_cli/spec/rules/machine.py", "runner"): "the name of an argument of vLLM",
     ("asyncrl_cli/rollout/vllm_sampler.py", "runner"): "vLLM's name of what runs the model in a worker",
-    ("asyncrl_cli/runs/checkpoints.py", "aside"): "the name of a folder of earlier versions",
-    ("docs/journal.md", "runner"): "the kind of a fault in older runs",
-    ("docs/journal.md", "spells"): "the name of a table before schema 5",
-    ("asyncrl_cli/journal/schema.py", "spells"): "the name of a table before schema 5, which is migrated",
-    ("asyncrl_cli/journal/schema.py", "place"): "the name of a column before schema 5, which is migrated",
-    ("asyncrl_cli/journal/schema.py", "stay"): "the name of a column before schema 5, which is migrated",
     ("tests/contracts/vllm_contract.py", "runner"): "vLLM's name of what runs the model in a worker",
     ("tests/rollout/test_vllm_sampler.py", "runner"): "vLLM's name of what runs the model in a worker",
-    ("tests/gateway/test_responses_clients.py", "runner"): "a class of openai-agents",
+    ("tests/gateway/test_responses.py", "runner"): "a class of openai-agents",
     ("tests/e2e/gateway/library_agents.py", "runner"): "a class of openai-agents",
     ("tests/e2e/gateway/test_serve.py", "spell"): "the text of a prompt",
-    ("tests/runs/test_checkpoint_files.py", "aside"): "the name of a folder of earlier versions",
     ("tests/spec/mutations.py", "nobody"): "the name of a user of Linux",
     ("tests/tasks/test_math_forms.py", "is no"): "the text of an answer",
 }

@@ -56,7 +56,7 @@ class ResilientTrainer:
         self._budget = budget
         self._repeated = repeated
         self._gpu_turn = gpu_turn
-        # The ranks' calls are collective: two at a time could reach the ranks in different orders, and wait forever.
+        # The ranks' calls are collective: two at a time could reach ranks in different orders, and never return.
         self._turn = asyncio.Lock()
 
     async def at(self, step: int, work: Callable[[], Awaitable[T]], go_back: str = "") -> T:

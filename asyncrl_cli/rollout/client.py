@@ -147,7 +147,7 @@ class GenerationClient:
         # First: a request that an abort returns must wait here, not be sent again (decision 0015).
         self._paused = True
         for engine in self.engines:
-            self._take_back_unsent(engine)
+            self._return_unsent(engine)
             engine.to_abort |= engine.serving
         await self.flush()
 
@@ -192,7 +192,7 @@ class GenerationClient:
         """
         # First: the requests that the abort returns must go to other engines.
         engine.to_abort, engine.leaving, engine.serving = engine.serving, True, False
-        self._take_back_unsent(engine)
+        self._return_unsent(engine)
         engine.emptied.clear()
         self._dispatch()
         try:
@@ -393,7 +393,7 @@ class GenerationClient:
                 ended.append((entry, finished(known, rest=[], reason="length", decode=self.decode)))
         self._end(ended)
 
-    def _take_back_unsent(self, engine: EngineState) -> None:
+    def _return_unsent(self, engine: EngineState) -> None:
         # Otherwise they would be submitted after the abort, and run.
         self._continue([engine.pending[rollout_id] for rollout_id in engine.outbox], RequestEnding.ABORTED)
 

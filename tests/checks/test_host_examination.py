@@ -137,7 +137,7 @@ def test_hosts_that_give_no_answer_are_named_and_the_others_examined(cluster: st
     lost = {re.split("[: ]", finding.found)[0]: finding for finding in findings if finding.check == "hosts"}
     assert {name: one.status for name, one in lost.items()} == {"gone": "warning", "elsewhere": "failure"}
     assert "cannot listen there" in lost["elsewhere"].found and "--node-ip-address" in lost["elsewhere"].hint
-    (pairs,) = (finding for finding in findings if finding.check == "connections")
+    *_, pairs = (one for one in findings if one.check == "connections")  # after a warning of a busy machine's speed
     assert pairs.found.startswith("2 of 2 pairs") and not alive
     # Only its own pairs are reported, and no problems of the other hosts.
     found = {finding.check: finding for finding in joined}

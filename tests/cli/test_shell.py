@@ -69,7 +69,8 @@ def test_exit_codes(asyncrl: Callable[..., object], arguments: tuple[str, ...], 
 def test_a_quiet_run_prints_its_id_and_problems(
     quiet: bool, stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def run_experiment(_: Any, run: RunDirectory, view: Any, start: Start) -> Outcome:
+    def run_experiment(_: Any, **parts: Any) -> Outcome:
+        view = parts["console"]
         view.status("starting engines")
         view.warn("engine-0: gone")
         os.write(1, b"what a library prints\n")

@@ -1,8 +1,8 @@
 """The driver is killed at every commit of a small run: before it, within it, and before its answer.
 
 Each driver is a child process with the real buffer, made-up rollouts and a trainer whose weights are the digests of its
-batches. What a driver was told goes to a log that outlives it. After each kill the journal must have all of that; the
-next driver completes the run, and the whole journal is audited.
+batches. Every answer that a driver gets goes to a log that outlives it. After each kill the journal must have all
+answers; the next driver completes the run, and the whole journal is audited.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tests.e2e.faults.audit import audit
 STEPS = 2
 TOKENS, HALF = 6, 3
 Moment = Literal["before", "within", "after"]
-"""Of a commit: nothing is written, half is written, everything is durable and nobody knows."""
+"""Of a commit: nothing is written, half is written, everything is durable without an answer."""
 
 
 class Log:
-    """What drivers were told, one JSON array a line, written before they do anything else."""
+    """The answers that drivers got, one JSON array a line, written before they do anything else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -172,7 +172,7 @@ def drive(folder: Path, at: int = 0, moment: Moment = "before") -> None:
 
 
 def check_answers(connection: sqlite3.Connection, answers: list[list[Any]]) -> None:
-    """The journal has everything that a driver was told."""
+    """The journal has every answer that a driver got."""
     rows = {
         f"{group}-{index}": (tokens, reward)
         for group, index, tokens, reward in connection.execute(

@@ -42,7 +42,7 @@ def test_the_end_of_a_run_is_sent(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def finished(*_: Any) -> Outcome:
+    async def finished(*_: Any, **__: Any) -> Outcome:
         if isinstance(end, BaseException):
             raise end
         return end
@@ -65,7 +65,7 @@ def test_the_end_of_a_run_is_sent(
 
 
 def test_on_a_full_disk_the_cause_is_sent_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fails(*_: Any) -> Outcome:
+    async def fails(*_: Any, **__: Any) -> Outcome:
         raise RunError("no space left on device", location="journal.db", hint="Make room")
 
     monkeypatch.setattr(launch, "ray_cluster", lambda *_: nullcontext())

@@ -86,7 +86,7 @@ class Vllm:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
     vllm = Vllm()
-    monkeypatch.setattr(engine_module, "start_vllm", lambda *_: vllm)
+    monkeypatch.setattr(engine_module, "start_vllm", lambda *_, **__: vllm)
     monkeypatch.setattr(engine_module, "end_tokens", lambda *_: frozenset({1}))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda _: TOKENIZER)
     return vllm

@@ -223,7 +223,7 @@ def test_rows_without_a_repository_are_refused(change: dict[str, Any]) -> None:
 
 RIGHT = "def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n    return a - b\n"
 WRONG = ADD.fields["files"]["calc.py"]
-# What code can do in the judge's sandbox is tested in tests/sandbox/test_judge.py.
+# What code can do in the judge's sandbox is tested in tests/sandbox/test_judged_code.py.
 CHEATS = {
     "exits": f"import os\n{WRONG}\nos._exit(0)\n",
     "looks for the tests": (

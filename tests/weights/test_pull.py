@@ -275,7 +275,7 @@ def test_a_holder_that_fails_is_asked_less_and_less(replica: Replica) -> None:
     assert 1 <= len(asked) <= 4 * 3, "by four connections, at once, after 0.25 s and after another 0.5 s"
 
 
-def test_an_error_that_is_no_holders_fault_is_not_waited_for(replica: Replica) -> None:
+def test_an_error_of_this_host_is_not_waited_for(replica: Replica) -> None:
     failing = partial(FailingConnection, asked=[], failure=KeyError("a mistake here"))
     with pytest.raises(KeyError, match="a mistake here"):
         Pull(replica, manifest(1), failing, [Endpoint("n", "http://x")], 600).run()

@@ -74,7 +74,7 @@ def model_stub_path(model: ModelSpec, folder: Path) -> str:
 def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
     """A folder with the model's config and tokenizer, which is all that an engine starts from.
 
-    Raises ``ConfigError`` for a config that makes no model, or a file that is no chat template.
+    Raises ``ConfigError`` for a config that makes no model, or an invalid chat template.
     """
     model = spec.model
     if model.init is not None:
@@ -153,7 +153,7 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
 
     ``max_length`` (tokens) becomes ``max_position_embeddings`` unless the config gives one; ``chat_template`` is a
     file's path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that
-    do not fit, and a file that is no chat template.
+    do not fit, and an invalid chat template.
     """
     if init.tokenizer == CHARACTERS:
         tokenizer = with_chat_template(character_tokenizer(max_length), chat_template)

@@ -100,7 +100,7 @@ def test_messages_without_bound_are_refused() -> None:
 
 
 @given(st.binary(max_size=40))
-def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+def test_bytes_without_a_message_are_refused(data: bytes) -> None:
     try:
         fields = wire.unpacked(data)
     except wire.WireError:

@@ -109,7 +109,7 @@ def test_no_attack_escapes_as_root(kind: Kind, outside: Path) -> None:
 def test_no_attack_escapes_as_an_ordinary_user(kind: Kind) -> None:
     result = run_as_ordinary_user(
         "import os; from pathlib import Path; from tempfile import TemporaryDirectory;"
-        "from tests.sandbox.test_judge import *;"
+        "from tests.sandbox.test_judged_code import *;"
         "folder = TemporaryDirectory(dir='/var/tmp'); outside.__wrapped__(Path(folder.name));"
         f"assert os.getuid() == 65534; print(successful_attacks(Path(folder.name), {kind!r}))"
     )

@@ -407,7 +407,7 @@ def test_output_without_end_is_bounded(sandbox: BlockingSandbox) -> None:
 
 ORDINARY = """
 import asyncio, os, sys
-from tests.sandbox.test_commands import *
+from tests.sandbox.test_sandboxed_commands import *
 SETTINGS = replace(SETTINGS, kind=sys.argv[1])
 assert os.getuid() == 65534
 
