@@ -424,7 +424,12 @@ def main() -> None:
 
     import ray
 
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    # As in a local run.
+    os.environ |= {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_task_events_report_interval_ms": "0",
+    }
     print(f"{load}, {os.cpu_count()} cores\n\n{header(*COLUMNS)}", flush=True)
     for engines in numbers:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")

@@ -70,7 +70,8 @@ class Disk:
         job: Future[T] = Future()
         self._jobs.put((job, partial(function, *arguments, **named)))
         try:
-            return await asyncio.wait_for(asyncio.wrap_future(job), self._limit_s)
+            async with asyncio.timeout(self._limit_s):
+                return await asyncio.wrap_future(job)
         except TimeoutError:
             raise JournalError(
                 f"the disk has not answered for {self._limit_s:.0f} s",
@@ -176,7 +177,8 @@ class Buffer:
                 return waiting
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):
+                    await self._changed.wait()
         # Read from the file, not from memory: training, replay and resume must read the same bytes (decision 0013).
         return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
 
@@ -272,7 +274,8 @@ class Buffer:
     async def _commit_all(self) -> None:
         while self._asked:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._urgent.wait(), LAZY_S)
+                async with asyncio.timeout(LAZY_S):
+                    await self._urgent.wait()
             self._urgent.clear()
             self._asked = False
             # Take the notes and their waiting calls together: a call that notes more from now on waits for the next

@@ -226,8 +226,8 @@ class RolloutScheduler:
             )
 
     async def _settle(self) -> None:
-        """Have rollouts scored. Those that finish during a call are scored together after it: a single rollout does not
-        wait, and slow calls are few (decision 0052)."""
+        """Have rollouts scored. Those that finish during a call, or during the client's pause, are scored together
+        after it: a single rollout does not wait, and slow calls are few (decisions 0052, 0090)."""
         while True:
             generated = [await self._generated.get()]
             while not self._generated.empty():
@@ -240,6 +240,7 @@ class RolloutScheduler:
                 ]
                 scoring = asyncio.ensure_future(self._scoring.score(responses))
                 self._spawn(self._record(rollouts, scoring))
+                await asyncio.sleep(self._client.pause_s)
                 await asyncio.wait([scoring], timeout=SETTLE_S)
 
     async def _record(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:

@@ -40,6 +40,10 @@ from asyncrl_cli.system.remote import ActorDied, wait_for
 
 POLL_S = 5.0
 """Seconds after which ``collect`` returns an empty answer. Without one a dead engine would not be noticed."""
+PAUSE_SHARE = 0.02
+LONGEST_PAUSE_S = 0.25
+"""After a delivery, an engine's ended requests wait for each other for at most this share of the time that a request
+takes, and at most this long: each call costs the driver about 1 ms."""
 AHEAD = 0.25
 """An engine gets more requests than it runs at a time, by this fraction: they fill slots that become free."""
 MAX_AFFINITIES = 10_000
@@ -84,6 +88,8 @@ class GenerationClient:
         self._on_engine_request = on_engine_request
         self.room = asyncio.Event()
         """Set when there may be room for more requests; the rollout scheduler clears it."""
+        self.pause_s = 0.0
+        """Seconds for which ended requests wait for others, to be delivered and scored together."""
         self._removed = EngineActivity()  # the activity of engines that were removed
         self._open: dict[str, OpenRequest] = {}
         self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped
@@ -240,6 +246,8 @@ class GenerationClient:
             self._settle(engine, delivery)
             if delivery.activity.silent_s > self._hang_s:
                 raise EngineLost(f"it has generated no token for {delivery.activity.silent_s:.0f} s")
+            if delivery.rollouts and engine.serving:
+                await asyncio.sleep(self.pause_s)
 
     def mark_dead(self, name: str, cause: str) -> None:
         """End the process of an engine that misbehaves; the running ``collect`` then raises ``EngineLost``."""
@@ -364,6 +372,8 @@ class GenerationClient:
         for rollout in delivery.rollouts:
             if (entry := engine.pending.get(rollout.rollout_id)) is not None:
                 ended.append((entry, replace(rollout, prompt_ids=entry.request.prompt_ids)))
+                pause_s = min(PAUSE_SHARE * (time.time() - entry.sent_at), LONGEST_PAUSE_S)
+                self.pause_s += 0.1 * (pause_s - self.pause_s)
         for failure in delivery.failures:
             if (entry := engine.pending.get(failure.rollout_id)) is None:
                 continue

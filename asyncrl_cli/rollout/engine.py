@@ -152,7 +152,8 @@ class Engine:
         """Abort the requests in vLLM, and wait for a moment for them to return."""
         await self._vllm.engine_core.pause_scheduler_async(mode="abort", clear_cache=False)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_returned.wait(), ABORT_POLL_S)
+            async with asyncio.timeout(ABORT_POLL_S):
+                await self._all_returned.wait()
 
     def segments(self, since: Mapping[str, int]) -> list[Segment]:
         """New tokens of running rollouts, from the index that ``since`` has for a rollout's id; others are skipped.

@@ -236,10 +236,12 @@ class RolloutWorker:
         """Until something ended and others had time to join it, or tokens are due, or time is up."""
         latest = min(time.monotonic() + timeout_s, self._segments_due, self._stream_due)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), max(latest - time.monotonic(), 0.0))
+            async with asyncio.timeout(max(latest - time.monotonic(), 0.0)):
+                await self._news.wait()
             if self._running:
                 joined_by = min(time.monotonic() + COALESCE_S, max(self._stream_due, time.monotonic()))
-                await asyncio.wait_for(self._awaited_news.wait(), joined_by - time.monotonic())
+                async with asyncio.timeout(joined_by - time.monotonic()):
+                    await self._awaited_news.wait()
 
     async def _run(self, request: RolloutRequest) -> None:
         rollout_id = request.rollout_id

@@ -58,7 +58,7 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
 
     hint = f"see logs/{who}.log in the run's folder"
     try:
-        async with asyncio.timeout(timeout_s):  # in Python 3.11 asyncio.wait_for may lose a cancellation
+        async with asyncio.timeout(timeout_s):
             return await call
     except RayTaskError as error:
         cause = getattr(error, "cause", error)

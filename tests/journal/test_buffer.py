@@ -89,6 +89,30 @@ class Gate:
         self._through.release()
 
 
+# -- cancellation
+
+
+@pytest.mark.parametrize("turns", range(4))
+def test_a_take_ends_when_it_is_cancelled_while_something_changes(tmp_path: Path, turns: int) -> None:
+    """Ctrl-C cancels the loop at any turn of its event loop, also between a change and the take that it wakes."""
+
+    async def test() -> None:
+        buffer = await opened(tmp_path)
+        (taking,) = await started(buffer.take(0, patience_s=NEVER_S))
+        await asyncio.sleep(0)
+        await buffer.admit(candidates(1, 1))
+        for _ in range(4):  # the take waits again
+            await asyncio.sleep(0)
+        buffer._changed.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.wait([taking], timeout=10)
+        assert taking.cancelled()
+
+    run(test())
+
+
 # -- commits in groups
 
 settings_of_50 = replace(SETTINGS, groups_per_step=50)

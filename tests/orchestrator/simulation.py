@@ -90,8 +90,8 @@ def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
 RANK_0 = "host-0"
 TRAINING_TURNS = 5
 """Iterations of the event loop that a step takes: enough for engines to generate meanwhile."""
-LOADING_TURNS = 8
-"""Iterations of the event loop that an engine takes to load a version."""
+LOADING_TURNS = 16
+"""Iterations of the event loop that an engine takes to load a version: enough for the next batch to be ready."""
 
 
 class Fate:
@@ -616,6 +616,7 @@ def _in_one_thread() -> Iterator[None]:
         patch("asyncrl_cli.journal.buffer.LAZY_S", 0.0),
         patch("asyncrl_cli.journal.buffer.Disk", Here),
         patch("asyncrl_cli.orchestrator.rollout_scheduler.ADMIT_S", 0.0),
+        patch("asyncrl_cli.rollout.client.PAUSE_SHARE", 0.0),
         patch("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.RETRY_S", 0.0),
         patch("asyncrl_cli.orchestrator.publisher.GUARD_S", 0.0),

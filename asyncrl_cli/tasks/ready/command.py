@@ -183,7 +183,8 @@ async def _run(words: Sequence[str], cwd: Path, environment: Mapping[str, str]) 
         with suppress(ProcessLookupError):
             process.terminate()
         try:
-            await asyncio.wait_for(process.wait(), 2 * KILL_TIMEOUT_S)
+            async with asyncio.timeout(2 * KILL_TIMEOUT_S):
+                await process.wait()
         except TimeoutError:  # the command has stopped it
             process.kill()
         await asyncio.wait(reading, timeout=PIPES_S)
