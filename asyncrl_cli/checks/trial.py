@@ -35,6 +35,7 @@ SEARCHED = 100
 SHORT = "42"
 """A short response, as a reward may get it."""
 HINT = "fix it: in a run such a failure costs a group of rollouts"
+ALL_NONE = "every reward is None, so a run trains on no such response"
 
 
 def try_tasks(experiment: Experiment, thorough: bool) -> Result:
@@ -48,7 +49,7 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
         else:
             own = experiment.tasks[name], chosen.task, [experiment.sets[name]]
             tasks[f"evaluation.sets.{name}.task"] = own
-    found, warned = [], False
+    found, warned = [], ""
     for location, (loaded, task, of_task) in tasks.items():
         try:
             tried = try_task(
@@ -63,11 +64,13 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
             if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
                 raise
             # A ready task's code is right, but its judge may not run yet. The other tasks are still tried.
-            warned = True
+            warned = "a run loses the groups of such rows"
             tried = error.message
+        if tried.endswith(ALL_NONE):
+            warned = warned or "return a number for responses that can be scored (is a return statement missing?)"
         found.append(f"{location}: {tried}")
     text = "; ".join(found)
-    return Warned(text, "a run loses the groups of such rows") if warned else text
+    return Warned(text, warned) if warned else text
 
 
 def try_task(
@@ -97,11 +100,12 @@ def try_task(
     if not scored and not played:
         return "not tried"
     try:
-        asyncio.run(_try(spec, search_path=search_path, scored=scored, played=played, location=location))
+        known = asyncio.run(_try(spec, search_path=search_path, scored=scored, played=played, location=location))
     except ProcessLost as lost:
         raise TaskError(f"the trial of the task failed: {lost}", location=location, hint=HINT) from None
     called = {"rewards": len(scored), "environments": len(played)}
-    return f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in called.items() if count)}"
+    text = f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in called.items() if count)}"
+    return text if known or not scored else f"{text}; {ALL_NONE}"
 
 
 def _first_rows(task: Any, prompts: Sequence[Prompt], count: int) -> Iterator[Prompt]:
@@ -128,16 +132,20 @@ def _responses(prompt: Prompt) -> list[str]:
 
 async def _try(
     spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
-) -> None:
+) -> bool:
+    """Whether any response got a reward. Raises ``TaskError`` for a failure."""
+    known = False
     if scored:
         async with _process(Load(spec, search_path=search_path, work=Work.PLAIN, blocked_s=BLOCKED_S)) as process:
             for response in scored:
                 result = await process.score(response, reward_limit_s(spec, response[0]))
                 _refuse(result, location, f"called with the response {response[1]!r}")
+                known = known or (isinstance(result, Scored) and result.reward is not None)
     if played:
         async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
             for prompt in played:
                 _refuse((await process.play(prompt, None)).score, location, "called with an empty reply")
+    return known
 
 
 @asynccontextmanager

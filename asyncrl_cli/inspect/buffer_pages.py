@@ -42,7 +42,11 @@ TOKEN_MARGIN = "    |"
 CONTEXT_MARGIN = "  > "
 """The margin of text that is context: the policy did not sample it."""
 AGES = {"running": "since admission", "finished": "waiting for a batch", "taken": "since the batch was taken"}
-REASONS = {"uniform": "all rewards are equal", "failed": "a rollout failed past its retries"}
+REASONS = {
+    "uniform": "all rewards are equal",
+    "failed": "a rollout failed past its retries",
+    "unscored": "fewer than two rollouts have a reward: it returned None for the others",
+}
 """Meanings of the ledger's short categories."""
 ENDS = {None: "no end yet", "stop": "ended by the model", "length": "truncated at rollout.max_response_tokens"}
 """Meanings of finish reasons."""
@@ -100,6 +104,8 @@ def overview_page(run: RunDirectory, connection: sqlite3.Connection) -> Page:
             ]
             header = (name, "rollouts", "mean", "min", "10 %", "50 %", "90 %", "max")
             lines += ["", *table(header, rows)]
+    if masked := [f"{state} {count:,}" for state, count in found.masked.items() if count]:
+        lines += ["", f"masked rollouts, whose reward is None: {', '.join(masked)}"]
     if found.lengths:
         lines.append(f"(over the {RECENT_GROUPS:,} newest groups of each state; running: tokens so far)")
     return Page(document, lines)
@@ -278,7 +284,8 @@ def _sequences(rollout: RolloutRecord, decoder: Decoder | None) -> list[list[_Pa
 
 
 def _rollout_lines(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]], with_tokens: bool) -> Iterator[str]:
-    judged = "failed" if rollout.failure else _known(rollout.reward, lambda r: f"reward {number(r)}", "no reward yet")
+    unknown = "masked, its reward is None" if rollout.masked else "no reward yet"
+    judged = "failed" if rollout.failure else _known(rollout.reward, lambda r: f"reward {number(r)}", unknown)
     end = ENDS.get(rollout.finish_reason, rollout.finish_reason)
     yield f"rollout {rollout.rollout_id}: {judged}; {rollout.tokens} tokens{_size(sequences)}, {end}"
     if rollout.failure:
@@ -330,7 +337,7 @@ def _size(sequences: Sequence[Sequence[_Part]]) -> str:
 
 
 def _rollout_document(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]]) -> dict[str, Any]:
-    facts = ("tokens", "finish_reason", "reward", "failure", "metrics", "recorded_at")
+    facts = ("tokens", "finish_reason", "reward", "failure", "masked", "metrics", "recorded_at")
     return {
         "rollout": rollout.rollout_id,
         **{name: getattr(rollout, name) for name in facts},

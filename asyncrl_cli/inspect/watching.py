@@ -171,7 +171,8 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     """A rollout's facts, its prompt, and its tokens in colours."""
     name = training_rollout_id(*index)
     rollout = next(one for one in group.rollouts if one.rollout_id == name)
-    reward = "no reward" if rollout.reward is None else f"reward {number(rollout.reward)}"
+    unknown = "masked" if rollout.masked else "no reward"
+    reward = unknown if rollout.reward is None else f"reward {number(rollout.reward)}"
     step = "" if group.row.step is None else f", step {group.row.step + 1}"
     behind = "" if group.row.staleness is None else f", {counted(group.row.staleness, 'version')} behind"
     tokens = counted(rollout.tokens, "token")

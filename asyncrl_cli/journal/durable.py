@@ -31,7 +31,7 @@ from asyncrl_cli.records.groups import (
 )
 from asyncrl_cli.records.prompt import prompt_from
 from asyncrl_cli.records.rewards import RewardFailure
-from asyncrl_cli.records.training import CORRECT, are_equal
+from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
 
@@ -91,7 +91,9 @@ class DurableLedger:
                     location=str(path),
                     hint="resume without this change; it is possible once these groups are trained",
                 ) from None
-            self._rewards = {group_id: self._recorded_rewards(group_id) for group_id in self.ledger.running}
+            self._rewards: dict[int, dict[int, float | None]] = {
+                group_id: self._recorded_rewards(group_id) for group_id in self.ledger.running
+            }
 
     def start(self, kind: str, note: str) -> None:
         """Note that this process begins to write: the kind (``train`` or ``resume``) and the settings."""
@@ -156,7 +158,7 @@ class DurableLedger:
     def score(self, outcomes: Iterable[Outcome], recorded: Collection[str] = ()) -> Settled:
         """Rewards and failures. The rollouts in ``recorded`` have theirs in the journal already.
 
-        The last reward of a group finishes it, and a failure rejects it.
+        The last reward of a group finishes it. A failure rejects it, and so do too few rewards (``unscored``).
         """
         finished, rejected, solved = [], [], []
         for outcome in outcomes:
@@ -174,9 +176,14 @@ class DurableLedger:
             rewards[index] = outcome.score.reward
             if len(rewards) < self._settings.group_size:
                 continue
-            if min(rewards.values()) >= CORRECT:
+            known = [reward for reward in rewards.values() if reward is not None]
+            if len(known) < min(FEWEST_SCORED, self._settings.group_size):
+                self._reject(group_id, "unscored")
+                rejected.append((group_id, "unscored"))
+                continue
+            if min(known) >= CORRECT:
                 solved.append(group_id)
-            if self._settings.reject_uniform and are_equal(rewards.values()):
+            if self._settings.reject_uniform and are_equal(known):
                 self._reject(group_id, "uniform")
                 rejected.append((group_id, "uniform"))
                 continue
@@ -244,9 +251,9 @@ class DurableLedger:
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
         return prompts[self.journal.read(progress.newest_serial) :]
 
-    def _recorded_rewards(self, group_id: int) -> dict[int, float]:
+    def _recorded_rewards(self, group_id: int) -> dict[int, float | None]:
         rollouts = self.journal.read(read_rollouts, group_id)
-        return {index: row.reward for index, row in rollouts.items() if row.reward is not None}
+        return {index: row.reward for index, row in rollouts.items() if row.judged}
 
     def _is_unfinished(self, sequence_id: str) -> bool:
         group_id, index = group_and_index(sequence_id)

@@ -126,7 +126,8 @@ class Finish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Score(Event):
-    """A rollout has its reward, or none and why; ``metrics`` are the task's other measurements."""
+    """A rollout has its reward, or none and why; without both it is masked. ``metrics`` are the task's other
+    measurements."""
 
     name = "score"
     query = (

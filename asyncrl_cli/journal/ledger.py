@@ -272,7 +272,7 @@ class Ledger:
 
     def reject(self, group_id: int, reason: str) -> None:
         """Drop a running or finished group; it leaves A and its room is given back. ``rejections`` counts by reason
-        (``uniform``, ``failed``). Raises ``LedgerError`` if the group is not outstanding."""
+        (``uniform``, ``failed``, ``unscored``). Raises ``LedgerError`` if the group is not outstanding."""
         if _index(self._running, group_id) is not None:
             self._remove(self._running, group_id, "running")
         else:

@@ -142,7 +142,8 @@ class Distribution:
 @dataclass(frozen=True, slots=True)
 class Overview:
     """The buffer at the unix time ``at``. ``rejected`` counts groups by reason; ``due`` starts with the oldest
-    version. ``lengths`` (sampled tokens) and ``rewards`` are of the ``RECENT_GROUPS`` newest groups of each state."""
+    version. ``lengths`` (sampled tokens), ``rewards`` and the number of ``masked`` rollouts are of the
+    ``RECENT_GROUPS`` newest groups of each state."""
 
     at: float
     progress: Progress
@@ -151,6 +152,7 @@ class Overview:
     due: tuple[Due, ...]
     lengths: tuple[Distribution, ...]
     rewards: tuple[Distribution, ...]
+    masked: dict[GroupState, int]
 
 
 def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
@@ -158,11 +160,12 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
     at = time.time() if now is None else now
     where = progress(connection)
     dropped = dropped_groups(connection)
-    lengths, rewards = [], []
+    lengths, rewards, masked = [], [], {}
     for state in _WITH_ROLLOUTS:
         of_state = list(_recent(connection, state))
-        lengths += _distribution(state, [tokens for tokens, _ in of_state])
-        rewards += _distribution(state, [reward for _, reward in of_state if reward is not None])
+        lengths += _distribution(state, [tokens for tokens, *_ in of_state])
+        rewards += _distribution(state, [reward for _, reward, _ in of_state if reward is not None])
+        masked[state] = sum(unscored for *_, unscored in of_state)
     return Overview(
         at=at,
         progress=where,
@@ -178,6 +181,7 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
         due=due_groups(connection, where),
         lengths=tuple(lengths),
         rewards=tuple(rewards),
+        masked=masked,
     )
 
 
@@ -212,12 +216,12 @@ def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]
     return tuple(Due(version, now.version - version, version + bound, *counts) for version, *counts in rows)
 
 
-def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None]]:
-    """Length and reward of the rollouts of a state's newest groups; of running groups, the length so far. Rollouts
-    that failed before their first token are excluded."""
+def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None, int]]:
+    """Length, reward and ``masked`` of the rollouts of a state's newest groups; of running groups, the length so far.
+    Rollouts that failed before their first token are excluded."""
     newest = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
-        f"SELECT tokens, reward FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
+        f"SELECT tokens, reward, masked FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
         f"(SELECT g.id FROM groups g WHERE {_WHERE[state]} ORDER BY {newest} LIMIT {RECENT_GROUPS})"
     ).fetchall()
 
@@ -332,8 +336,9 @@ class RolloutRecord:
     """The records of one rollout.
 
     ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` are the task's
-    measurements. ``segments`` come one sequence after another (their ``rollout_id`` names it), split where the version
-    changes, and empty where the tokens were dropped (``journal.keep``).
+    measurements; ``masked``: the task cannot score it. ``segments`` come one sequence after another (their
+    ``rollout_id`` names it), split where the version changes, and empty where the tokens were dropped
+    (``journal.keep``).
     """
 
     rollout_id: str
@@ -341,6 +346,7 @@ class RolloutRecord:
     finish_reason: str | None
     reward: float | None
     failure: str | None
+    masked: bool
     metrics: Mapping[str, float]
     recorded_at: float
     segments: tuple[Segment, ...]
@@ -372,6 +378,7 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
             finish_reason=row_of.finish_reason,
             reward=row_of.reward,
             failure=row_of.failure,
+            masked=bool(row_of.masked),
             metrics=row_of.measured(),
             recorded_at=row_of.recorded_at,
             segments=tuple(

@@ -46,9 +46,16 @@ class RolloutRow(NamedTuple):
     reward: float | None
     failure: str | None
     metrics: str | None
+    masked: int
+    """1: the task has judged the rollout and cannot score it."""
     oldest: int | None
     newest: int | None
     recorded_at: float
+
+    @property
+    def judged(self) -> bool:
+        """Whether the task has given a reward, or None."""
+        return self.reward is not None or bool(self.masked)
 
     def measured(self) -> dict[str, float]:
         """``metrics``, as the task reported them."""
@@ -81,7 +88,7 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
 def _training_group(connection: sqlite3.Connection, step: int, group_id: int, size: int) -> TrainingGroup:
     group = read_group(connection, group_id)
     rows = read_rollouts(connection, group_id)
-    rewards = tuple(row.reward for row in rows.values() if row.reward is not None)
+    rewards = tuple(row.reward for row in rows.values() if row.judged)
     if len(rewards) != size or len(rows) != size:
         raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
     tokens = read_tokens(connection, group_id)
@@ -143,7 +150,7 @@ def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
     unscored: dict[int, Rollout] = {}
     prefixes: dict[int, dict[int, tuple[Segment, ...]]] = {}
     for index, row in read_rollouts(connection, group.group_id).items():
-        if row.reward is not None:
+        if row.judged:
             scored.add(index)
         elif row.finish_reason is not None:
             unscored[index] = _rollout(group, index=index, row=row, tokens=tokens)

@@ -60,22 +60,27 @@ _SEGMENT = """
 """
 _ROLLOUT = """
     INSERT INTO rollouts
-        (group_id, rollout_index, tokens, finish_reason, reward, failure, metrics, oldest, newest, scored_at,
+        (group_id, rollout_index, tokens, finish_reason, reward, failure, metrics, masked, oldest, newest, scored_at,
          recorded_at, crc)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
         reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
-        scored_at = excluded.scored_at,
+        masked = excluded.masked, scored_at = excluded.scored_at,
         oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at, crc = excluded.crc
 """
 _SCORE = """
-    INSERT INTO rollouts (group_id, rollout_index, tokens, reward, failure, metrics, scored_at, recorded_at, crc)
-    VALUES (?, ?, 0, ?, ?, ?, ?6, ?6, ?)
+    INSERT INTO rollouts
+        (group_id, rollout_index, tokens, reward, failure, metrics, masked, scored_at, recorded_at, crc)
+    VALUES (?, ?, 0, ?, ?, ?, ?, ?7, ?7, ?)
     ON CONFLICT DO UPDATE SET reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
-        scored_at = excluded.scored_at,
+        masked = excluded.masked, scored_at = excluded.scored_at,
         crc = row_crc(group_id, rollout_index, tokens, finish_reason, excluded.reward, excluded.failure,
-            excluded.metrics, oldest, newest)
+            excluded.metrics, excluded.masked, oldest, newest)
 """
+
+Verdict = tuple[float | None, str | None, str | None, int]
+"""The columns ``reward``, ``failure``, ``metrics`` and ``masked``."""
+UNJUDGED: Verdict = (None, None, None, 0)
 
 
 class _Piece(NamedTuple):
@@ -190,7 +195,7 @@ class Journal(JournalFile):
             oldest = min((known.version for known in sampled), default=None)
             newest = max((known.version for known in sampled), default=None)
             count = sum(known.end - known.start for known in sampled)
-            self._note_rollout((group_id, index, count, None, None, None, None, oldest, newest), None, now)
+            self._note_rollout((group_id, index, count, None, *UNJUDGED, oldest, newest), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
         """A finished rollout with all its sequences, and with its outcome where that is known."""
@@ -198,7 +203,7 @@ class Journal(JournalFile):
         group_id, index = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
-        verdict = _verdict(outcome.score) if outcome else (None, None, None)
+        verdict = _verdict(outcome.score) if outcome else UNJUDGED
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
         self._note_rollout(columns, now if outcome else None, now)  # before the segments: it may be refused
         if self._in_part.get(group_id, {}).pop(index, None):  # their segments begin at other tokens
@@ -346,12 +351,13 @@ class Journal(JournalFile):
         self._noted.append((sql, parameters))
 
 
-def _verdict(score: Scored | RewardFailure) -> tuple[float | None, str | None, str | None]:
-    """The columns ``reward``, ``failure`` and ``metrics``."""
+def _verdict(score: Scored | RewardFailure) -> Verdict:
     if isinstance(score, RewardFailure):
-        return None, _storable(str(score)) or None, None
+        return None, _storable(str(score)) or None, None, 0
     metrics = json.dumps(dict(score.metrics)) if score.metrics else None
-    return float(score.reward) + 0.0, None, metrics  # SQLite has no -0.0
+    if score.reward is None:
+        return None, None, metrics, 1
+    return float(score.reward) + 0.0, None, metrics, 0  # SQLite has no -0.0
 
 
 # -- what SQLite can store: one value that it cannot store would make the commit fail, also for other callers

@@ -65,6 +65,7 @@ class _Sample:
 
     @property
     def reward(self) -> float | None:
+        """None if the reward failed, or the task cannot score the response."""
         return self.score.reward if isinstance(self.score, Scored) else None
 
     @property
@@ -308,14 +309,16 @@ def _numbers(series: Series, step: int, samples: Sequence[_Sample]) -> tuple[dic
 def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
     """A warning about the responses without a reward; empty if there are none."""
     failures = [sample.score for sample in samples if isinstance(sample.score, RewardFailure)]
-    if not failures:
+    missing = sum(sample.reward is None for sample in samples)
+    if not missing:
         return ""
-    rest = len(samples) - len(failures)
+    rest = len(samples) - missing
     accuracy = f"the accuracy is that of the other {rest}" if rest else "there is no accuracy"
-    return (
-        f"held-out {series.kind} at step {step}: {len(failures)} of {len(samples)} rewards failed, {accuracy}; "
-        f"the first: {failures[0]}"
-    )
+    causes = [f"{len(failures)} of {len(samples)} rewards failed"] if failures else []
+    if masked := missing - len(failures):
+        causes.append(f"{masked} of {len(samples)} responses could not be scored (None)")
+    first = f"; the first: {failures[0]}" if failures else ""
+    return f"held-out {series.kind} at step {step}: {', '.join(causes)}, {accuracy}{first}"
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:

@@ -204,7 +204,7 @@ def step_metrics(
     ``names``: the tasks of a mix, where a prompt's uid is ``TASK/UID``.
     """
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
-    rewards = np.array([reward for group in batch.groups for reward in group.rewards])
+    rewards = np.array([reward for group in batch.groups for reward in group.known_rewards])
     versions = [rollout.sampled_versions for rollout in rollouts]
     lengths = np.array([len(sampled) for sampled in versions])
     staleness = batch.version - np.concatenate(versions)
@@ -212,6 +212,7 @@ def step_metrics(
     metrics = {**_task_metrics(batch, names), **window} | {
         "reward/mean": float(rewards.mean()),
         "reward/correct": float((rewards >= CORRECT).mean()),
+        "reward/masked_rollouts": float(len(rollouts) - len(rewards)),
         "response/tokens_mean": float(lengths.mean()),
         "response/tokens_max": float(lengths.max()),
         "response/truncated_ratio": float(np.mean([not rollout.finished for rollout in rollouts])),
@@ -260,6 +261,6 @@ def _task_metrics(batch: TrainingBatch, names: Sequence[str]) -> dict[str, float
                 measured[f"task/{name}"].append(value)
         task = group.uid.partition("/")[0]
         if task in names:
-            measured[f"reward/{task}"] += group.rewards
-            measured[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.rewards]
+            measured[f"reward/{task}"] += group.known_rewards
+            measured[f"reward/{task}/correct"] += [reward >= CORRECT for reward in group.known_rewards]
     return {name: float(np.mean(values)) for name, values in measured.items()}

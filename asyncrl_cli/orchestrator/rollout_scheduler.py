@@ -7,7 +7,7 @@ buffer allows, and has the buffer record every token before anything depends on 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -46,6 +46,12 @@ WINDOW = 100
 """The number of most recently ended groups from which the share of failures is computed."""
 LEAST = 8
 """Smallest number of failures among them that ends the run, unless no failure is allowed."""
+REJECTED = {
+    "failed": "a rollout failed",
+    "uniform": "all rewards of the group are equal",
+    "unscored": "its reward returned None for too many responses, so fewer than two have one",
+}
+"""Why a group is rejected, by the ledger's reason."""
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
@@ -94,7 +100,7 @@ class RolloutScheduler:
 
     Attributes:
         failures: groups recently lost to failed rollouts.
-        rejected_in_a_row: rejections since a group finished.
+        rejected_in_a_row: rejections since a group finished, by reason.
     """
 
     def __init__(
@@ -120,6 +126,7 @@ class RolloutScheduler:
         self._episodes = episodes
         self._warn = warn
         self._lost = 0  # number of groups lost to failed rollouts
+        self._unscored = False  # whether a group was rejected because its rewards are None
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
         self._to_begin = 0  # episodes with a coroutine that has not begun
         self._generated: asyncio.Queue[Rollout] = asyncio.Queue()
@@ -130,7 +137,7 @@ class RolloutScheduler:
         )
         self._open: dict[int, Group] = {}
         self.failures = RecentFailures(spec.rollout.max_failed_share)
-        self.rejected_in_a_row = 0
+        self.rejected_in_a_row = Counter[str]()
 
     def resume(self, opening: Opening) -> None:
         """At the start: continue the groups of the journal."""
@@ -264,10 +271,10 @@ class RolloutScheduler:
         for group_id in settled.finished:
             self._visited(group_id, settled)
             self.failures.finished()
-            self.rejected_in_a_row = 0
+            self.rejected_in_a_row.clear()
         for group_id, reason in settled.rejected:
             self._visited(group_id, settled)
-            self.rejected_in_a_row += 1
+            self.rejected_in_a_row[reason] += 1
             if reason == "failed":
                 self.failures.failed(failures[group_id])
                 self._lost += 1
@@ -277,16 +284,19 @@ class RolloutScheduler:
                 await self._cancel(group_id)
             else:
                 self.failures.finished()
-                if self.rejected_in_a_row >= LEAST and _shown(self.rejected_in_a_row):
-                    self._warn(
-                        f"the last {self.rejected_in_a_row} groups are rejected: all rewards of a group are equal"
-                    )
+                in_a_row = self.rejected_in_a_row.total()
+                if reason == "unscored" and not self._unscored:
+                    self._warn(f"group {group_id} is rejected: {REJECTED[reason]}")
+                elif in_a_row >= LEAST and _shown(in_a_row):
+                    self._warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
+                self._unscored = self._unscored or reason == "unscored"
         self._check()
         self._client.room.set()
 
     def _visited(self, group_id: int, settled: Settled) -> None:
         """Tell the prompt source that a group has ended, for its filter."""
-        if (group := self._open.pop(group_id, None)) is not None and (group_id, "failed") not in settled.rejected:
+        group, lost = self._open.pop(group_id, None), dict(settled.rejected).get(group_id) in ("failed", "unscored")
+        if group is not None and not lost:
             self._prompts.visited(group.prompt.uid, group_id in settled.solved)
 
     async def _cancel(self, group_id: int) -> None:
@@ -307,14 +317,22 @@ class RolloutScheduler:
                 location=line or "rollout",
                 hint=f"fix the cause (see {logs} in the run's logs), or raise rollout.max_failed_share",
             )
-        if self.rejected_in_a_row >= self._spec.pipeline.max_rejected_in_a_row:
+        if self.rejected_in_a_row.total() >= self._spec.pipeline.max_rejected_in_a_row:
+            unscored = self.rejected_in_a_row["unscored"] > self.rejected_in_a_row["uniform"]
             raise RunError(
-                f"the last {self.rejected_in_a_row} groups were all rejected, so no batch can be made: "
-                "the rewards in each group are all equal",
-                location="algorithm.uniform_groups",
-                hint="use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
+                f"the last {self.rejected_in_a_row.total()} groups were all rejected, so no batch can be made: "
+                f"{self._reasons()}",
+                location="task" if unscored else "algorithm.uniform_groups",
+                hint="let the reward return a number for more responses"
+                if unscored
+                else "use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
                 "pipeline.max_rejected_in_a_row",
             )
+
+    def _reasons(self) -> str:
+        """Why the last groups were rejected, the most frequent reason first."""
+        reasons = self.rejected_in_a_row.most_common()
+        return ", ".join(f"{REJECTED[one]}{f' ({count})' if len(reasons) > 1 else ''}" for one, count in reasons)
 
 
 def _shown(count: int) -> bool:

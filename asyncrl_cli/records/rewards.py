@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A response's reward, and further metrics of its task. All numbers are finite."""
+    """A response's reward, and further metrics of its task. All numbers are finite.
 
-    reward: float
+    ``reward`` None: the task cannot score this response, so its rollout is masked (decision 0095).
+    """
+
+    reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -17,6 +17,9 @@ CORRECT = 1.0
 REWARD_TOLERANCE = 1e-9
 """Rewards that differ by no more than this, relative to the larger one or absolutely, are equal: 0.1 + 0.2 and 0.3."""
 
+FEWEST_SCORED = 2
+"""A group with fewer rewards has no baseline and is rejected, unless all its rollouts have one."""
+
 
 def are_equal(rewards: Iterable[float]) -> bool:
     """Whether all of these rewards are equal: a group with them gives no learning signal."""
@@ -37,16 +40,22 @@ class Seat:
 class TrainingGroup:
     """The finished rollouts of one prompt with their rewards, by index.
 
-    ``version`` is the weight version that the group was admitted at. ``metrics`` are the task's
-    measurements other than the reward, a mapping per rollout; empty when it measures nothing.
+    ``version`` is the weight version that the group was admitted at. A rollout with the reward None is masked: none of
+    its tokens is trained on. ``metrics`` are the task's measurements other than the reward, a mapping per rollout;
+    empty when it measures nothing.
     """
 
     group_id: int
     uid: str
     version: int
     rollouts: tuple[Rollout, ...]
-    rewards: tuple[float, ...]
+    rewards: tuple[float | None, ...]
     metrics: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def known_rewards(self) -> list[float]:
+        """The rewards of the rollouts that are not masked, by index."""
+        return [reward for reward in self.rewards if reward is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,10 +29,17 @@ this Python alone."""
 
 @dataclass(frozen=True, slots=True)
 class RewardResult:
-    """A reward together with metrics. Every number is finite; each metric is averaged over a training step."""
+    """A reward together with metrics. Every number is finite; each metric is averaged over a training step.
 
-    reward: float
+    The reward None means that the response cannot be scored: its rollout is masked.
+    """
+
+    reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+Reward = float | RewardResult | None
+"""The return value of a reward; ``workers.scoring.checked`` has the exact rules."""
 
 
 def as_result(value: Any) -> RewardResult:
@@ -64,13 +71,12 @@ def finite(value: object) -> float | None:
 class Task(Protocol):
     """A task that scores single responses."""
 
-    def reward(
-        self, prompt: Prompt, response: str, finished: bool
-    ) -> float | RewardResult | Awaitable[float | RewardResult]:
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
         """Return the reward of one response: any finite number. 1.0 or more counts as correct in the accuracies shown.
 
-        ``finished`` is false for a response that was truncated at its token limit. The method may be async. An
-        exception rejects the response's group, with the exception as the reason.
+        None means that the response cannot be scored: its tokens are not trained on, and the baseline is computed from
+        the group's other responses. ``finished`` is false for a response that was truncated at its token limit. The
+        method may be async. An exception rejects the response's group, with the exception as the reason.
         """
         ...
 
@@ -95,8 +101,9 @@ class AgentTask(Protocol):
     async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
         """Play one episode and return its reward.
 
-        None: the task's method ``reward`` scores the text of the model's last reply. An
-        exception ends the episode; it is played again up to ``rollout.retries`` times.
+        None: the task's method ``reward`` scores the text of the model's last reply. ``RewardResult(None)`` masks the
+        rollout, and so does a ``reward`` that returns None. An exception ends the episode; it is played again up to
+        ``rollout.retries`` times.
         """
         ...
 
@@ -107,8 +114,8 @@ class Step:
 
     messages: Sequence[Message] = ()
     """For the model to read next (``role`` user, tool or system)."""
-    reward: float = 0.0
-    """A rollout's reward is the sum over its steps."""
+    reward: float | None = 0.0
+    """A rollout's reward is the sum over its steps; None in any of them masks the rollout."""
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Added up over the steps, by name."""

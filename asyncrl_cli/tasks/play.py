@@ -39,7 +39,8 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
     """
     LOOP.set(asyncio.get_running_loop())
     tools = _tools(environment)
-    reward, metrics = 0.0, Counter[str]()
+    reward: float | None = 0.0
+    metrics = Counter[str]()
     try:
         messages = await asyncio.to_thread(_reset, environment)
         while True:
@@ -48,7 +49,7 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
             except LimitReached:
                 break
             step, number = await asyncio.to_thread(_step, environment, reply)
-            reward += number
+            reward = None if reward is None or number is None else reward + number
             metrics.update(step.metrics)
             if step.done:
                 break
@@ -85,13 +86,13 @@ def _reset(environment: Environment) -> list[Message]:
     return list(messages)
 
 
-def _step(environment: Environment, reply: Message) -> tuple[Step, float]:
-    """An environment's step, and its reward as a float."""
+def _step(environment: Environment, reply: Message) -> tuple[Step, float | None]:
+    """An environment's step, and its reward as a float or None."""
     step = environment.step(reply)
     if not isinstance(step, Step):
         raise TypeError(f"step returned {step!r:.200}, which is not a Step")
-    if (number := finite(step.reward)) is None:
-        raise TypeError(f"step returned the reward {step.reward!r:.200}, which is not a finite number")
+    if (number := finite(step.reward)) is None and step.reward is not None:
+        raise TypeError(f"step returned the reward {step.reward!r:.200}, which is not a finite number or None")
     return step, number
 
 

@@ -20,9 +20,9 @@ from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.advantages import (
     Moments,
-    check_advantages,
     gae,
     last_token_rewards,
+    of_scored,
     rewards_to_go,
     whiten,
 )
@@ -75,10 +75,10 @@ Parts = list[tuple[PaddedRows, Precomputed]]
 def precompute(learner: Learner, minibatches: Sequence[Minibatch], rewards: Tensor, keep_old_logprobs: bool) -> None:
     """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
-    ``rewards``: float64 [groups, group_size], of all rollouts of the step. ``keep_old_logprobs``: updates after the
-    first one need log-probs under the weights at the start of the step. The first one computes its own, so its
-    minibatch needs them only if it is trained again (``epochs``). Raises ``ValueError`` when a user's function returned
-    something else than advantages.
+    ``rewards``: float64 [groups, group_size], of all rollouts of the step; NaN where one is masked.
+    ``keep_old_logprobs``: updates after the first one need log-probs under the weights at the start of the step. The
+    first one computes its own, so its minibatch needs them only if it is trained again (``epochs``). Raises
+    ``ValueError`` when a user's function returned something else than advantages.
     """
     engine, reference, critic = learner.engine, learner.reference, learner.critic
     algorithm, trainer = learner.objective.algorithm, learner.spec.trainer
@@ -131,7 +131,7 @@ def _by_rollout(objective: Objective, parts: Parts, rewards: Tensor, group: Any)
         # A group's rollouts are on several ranks: its baseline needs the penalties of all of them.
         rewards = rewards - sum_over_ranks(of_rollouts, group).view_as(rewards)
     assert objective.advantage is not None
-    advantages = check_advantages(objective.advantage(rewards), rewards).flatten().float()
+    advantages = of_scored(objective.advantage, rewards).flatten().float()
     for padded, one in parts:
         one.advantages = advantages[padded.rollouts][:, None] * padded.response_mask
 

@@ -13,6 +13,7 @@ The plan depends on the lengths alone and is the same on every machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -76,8 +77,9 @@ class PaddedRows:
 
 def shaped_rewards(batch: TrainingBatch, spec: ExperimentSpec) -> Tensor:
     """The rewards that the step learns from, float64 [groups, group_size]: the recorded ones, less the penalty of
-    responses that come near their limit."""
-    rewards = torch.tensor([group.rewards for group in batch.groups], dtype=torch.float64)
+    responses that come near their limit. A masked rollout has NaN."""
+    recorded = [[math.nan if reward is None else reward for reward in group.rewards] for group in batch.groups]
+    rewards = torch.tensor(recorded, dtype=torch.float64)
     algorithm, most = spec.algorithm, spec.rollout.max_response_tokens
     if not algorithm.overlong_penalty:
         return rewards
@@ -104,17 +106,17 @@ def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -
     depend on keys and values of the older weights.
 
     Returns a list for each group (all have ``group_size`` rollouts); empty where all ``shaped_rewards`` are equal and
-    the spec skips such groups. A row's ``rollout`` is its index in ``rewards.flatten()``.
+    the spec skips such groups. Masked rollouts have no rows. A row's ``rollout`` is its index in ``rewards.flatten()``.
     """
     skipped = uniform_groups(rewards) if spec.algorithm.uniform_groups == "skip" else rewards.new_zeros(len(rewards))
     return [[] if skipped[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]
 
 
 def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[TrainingRow]:
-    rollouts = batch.groups[group].rollouts
+    rollouts, rewards = batch.groups[group].rollouts, batch.groups[group].rewards
     at_a_version = batch.step % spec.pipeline.publish_every == 0
     for index, rollout in enumerate(rollouts):
-        if spec.algorithm.mask_truncated and not rollout.finished:
+        if rewards[index] is None or (spec.algorithm.mask_truncated and not rollout.finished):
             continue
         for sequence in rollout.sequences:
             if not (sampled := sequence.sampled).any():

@@ -22,7 +22,10 @@ from asyncrl_cli.tasks.function_task import FunctionTask
 Response = tuple[Prompt, str, bool]
 """A prompt, the text of the model's response, and whether the model ended it itself."""
 
-FORMS = "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response"
+FORMS = (
+    "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response, or None for a "
+    "response that cannot be scored"
+)
 """The valid return values of a reward, for messages."""
 SHOWN = 200
 """Characters of a value or of an exception's message that a reason shows."""
@@ -54,7 +57,7 @@ async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
 
 
 def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Scored | RewardFailure:
-    """Check a task's return value: a number, a ``RewardResult``, or a dict with a ``score``, the form of verl's
+    """Check a task's return value: a number, None, a ``RewardResult``, or a dict with a ``score``, the form of verl's
     functions. ``name`` and ``location`` of the reward are for messages."""
 
     def refused(problem: str) -> RewardFailure:
@@ -64,7 +67,7 @@ def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Sco
     if not isinstance(result.metrics, Mapping):
         return refused(f"metrics {_shown(result.metrics, repr)}")
     number = finite(result.reward)
-    if number is None:
+    if number is None and result.reward is not None:
         return refused(_shown(result.reward, repr))
     measured: dict[str, float] = {}
     for key, item in result.metrics.items():

@@ -24,6 +24,8 @@ def fine(prompt, response):
     return float(response == prompt["answer"])
 def nothing(prompt, response):
     return None
+def text(prompt, response):
+    return "1"
 def other_column(prompt, response):
     return float(response == prompt["solution"])
 def empty(prompt, response):
@@ -45,7 +47,7 @@ class Tools(ToolTask):
     def judge(self, prompt, text): return 1.0
 class Judge(ToolTask):
     def tools(self, prompt): return []
-    def judge(self, prompt, text): return None
+    def judge(self, prompt, text): return '1'
 """
 ROWS = [Prompt("a", "2+2=", {"answer": "4"}), Prompt("b", "1+1=", {"answer": "2"})]
 HELD_OUT = [Prompt("c", "0+1=", {"answer": 1, "level": 1})]
@@ -75,14 +77,14 @@ def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("name", "line", "says"),
     [
-        ("nothing", "def nothing", "returned None for prompt 'a'; return a finite number"),
+        ("text", "def text", "returned '1' for prompt 'a'; return a finite number"),
         ("other_column", '["solution"]', "KeyError: 'solution' (called with the response '')"),
         ("empty", "response.split()", "IndexError"),
         ("hangs", "", "took more than 1 s on prompt 'a'"),
         ("ends", "", "its process ended (exit status 3)"),
         ("Broken", "return prompt", "NameError"),
         ("Tools", "def weather", "tool weather(*cities)"),
-        ("Judge", "def judge(self, prompt, text): return None", "the reward None, which is not a finite number"),
+        ("Judge", "def judge(self, prompt, text): return '1'", "the reward '1', which is not a finite number"),
     ],
 )
 def test_what_fails_is_refused_at_its_line(folder: Path, name: str, line: str, says: str) -> None:
@@ -104,8 +106,11 @@ def test_other_columns_of_held_out_rows_are_found(folder: Path) -> None:
 
 
 def test_every_start_calls_the_users_rewards(folder: Path) -> None:
-    with pytest.raises(TaskError, match="returned None"):
-        tried(folder, "nothing", thorough=False)
+    with pytest.raises(TaskError, match="returned '1'"):
+        tried(folder, "text", thorough=False)
+    assert tried(folder, "nothing", thorough=False).endswith(
+        "; every reward is None, so a run trains on no such response"
+    )
 
 
 def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -> None:
@@ -126,6 +131,9 @@ def test_a_ready_task_whose_server_does_not_run_yet_is_a_warning(folder: Path) -
     alone = found()
     assert (alone.status, "Connection error" in alone.found) == ("warning", True), alone
     with_own = found(
-        f"evaluation.sets={{hard: {{data: {{path: {folder}/rows.jsonl}}, task: {{use: 'tried_task:nothing'}}}}}}"
+        f"evaluation.sets={{hard: {{data: {{path: {folder}/rows.jsonl}}, task: {{use: 'tried_task:text'}}}}}}"
     )
-    assert (with_own.status, "returned None" in with_own.found) == ("failure", True), "the other tasks are tried"
+    assert (with_own.status, "returned '1'" in with_own.found) == ("failure", True), "the other tasks are tried"
+    masks_all = found("task={use: 'tried_task:nothing'}")
+    assert masks_all.status == "warning"
+    assert "every reward is None" in masks_all.found and "return statement" in masks_all.hint

@@ -21,7 +21,7 @@ from asyncrl_cli.cli.app import main
 from asyncrl_cli.inspect.decoding import Decoder
 from asyncrl_cli.inspect.pages import WIDTH, duration, number, paragraph, table
 from asyncrl_cli.records.groups import Outcome
-from asyncrl_cli.records.rewards import RewardFailure
+from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.train.model.tokenizer import CHARACTERS, EOS, PAD, UNK
 from tests.journal.recorded_run import EpisodeRun, RecordedRun, make_run, settings
@@ -314,6 +314,17 @@ def test_a_group_by_uid_and_why_it_was_rejected(run: RecordedRun, asyncrl: Any) 
     assert out == asyncrl("inspect", "buffer", "--group", group_id)[1]
     assert "why      a rollout failed past its retries" in out
     assert f"rollout {group_id}-0: failed; 0 tokens, no end yet\n    the reward raised KeyError: 'answer'" in out
+
+
+def test_masked_rollouts_are_named_and_counted(run: RecordedRun, asyncrl: Any) -> None:
+    group_id = run.book.ledger.running[-1]
+    run.book.record([run.rollout(group_id, 1)], [Outcome(f"{group_id}-1", Scored(None, {"refused": 1.0}))])
+    run.commit()
+    assert "masked rollouts, whose reward is None: running 1" in asyncrl("inspect", "buffer")[1].splitlines()
+    assert f"rollout {group_id}-1: masked, its reward is None;" in asyncrl("inspect", "buffer", "--group", group_id)[1]
+    document = json.loads(asyncrl("inspect", "buffer", "--rollout", f"{group_id}-1", "--json")[1])
+    assert (document["rollouts"][0]["reward"], document["rollouts"][0]["masked"]) == (None, True)
+    assert run.book.opening().groups[-1].scored == {1}
 
 
 def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:

@@ -31,6 +31,7 @@ from buffer_stand_ins import (
 
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.ledger import LedgerError
+from asyncrl_cli.journal.schema import JournalError
 from asyncrl_cli.records.generation import CONTEXT, Segment
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Opening, Outcome, StepRecord
 from asyncrl_cli.records.prompt import Prompt
@@ -194,6 +195,33 @@ def test_late_arrivals_change_nothing(path: Path) -> None:
     assert group.rewards == (1.0, 0.0)
     assert [contents(r) for r in other.rollouts] == [contents(r) for r in group_rollouts(1)]
     assert book.ledger.rejections == {"failed": 1}
+
+
+def test_a_masked_rollout_is_judged_and_never_scored_again(path: Path) -> None:
+    settings = replace(SETTINGS, group_size=3, reject_uniform=False, groups_per_step=1)
+    book, _ = opened(path, settings)
+    book.admit(candidates(1, 2))
+    names = [f"{group_id}-{index}" for group_id in (0, 1) for index in range(3)]
+    book.record([rollout(name) for name in names], [Outcome("0-1", Scored(None, {"refused": 1.0}))])
+    book.score([Outcome("1-0", Scored(None))])
+    commit(book)
+    book.journal.close()
+    book, opening = opened(path, settings)
+    assert [group.scored for group in opening.groups] == [{1}, {0}]
+    assert [set(group.unscored) for group in opening.groups] == [{0, 2}, {1, 2}]
+    settled = book.score([Outcome("0-1", Scored(1.0)), *(Outcome(name, Scored(0.5)) for name in ("0-0", "0-2", "1-1"))])
+    assert (settled.finished, settled.rejected) == ((0,), ())
+    settled = book.score([Outcome("1-2", Scored(None))])
+    assert (settled.finished, settled.rejected, settled.solved) == ((), ((1, "unscored"),), ())
+    assert book.ledger.rejections == {"unscored": 1}
+    assert book.take(0) is None
+    commit(book)
+    (group,) = book.journal.batch(0).groups
+    assert group.rewards == (0.5, None, 0.5)
+    assert group.metrics == ({}, {"refused": 1.0}, {})
+    book.journal._connection.execute("UPDATE rollouts SET masked = 0 WHERE group_id = 0 AND rollout_index = 1")
+    with pytest.raises(JournalError, match="checksum"):
+        book.journal.batch(0)
 
 
 def test_a_response_without_tokens_is_a_rollout(path: Path) -> None:

@@ -164,8 +164,8 @@ class Crashes(RuleBasedStateMachine):
         self._call("record", [self._whole(name) for name in ended])
 
     @precondition(lambda self: self._unscored())
-    @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0, 1 / 3]), min_size=1, max_size=6))
-    def score(self, data: st.DataObject, rewards: list[float]) -> None:
+    @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0, 1 / 3, None]), min_size=1, max_size=6))
+    def score(self, data: st.DataObject, rewards: list[float | None]) -> None:
         names = data.draw(st.permutations(self._unscored()))
         metrics = [{"turns": float(at)} if at % 2 else {} for at in range(len(names))]
         judged = zip(names, rewards, metrics, strict=False)
@@ -382,10 +382,14 @@ class Crashes(RuleBasedStateMachine):
         finished = set()
         for group_id in {group_and_index(outcome.rollout_id)[0] for outcome in outcomes} - rejected.keys():
             scores = [self.known.scores.get(name) for name in self._names(group_id)]
-            rewards = [score and score.reward for score in scores]
-            if self.settings.reject_uniform and None not in rewards and len(set(rewards)) == 1:
+            if None in scores:
+                continue
+            rewards = [score.reward for score in scores if score is not None and score.reward is not None]
+            if len(rewards) < min(2, len(scores)):
+                rejected[group_id] = "unscored"
+            elif self.settings.reject_uniform and len(set(rewards)) == 1:
                 rejected[group_id] = "uniform"
-            elif None not in rewards:
+            else:
                 finished.add(group_id)
         assert (set(settled.finished), dict(settled.rejected)) == (finished, rejected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -45,17 +46,18 @@ class FailingEngine(StandInEngine):
 
 
 class Scorer:
-    """Responses with an index in ``right`` are correct, and those with an index in ``failed`` have no reward."""
+    """Responses with an index in ``right`` are correct; those with an index in ``failed`` or ``masked`` have no
+    reward."""
 
-    def __init__(self, right: set[int], failed: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        self.right, self.failed = right, failed
+    def __init__(self, right: set[int], failed: Collection[int] = (), masked: Collection[int] = ()) -> None:
+        self.right, self.failed, self.masked = right, failed, masked
 
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         places = [int(text.rpartition(":")[2]) for _, text, _ in responses]
         return [
             RewardFailure("no reward", "/my_reward.py:3")
             if place in self.failed
-            else Scored(float(place in self.right), {"place": place})
+            else Scored(None if place in self.masked else float(place in self.right), {"place": place})
             for place in places
         ]
 
@@ -173,6 +175,18 @@ def test_without_a_reward_there_is_no_accuracy_and_some_failures_are_counted(tmp
     assert result is not None and (result.accuracy, result.mean_reward, result.prompts) == (0.5, 0.5, 2)
     assert "1 of 3 rewards failed, the accuracy is that of the other 2; the first: " in warning
     assert outcome(evaluator(tmp_path, Scorer(right={0})), "greedy", 0)[1] == ""
+
+
+def test_masked_responses_are_in_no_accuracy_and_named(tmp_path: Path) -> None:
+    parts = evaluator(tmp_path, Scorer(right={0}, masked={1}))
+    result, warning = outcome(parts, "greedy", 0)
+    assert result is not None and (result.accuracy, result.mean_reward, result.prompts) == (0.5, 0.5, 2)
+    assert warning == (
+        "held-out greedy at step 0: 1 of 3 responses could not be scored (None), the accuracy is that of the other 2"
+    )
+    assert [row["reward"] for row in rows(parts[2], "step-000000-greedy.jsonl")[1:]] == [1.0, None, 0.0]
+    warning = outcome(evaluator(tmp_path, Scorer(right={0}, failed={2}, masked={1})), "greedy", 0)[1]
+    assert "1 of 3 rewards failed, 1 of 3 responses could not be scored (None), the accuracy is that of" in warning
 
 
 def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> None:

@@ -130,6 +130,7 @@ def test_the_numbers_of_a_step() -> None:
     expected = {
         "reward/mean": 0.75,
         "reward/correct": 0.5,
+        "reward/masked_rollouts": 0,
         "response/tokens_mean": 2.5,
         "response/tokens_max": 4,
         "response/truncated_ratio": 0.25,
@@ -204,6 +205,14 @@ def test_given_tokens_are_in_no_number_of_an_episode() -> None:
     }.items() <= metrics.items()
     assert not [name for name in metrics if "none" in name]
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_masked_rollouts_are_counted_and_in_no_mean_of_rewards() -> None:
+    groups = (replace(GROUPS[0], uid="sums/a", rewards=(None, 0.5)), replace(GROUPS[1], rewards=(3.5, None)))
+    metrics = step_metrics(TrainingBatch(7, 3, groups), StepReport(), None, WINDOW, COUNTS, ("sums",))
+    assert (metrics["reward/mean"], metrics["reward/correct"], metrics["reward/masked_rollouts"]) == (2.0, 0.5, 2.0)
+    assert (metrics["reward/sums"], metrics["reward/sums/correct"]) == (0.5, 0.0)
+    assert metrics["response/tokens_mean"] == 2.5, "they were generated"
 
 
 def test_a_digest_knows_which_sequences_are_one_rollout() -> None:

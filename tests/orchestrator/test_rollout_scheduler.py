@@ -61,7 +61,7 @@ class Scorer:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
         self.calls: list[int] = []  # the number of responses in each call
-        self.rule: Callable[[str], float | RewardFailure] = lambda text: float(text[-1])
+        self.rule: Callable[[str], float | RewardFailure | None] = lambda text: float(text[-1])
         self.held: asyncio.Event = asyncio.Event()
         self.held.set()
 
@@ -373,9 +373,9 @@ def test_equal_rewards_are_replaced_only_by_reject(tmp_path: Path, policy: str, 
     async def test(harness: Harness) -> None:
         harness.scorer.rule = lambda text: float(text[-1]) if "1-" in text else 1.0
         await harness.finish(0)
-        assert harness.groups.rejected_in_a_row == (1 if rejected else 0)
+        assert harness.groups.rejected_in_a_row.total() == (1 if rejected else 0)
         await harness.finish(1)
-        assert harness.groups.rejected_in_a_row == 0
+        assert not harness.groups.rejected_in_a_row
         assert harness.states()[0] == ("rejected" if rejected else "finished")
         assert harness.states()[1] == "finished"
         assert len(harness.states()) == (5 if rejected else 4)
@@ -434,7 +434,36 @@ def test_when_everything_is_rejected_the_run_ends(tmp_path: Path) -> None:
     )
     assert error.location == "algorithm.uniform_groups"
     assert error.message.startswith("the last 9 groups were all rejected")
-    assert warned == ["the last 8 groups are rejected: all rewards of a group are equal"]
+    assert warned == ["the last 8 groups are rejected: all rewards of the group are equal"]
+
+
+def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_path: Path) -> None:
+    async def test(harness: Harness) -> None:
+        harness.scorer.rule = lambda text: None if text.endswith(("0-0", "1-0", "1-2")) else float(text[-1])
+        await harness.end("0-0", "0-1", "0-2", "1-0", "1-1", "1-2")
+        assert harness.table("groups", "id, state, reason")[:2] == [(0, "finished", ""), (1, "rejected", "unscored")]
+        assert harness.warned == [
+            "group 1 is rejected: its reward returned None for too many responses, so fewer than two have one"
+        ]
+        assert (await harness.counts()).rejected == 1
+        assert not harness.reasons, "it is no failure"
+        taken = await harness.take()
+        assert isinstance(taken, Taken)
+        assert taken.batch.groups[0].rewards == (None, 1.0, 2.0)
+
+    play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
+
+
+def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path) -> None:
+    async def test(harness: Harness) -> None:
+        harness.scorer.rule = lambda text: None
+        for group_id in range(10):
+            await harness.finish(group_id)
+        raise AssertionError("it continues")
+
+    error = play_to_its_end(tmp_path, test, pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 9})
+    assert error.location == "task"
+    assert "its reward returned None for too many responses" in error.message
 
 
 # -- requeue

@@ -68,6 +68,24 @@ def run(test: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(test, 60))
 
 
+class Unsure:
+    """Cannot score its second turn of three."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+
+    def reset(self) -> Sequence[Message]:
+        return [{"role": "user", "content": "begin"}]
+
+    def step(self, reply: Message) -> Step:
+        self.turn += 1
+        return Step([reply], None if self.turn == 2 else 1.0, self.turn == 3, {"turns": 1.0})
+
+
+def test_a_step_without_a_reward_masks_the_rollout() -> None:
+    assert playing(Unsure(), [reply_with(text) for text in "abc"])[0] == RewardResult(None, {"turns": 3.0})
+
+
 class Count:
     """Counts up to ``end``, with a reward of 0.25 for each turn."""
 
@@ -374,7 +392,7 @@ def test_tools_that_a_model_cannot_call_are_refused(tools: list[Any], says: str)
         ({"reset": lambda: "begin"}, "reset returned 'begin', which is not a list of messages"),
         ({"reset": list}, "reset returned"),
         ({"step": lambda reply: None}, "step returned None, which is not a Step"),
-        ({"step": lambda reply: Step(reward=None)}, "the reward None, which is not a finite number"),  # type: ignore[arg-type]
+        ({"step": lambda reply: Step(reward="1")}, "the reward '1', which is not a finite number or None"),  # type: ignore[arg-type]
         ({"tools": [divide]}, "must be OpenAI tool definitions"),
     ],
 )

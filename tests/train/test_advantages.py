@@ -14,6 +14,7 @@ from hypothesis.extra import numpy as arrays
 from asyncrl_cli.train.algorithms.advantages import (
     ADVANTAGES,
     check_advantages,
+    of_scored,
     overlong_penalty,
     uniform_groups,
 )
@@ -44,6 +45,29 @@ def test_rewards_that_differ_by_rounding_are_equal() -> None:
     rewards = torch.tensor([[0.1 + 0.2, 0.3], [0.3 + 1e-8, 0.3]], dtype=torch.float64)
     assert uniform_groups(rewards).tolist() == [True, False]
     assert not ADVANTAGES["group_norm"](rewards)[0].any()
+
+
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+@settings(deadline=None)
+@given(rewards=REWARDS, data=st.data())
+def test_masked_rollouts_leave_the_advantages_of_the_group_without_them(
+    name: str, rewards: np.ndarray, data: st.DataObject
+) -> None:
+    masked = data.draw(arrays.arrays(np.bool_, rewards.shape))
+    tensor = torch.from_numpy(np.where(masked, np.nan, rewards))
+    found = of_scored(ADVANTAGES[name], tensor)
+    assert not found[torch.from_numpy(masked)].any()
+    for group, own in enumerate(masked):
+        if own.all():
+            continue
+        alone = torch.from_numpy(rewards[group][~own][None])
+        assert torch.equal(found[group][~torch.from_numpy(own)], ADVANTAGES[name](alone)[0])
+        assert uniform_groups(tensor)[group] == uniform_groups(alone)[0]
+
+
+def test_a_function_that_breaks_on_a_masked_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        of_scored(lambda rewards: rewards / (rewards.shape[1] - 1), torch.tensor([[1.0, torch.nan]]))
 
 
 @pytest.mark.parametrize("name", list(ADVANTAGES))

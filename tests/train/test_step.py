@@ -268,6 +268,43 @@ def test_advantages_are_whitened_over_the_step(models: Any) -> None:
     torch.testing.assert_close(gradient, again, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"preset": "grpo"},
+        {"preset": "rloo", "kl_coef": 0.1},
+        {"preset": "dapo", "overlong_buffer": 0.5},
+        {"preset": "reinforce_pp"},
+        {"preset": "ppo"},
+        {"advantage": "test_step:squares", "uniform_groups": "train"},
+    ],
+    ids=str,
+)
+def test_a_masked_rollout_changes_a_step_as_if_its_group_did_not_have_it(
+    models: Any, algorithm: dict[str, Any]
+) -> None:
+    groups = batch_of(4).groups
+    at = [2, 0, 3, 1]
+    masked = [
+        replace(group, rewards=tuple(None if index == own else reward for index, reward in enumerate(group.rewards)))
+        for group, own in zip(groups, at, strict=True)
+    ]
+    left = [
+        replace(
+            group,
+            rollouts=tuple(one for index, one in enumerate(group.rollouts) if index != own),
+            rewards=tuple(one for index, one in enumerate(group.rewards) if index != own),
+        )
+        for group, own in zip(groups, at, strict=True)
+    ]
+    found, metrics = step(models, experiment_of(algorithm=algorithm), TrainingBatch(4, 4, tuple(masked)))
+    spec = experiment_of(algorithm=algorithm, rollout={"group_size": 3, "max_response_tokens": 10})
+    expected, those = step(models, spec, TrainingBatch(4, 4, tuple(left)))
+    assert expected.abs().max() > 1e-6
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
+    assert metrics["train/loss"] == pytest.approx(those["train/loss"], rel=1e-5, abs=1e-7)
+
+
 def test_while_the_critic_warms_up_the_policy_stays(models: Any) -> None:
     algorithm = {"preset": "ppo", "critic": {"warmup_steps": 5}}
     gradient, metrics = step(models, experiment_of(algorithm=algorithm), batch_of(2))

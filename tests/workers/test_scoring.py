@@ -13,6 +13,7 @@ import torch
 
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.tasks.base import RewardResult
 from asyncrl_cli.tasks.function_task import FunctionTask
 from asyncrl_cli.workers.scoring import score
 
@@ -56,7 +57,7 @@ def test_numbers_of_every_library_become_floats(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(None, "1", float("nan"), float("inf"), -float("inf"), 1j, [1.0], 10**400, (1.0, {}), {"reward": 1.0}),
+        *("1", float("nan"), float("inf"), -float("inf"), 1j, [1.0], 10**400, (1.0, {}), {"reward": 1.0}),
         *(decimal.Decimal("sNaN"), np.array([1.0, 2.0]), np.timedelta64(5, "s"), np.complex64(1), torch.zeros(2)),
     ],
     ids=lambda value: repr(value)[:9],
@@ -65,20 +66,47 @@ def test_anything_else_is_a_failure_that_says_what_to_return(value: Any) -> None
     text = reason(returning(value))
     assert text.startswith(f"rewards:f returned {' '.join(repr(value).split())[:100]}")
     assert "for prompt 'row/7'; return a finite number, RewardResult(reward, metrics) or {'score': number}" in text
+    assert text.endswith("or None for a response that cannot be scored")
 
 
 def test_verls_dict_is_a_reward_with_metrics() -> None:
     result = {"score": np.float64(1.0), "acc": np.bool_(True), "pred": "42", "missing": None}
     assert score(returning(result), RESPONSE) == Scored(1.0, {"acc": 1.0})
     assert "the metric 'acc': nan" in reason(returning({"score": 1.0, "acc": float("nan")}))
-    assert "returned None" in reason(returning({"score": None}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(numpy_type(1) for numpy_type in (np.float16, np.float64, np.longdouble, np.int8, np.uint64)),
+        *(np.ones(1), np.ones((1, 1), np.float32), np.array(True), np.ma.masked_array(1.0)),
+        *(torch.ones(()), torch.ones(1, requires_grad=True), torch.ones((), dtype=torch.bfloat16), torch.tensor([[1]])),
+        *(decimal.Decimal(1), fractions.Fraction(3, 3), True, 1),
+    ],
+    ids=lambda value: f"{type(value).__module__}.{type(value).__name__}",
+)
+def test_siblings_of_numbers_are_numbers_alone_in_results_and_in_dicts(value: Any) -> None:
+    for result in (value, RewardResult(value, {"same": value}), {"score": value, "same": value}):
+        scored = score(returning(result), RESPONSE)
+        assert isinstance(scored, Scored), scored
+        assert type(scored.reward) is float and scored.reward == 1.0
+        assert set(scored.metrics.values()) <= {1.0}
+
+
+@pytest.mark.parametrize(
+    "value", [None, RewardResult(None, {"refused": 1}), {"score": None, "refused": True}], ids=repr
+)
+def test_none_masks_a_response_and_keeps_its_metrics(value: Any) -> None:
+    metrics = {} if value is None else {"refused": 1.0}
+    assert score(returning(value), RESPONSE) == Scored(None, metrics)
+    assert "metric" in reason(returning(RewardResult(None, {"refused": "yes"})))
 
 
 def test_a_failure_names_the_line_of_the_users_code() -> None:
     def reward(row: Any, response: str) -> float:
         return float(row["solution"])
 
-    raised, returned = score(FunctionTask(reward, "rewards:f"), RESPONSE), score(returning(None), RESPONSE)
+    raised, returned = score(FunctionTask(reward, "rewards:f"), RESPONSE), score(returning("1"), RESPONSE)
     line = reward.__code__.co_firstlineno
     assert isinstance(raised, RewardFailure) and raised.location == f"{__file__}:{line + 1}"
     assert str(raised).startswith(f"{__file__}:{line + 1}: rewards:f failed on prompt 'row/7': KeyError: 'solution'")

@@ -31,13 +31,17 @@ VARIANCE_FLOOR = 1e-8
 """Added to the variance that whitening divides by."""
 
 AdvantageFunction = Callable[[Tensor], Tensor]
-"""Takes rewards [groups, group_size], floating point; returns advantages of the same shape and dtype. A user's own
-function has this signature, too; ``check_advantages`` checks its result."""
+"""Takes rewards [groups, rollouts], floating point; returns advantages of the same shape and dtype. A user's own
+function has this signature, too; ``of_scored`` checks its result."""
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
-    """bool, [groups]: whether all rewards of a group are equal up to ``REWARD_TOLERANCE``: nothing to learn from."""
-    return torch.isclose(rewards, rewards[:, :1], rtol=REWARD_TOLERANCE, atol=REWARD_TOLERANCE).all(dim=1)
+    """bool, [groups]: whether all rewards of a group are equal up to ``REWARD_TOLERANCE``: nothing to learn from. NaN
+    (a masked rollout) is ignored."""
+    masked = rewards.isnan()
+    first = rewards.gather(1, masked.int().argmin(dim=1, keepdim=True))
+    equal = torch.isclose(rewards, first, rtol=REWARD_TOLERANCE, atol=REWARD_TOLERANCE)
+    return (equal | masked).all(dim=1)
 
 
 def group_norm(rewards: Tensor) -> Tensor:
@@ -72,6 +76,22 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 }
 """The functions by their names in a spec; ``none`` and ``gae`` are the functions ``rewards_to_go`` and ``gae``, which
 work on tokens."""
+
+
+def of_scored(function: AdvantageFunction, rewards: Tensor) -> Tensor:
+    """The advantages of rewards [groups, group_size] in which NaN marks a masked rollout, of the same shape and dtype.
+
+    A masked rollout has 0, and the others have what a group without it has: the function is called once for each number
+    of scored rollouts, with the groups that have this many. Raises ``ValueError`` as ``check_advantages`` does.
+    """
+    scored = ~rewards.isnan()
+    counts = scored.sum(dim=1)
+    advantages = torch.zeros_like(rewards)
+    for count in sorted({*counts.tolist()} - {0}):
+        chosen = scored & (counts == count)[:, None]
+        known = rewards[chosen].view(-1, count)
+        advantages[chosen] = check_advantages(function(known), known).flatten()
+    return advantages
 
 
 def check_advantages(result: object, rewards: Tensor) -> Tensor:
