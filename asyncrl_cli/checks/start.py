@@ -221,7 +221,7 @@ class StartChecks:
             PromptEncoder.of(self._spec, self._tokenizer),
             location=location,
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
-            locate=partial(row_location, split, self._search_path, location),
+            locate=partial(row_location, split, self._search_path, location, rows),
         )
 
     def _first_prompt(self, rows: Sequence[Prompt]) -> Result:

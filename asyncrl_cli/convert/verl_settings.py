@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from asyncrl_cli.convert.common import (
@@ -19,6 +18,7 @@ from asyncrl_cli.convert.common import (
     tracking,
 )
 from asyncrl_cli.convert.source import Source
+from asyncrl_cli.spec.data_sources import kind_of
 
 A = "actor_rollout_ref.actor."
 R = "actor_rollout_ref.rollout."
@@ -249,16 +249,12 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
     }
 
 
-def _data_path(s: Source, key: str, path: object) -> str | None:
-    """The first of the files: a split of a spec is one file."""
-    if isinstance(path, list | tuple):
-        if len(path) > 1:
-            rest = ", ".join(map(str, path[1:]))
-            s.remark(key, f"a split is one file: this is the first, and not {rest}. Join them, or use task.mix")
-        path = path[0] if path else None
-    if path is not None and PurePosixPath(str(path)).suffix.lower() not in (".parquet", ".jsonl", ".json", ".csv", ""):
-        s.remark(key, "asyncrl reads .jsonl, .parquet and .csv (docs/data.md)")
-    return None if path is None else str(path)
+def _data_path(s: Source, key: str, path: object) -> str | list[str] | None:
+    """A file, or a list of files."""
+    files = [str(file) for file in (path if isinstance(path, list | tuple) else [path]) if file is not None]
+    if any(kind_of(file) is None for file in files):
+        s.remark(key, "asyncrl reads .jsonl, .json, .parquet and .csv (docs/data.md)")
+    return files if len(files) > 1 else files[0] if files else None
 
 
 def _dtype(s: Source, key: str, name: object) -> str:

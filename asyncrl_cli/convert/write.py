@@ -71,7 +71,11 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
         for remark in inner.remarks:
             yield from _comment(f"{CHECK} {name}: {remark}", indent)
         if inner.value is not None:
-            value = _from_folder(inner.key, str(inner.value), folder) if inner.key in PATHS else inner.value
+            value = inner.value
+            if inner.key in PATHS:
+                paths = value if isinstance(value, list) else [value]
+                moved = [_from_folder(inner.key, str(path), folder) for path in paths]
+                value = moved if isinstance(value, list) else moved[0]
             yield f"{indent}{name}: {_value(value)}"
 
 

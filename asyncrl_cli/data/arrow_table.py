@@ -73,7 +73,6 @@ class ArrowPrompts(LazyPrompts):
         return self._form.prompt(values, row + 1)
 
     def field(self, name: str) -> list[Any]:
-        """The values of one column, in the order of rows; None for each when there is no such column."""
         self._check_files()
         return self._table.column(name).to_pylist() if name in self._table.column_names else [None] * len(self)
 

@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.seeds import derive_fraction
-from asyncrl_cli.data.arrow_table import ArrowPrompts
+from asyncrl_cli.data.rows import LazyPrompts
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import CurriculumSpec
 
@@ -202,7 +202,7 @@ def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[S
 
 
 def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
-    lazily = prompts.field(field) if isinstance(prompts, ArrowPrompts) else (p.fields.get(field) for p in prompts)
+    lazily = prompts.field(field) if isinstance(prompts, LazyPrompts) else (p.fields.get(field) for p in prompts)
     found = []
     for row, value in enumerate(lazily):
         try:

@@ -10,11 +10,12 @@ import hashlib
 import json
 import operator
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, Literal, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
@@ -56,6 +57,34 @@ class LazyPrompts(Sequence[Prompt]):
             raise IndexError(f"row {index} of {self._size} prompts") from None
         return self._make(row)
 
+    def field(self, name: str) -> Sequence[Any]:
+        """The values of one field, in the order of rows; None for each row without it."""
+        return [prompt.fields.get(name) for prompt in self]
+
+
+class JoinedPrompts(LazyPrompts):
+    """The prompts of several files, one file after another."""
+
+    def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(map(len, parts)))
+        super().__init__(self._ends[-1], self._prompt)
+
+    def place(self, row: int) -> tuple[int, int]:
+        """The number of a row's file, and the row's number in it, all from 0."""
+        part = bisect_right(self._ends, row)
+        return part, row - self._ends[part] + len(self._parts[part])
+
+    def field(self, name: str) -> Sequence[Any]:
+        found: list[Any] = []
+        for part in self._parts:
+            found += part.field(name) if isinstance(part, LazyPrompts) else [one.fields.get(name) for one in part]
+        return found
+
+    def _prompt(self, row: int) -> Prompt:
+        part, within = self.place(row)
+        return self._parts[part][within]
+
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
@@ -71,6 +100,8 @@ class RowForm:
     system: str | None = None
     check: Callable[[Prompt], None] | None = None
     """The task's check of a prompt; raises if the task cannot score it."""
+    part: int | None = None
+    """Its number among several files, from 0; None for the only source."""
 
     @property
     def needed(self) -> frozenset[str]:
@@ -109,7 +140,8 @@ class RowForm:
         if uid is None and self.uid_column == UID:
             # The journal knows prompts by these uids: with others, a run could not be resumed (decision 0024).
             raw = json.dumps(json_value(row), sort_keys=True).encode() if raw is None else raw
-            uid = f"{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
+            file = f"file{self.part + 1}-" if self.part else ""  # the first file's uids are those of a single file
+            uid = f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
             self.refuse(number, f"`{self.uid_column}` is {kind(uid)}", "make it text or a whole number, or remove it")
         return self.checked(Prompt(uid, content, fields), number)
@@ -149,10 +181,10 @@ class RowForm:
         self.refuse(second, f"the uid {str(uid)!r} is also the uid of {self.unit} {first}", "make uids unique")
 
     def check_size(self, rows: int, size: int | None) -> None:
-        """Raise ``DataError`` if there are no rows, or fewer than ``size``."""
+        """Raise ``DataError`` if there are no rows, or fewer than ``size`` in the only source."""
         if not rows:
             self.refuse(None, "no rows", "write one row per prompt")
-        if size is not None and rows < size:
+        if self.part is None and size is not None and rows < size:
             self.refuse(None, f"fewer rows ({rows}) than size {size}", "lower or remove size")
 
     def _messages(self, row: Mapping[str, Any], number: int) -> str | tuple[Message, ...]:

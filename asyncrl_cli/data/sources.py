@@ -1,33 +1,39 @@
 """Opens the source of a split's prompts, of any kind (``spec.data_sources``): text files and Parquet, data sets of
 Hugging Face, and functions of the user's.
 
-Text files are JSON Lines (one object a line), or CSV (RFC 4180) with a first line that names the columns. Their rows
-are named and located by the line on which they begin; blank lines are not rows. Rows of one JSON Lines file may differ
-in keys and types, which Arrow's reader refuses, so the standard library reads them.
+Text files are JSON Lines (one object a line), a JSON list of objects, or CSV (RFC 4180) with a first line that names
+the columns. Their rows are named and located by the line on which they begin; blank lines are not rows. Rows of one
+JSON file may differ in keys and types, which Arrow's reader refuses, so the standard library reads them.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
+import gzip
 import importlib
 import inspect
+import io
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from json.decoder import WHITESPACE  # type: ignore[attr-defined]  # typeshed lacks it
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
-from asyncrl_cli.data.rows import RowForm, kind
+from asyncrl_cli.data.rows import JoinedPrompts, RowForm, kind
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, kind_of
+from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, TEXTS, kind_of, names_a_file
 from asyncrl_cli.spec.inputs import SplitSpec
 
 MOST_ROWS = 5_000_000
 """A function that yields more rows than this, without a size, is taken for endless."""
+LIST_HINT = "write a list of objects, [{…}, {…}], or one object per line"
 LONGEST_CELL = 2**31 - 1
 """Characters; Python's own limit is shorter than some documents."""
 
@@ -39,79 +45,167 @@ def read_source(
 
     A function gets ``split``; ``check`` is the task's check of each prompt. Raises ``DataError``.
     """
-    assert spec.path is not None
-    form = _form_of(spec, base, check)
-    match kind_of(spec.path):
+    forms = _forms_of(spec, base, check)
+    match kind_of(forms[0].source):
         case "hub" | "saved":
-            return _read_data_set(spec, form)
+            return _read_data_set(spec, forms[0])
         case "function":
-            return _read_function(spec, form, base=base, split=split)
+            return _read_function(spec, forms[0], base=base, split=split)
+    if len(forms) == 1:
+        return _read_file(forms[0], spec.size)
+    parts: list[Sequence[Prompt]] = []
+    left = spec.size
+    for form in forms:
+        if left == 0:
+            break
+        parts.append(_read_file(form, left))
+        left = None if left is None else left - len(parts[-1])
+    if left:
+        fault = f"{len(forms)} files have fewer rows ({sum(map(len, parts))}) than size {spec.size}"
+        forms[-1].refuse(None, fault, "lower or remove size")
+    _refuse_twins(forms, parts)
+    return JoinedPrompts(parts)
+
+
+def _read_file(form: RowForm, size: int | None) -> Sequence[Prompt]:
+    match kind_of(form.source):
         case "parquet":
-            return read_parquet(Path(form.source), spec.size, form)
-        case "csv" | "jsonl":
+            return read_parquet(Path(form.source), size, form)
+        case "csv" | "jsonl" | "json":
             try:
-                return form.collect(_text_rows(form), spec.size)
-            except OSError as error:
-                reason = error.strerror or str(error)
+                return form.collect(_text_rows(form), size)
+            except (OSError, EOFError, zlib.error) as error:
+                reason = getattr(error, "strerror", None) or str(error)
                 form.refuse(None, f"cannot be read: {reason}", "correct the path in the spec, or the file")
     suffixes = ", ".join(filter(None, SUFFIXES))
     raise DataError("unknown kind of file", location=form.source, hint=f"give it one of the suffixes {suffixes}")
 
 
-def row_location(spec: SplitSpec, base: Path, key: str, row: int) -> str:
-    """Where row number ``row`` (from 0) of a split lies, for messages: file and line, else the source and the row
-    (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
+def _refuse_twins(forms: Sequence[RowForm], parts: Sequence[Sequence[Prompt]]) -> None:
+    """Raise ``DataError`` if prompts of two files have the same uid."""
+    first: dict[str, str] = {}
+    for form, part in zip(forms, parts, strict=False):
+        uids = part.field(form.uid_column) if isinstance(part, ArrowPrompts) else [prompt.uid for prompt in part]
+        own = {str(uid) for uid in uids if uid is not None}
+        if both := own & first.keys():
+            uid = min(both)
+            form.refuse(None, f"the uid {uid!r} is also a uid of {first[uid]}", "make uids unique over all files")
+        first |= dict.fromkeys(own, form.source)
+
+
+def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt], row: int) -> str:
+    """Where row number ``row`` (from 0) of a split's ``prompts`` lies, for messages: file and line, else the source and
+    the row (from 1). ``key``: the split's key in the spec, for prompts that a task makes."""
     if spec.path is None:
         return f"{key}:{row + 1}"
-    form = _form_of(spec, base)
+    part, row = prompts.place(row) if isinstance(prompts, JoinedPrompts) else (0, row)
+    form = _forms_of(spec, base)[part]
     if form.unit == "row":
         return f"{form.source}:{row + 1}"
     line, _ = next(islice(_text_rows(form), row, None))
     return f"{form.source}:{line}"
 
 
-def _form_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> RowForm:
-    assert spec.path is not None
-    source = kind_of(spec.path)
-    return RowForm(
-        source=spec.path if source in ("hub", "function") else str(base / Path(spec.path).expanduser()),
-        unit="line" if source in ("csv", "jsonl") else "row",
-        prompt_column=spec.prompt_column,
-        uid_column=spec.uid_column,
-        template=spec.template,
-        system=spec.system,
-        check=check,
-    )
+def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
+    # The paths of a loaded spec are absolute; a pattern in another one starts at ``base``.
+    given = [spec.path] if isinstance(spec.path, str) else spec.path or []
+    located = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in given]
+    sources = SplitSpec(path=located).paths
+    return [
+        RowForm(
+            source=source,
+            unit="line" if kind_of(source) in TEXTS else "row",
+            prompt_column=spec.prompt_column,
+            uid_column=spec.uid_column,
+            template=spec.template,
+            system=spec.system,
+            check=check,
+            part=part if len(sources) > 1 else None,
+        )
+        for part, source in enumerate(sources)
+    ]
+
+
+def _opened(form: RowForm) -> IO[bytes]:
+    """A text file's bytes, decompressed. Zstandard comes from pyarrow, as Python has it from 3.14 on."""
+    suffix = Path(form.source).suffix.lower()
+    if suffix != ".zst":
+        return cast("IO[bytes]", gzip.open(form.source)) if suffix == ".gz" else open(form.source, "rb")
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(form.source), "zstd"))
 
 
 def _text_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    return _csv_rows(form) if kind_of(form.source) == "csv" else _json_rows(form)
+    match kind_of(form.source):
+        case "csv":
+            return _csv_rows(form)
+        case "json":
+            with _opened(form) as file:
+                is_list = file.read(2**16).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+            return _list_rows(form) if is_list else _line_rows(form)
+    return _line_rows(form)
 
 
-def _json_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
-    with Path(form.source).open("rb") as file:
+def _line_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+    with _opened(form) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                try:
-                    row: Any = json.loads(line.decode("utf-8-sig"))
-                except UnicodeDecodeError as error:
-                    form.refuse(number, f"not UTF-8 (byte {error.start})", "save the file as UTF-8")
-                except json.JSONDecodeError as error:
-                    fault = f"not JSON: {error.msg} at column {error.colno}"
-                    form.refuse(number, fault, "write one JSON object per line")
-                except ValueError:  # Python's limit: reading longer ones takes quadratic time
-                    digits = sys.get_int_max_str_digits()
-                    form.refuse(number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
-                except RecursionError:
-                    form.refuse(number, "lists or objects are nested too deeply", "flatten the row")
-                if not isinstance(row, dict):
-                    form.refuse(number, f"not a JSON object but {kind(row)}", 'write rows as {"prompt": …}')
+                row, _ = _parsed(form, number, _decoded(form, number, line))
                 yield number, form.prompt(row, number, line.strip())
+
+
+def _list_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
+    """The objects of one JSON list. Several may begin on a line, so their uids have their number in the list, too."""
+    with _opened(form) as file:
+        text = _decoded(form, 1, file.read())
+    line, counted, number = 1, 0, 0
+    at = WHITESPACE.match(text, text.index("[") + 1).end()
+    while text[at : at + 1] != "]":
+        line, counted = line + text.count("\n", counted, at), at
+        row, end = _parsed(form, line, text, at)
+        number += 1
+        yield line, form.prompt(row, line, f"{number} {text[at:end]}".encode())
+        at = WHITESPACE.match(text, end).end()
+        if text[at : at + 1] not in (",", "]"):
+            form.refuse(line, "not JSON: no comma or ] after the row that begins here", LIST_HINT)
+        if text[at] == ",":
+            at = WHITESPACE.match(text, at + 1).end()
+    if text[at + 1 :].strip():
+        form.refuse(line + text.count("\n", counted, at), "not JSON: text after the list", LIST_HINT)
+
+
+def _decoded(form: RowForm, number: int, text: bytes) -> str:
+    """The text of bytes that begin on line ``number``."""
+    try:
+        return text.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        start = text.rfind(b"\n", 0, error.start) + 1
+        number += text.count(b"\n", 0, start)
+        form.refuse(number, f"not UTF-8 (byte {error.start - start})", "save the file as UTF-8")
+
+
+def _parsed(form: RowForm, number: int, text: str, at: int | None = None) -> tuple[dict[str, Any], int]:
+    """The row that is the whole line ``number``, or begins there ``at`` a place of the text, and its end."""
+    row: Any
+    try:
+        row, end = (json.loads(text), len(text)) if at is None else json.JSONDecoder().raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        line, hint = (number, "write one JSON object per line") if at is None else (error.lineno, LIST_HINT)
+        form.refuse(line, f"not JSON: {error.msg} at column {error.colno}", hint)
+    except ValueError:  # Python's limit: reading longer ones takes quadratic time
+        digits = sys.get_int_max_str_digits()
+        form.refuse(number, f"an integer has more than {digits:,} digits", "write it as text, in quotes")
+    except RecursionError:
+        form.refuse(number, "lists or objects are nested too deeply", "flatten the row")
+    if not isinstance(row, dict):
+        form.refuse(number, f"not a JSON object but {kind(row)}", 'write rows as {"prompt": …}')
+    return row, end
 
 
 def _csv_rows(form: RowForm) -> Iterator[tuple[int, Prompt]]:
     csv.field_size_limit(LONGEST_CELL)
-    with Path(form.source).open(newline="", encoding="utf-8-sig") as file:
+    with io.TextIOWrapper(_opened(form), newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, strict=True)
         line = 1
         header: list[str] = []

@@ -179,7 +179,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
             raise RunError(
                 f"the training data has changed since the run was started: prompt {uid!r} was trained on, and the "
                 f"data now has {now}",
-                location=spec.data.train.path or "data.train",
+                location=paths[0] if len(paths := spec.data.train.paths) == 1 else "data.train",
                 hint="restore the data, or continue at the same position of the changed data: "
                 f"asyncrl resume {run.argument} --accept-changed-data",
             )

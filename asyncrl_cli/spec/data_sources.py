@@ -3,12 +3,16 @@
 hf:owner/name       a data set of the Hugging Face hub
 module:function     a Python function that yields rows
 *.jsonl, *.ndjson   JSON Lines
+*.json              a JSON list of objects, or JSON Lines
 *.parquet, *.csv    Parquet, or CSV with a header
 no suffix           a folder that Hugging Face `datasets` saved
+
+Text files may be compressed (`.gz`, `.zst`). A path with `*`, `?` or `[` is a pattern of files.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from string import Formatter
@@ -16,8 +20,18 @@ from typing import Literal
 
 HUB = "hf:"
 """What a hub id begins with: ``hf:owner/name``, or ``hf:owner/name@revision``."""
-Kind = Literal["hub", "function", "jsonl", "parquet", "csv", "saved"]
-SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".csv": "csv", "": "saved"}
+Kind = Literal["hub", "function", "jsonl", "json", "parquet", "csv", "saved"]
+SUFFIXES: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    "": "saved",
+}
+TEXTS: tuple[Kind, ...] = ("jsonl", "json", "csv")
+"""Files of lines, which may be compressed."""
+COMPRESSED = (".gz", ".zst")
 FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -27,13 +41,26 @@ def kind_of(path: str) -> Kind | None:
         return "hub"
     if FUNCTION.fullmatch(path):
         return "function"
-    suffix = os.path.splitext(path)[1].lower()
+    name, suffix = os.path.splitext(path.lower())
+    if suffix in COMPRESSED:
+        inner = SUFFIXES.get(os.path.splitext(name)[1])
+        return inner if inner in TEXTS else None
     return SUFFIXES.get(suffix, "saved" if os.path.isdir(path) else None)
 
 
 def names_a_file(path: str) -> bool:
     """Whether the text is the path of a file or folder (not a hub id or a function)."""
     return kind_of(path) not in ("hub", "function")
+
+
+def files_of(path: str) -> list[str]:
+    """The files that match a pattern, in sorted order. Otherwise the path itself, also for a pattern without matches.
+
+    An existing file is not a pattern, whatever its name.
+    """
+    if not names_a_file(path) or not glob.has_magic(path) or os.path.exists(path):
+        return [path]
+    return sorted(glob.glob(path, recursive=True)) or [path]
 
 
 def template_columns(template: str) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from asyncrl_cli.spec.base import (
     Count,
@@ -18,6 +18,7 @@ from asyncrl_cli.spec.base import (
     SystemPath,
     Text,
 )
+from asyncrl_cli.spec.data_sources import files_of
 
 CHARACTERS = "characters"
 """The tokenizer of a new model that has one token for each printable ASCII character."""
@@ -133,15 +134,25 @@ class EpisodeSpec(Section):
     """Limit of the address space of such a process, and of each process it starts, in MiB."""
 
 
+Sources = Annotated[
+    Annotated[Text, SystemPath, Tag("text")]
+    | Annotated[list[Annotated[Text, SystemPath]], Field(min_length=1), Tag("list")]
+    | Annotated[None, Tag("none")],
+    Discriminator(lambda value: "list" if isinstance(value, list) else "text" if value is not None else "none"),
+]
+"""One source, a list of files, or none. The discriminator keeps errors to the type that was written."""
+
+
 class SplitSpec(Section):
     """The prompts of one split: where they come from, and how a row becomes a prompt. See docs/data.md."""
 
-    path: Annotated[Text | None, SystemPath] = None
-    """A `.jsonl`, `.parquet` or `.csv` file, a folder that Hugging Face `datasets` saved, `hf:owner/name` (a hub id,
-    optionally with `@revision`), or a `module:function` that yields rows. Relative to this file. Without a path the
+    path: Sources = None
+    """A `.jsonl`, `.json`, `.parquet` or `.csv` file, a pattern such as `data/*.parquet`, a list of files and patterns,
+    a folder that Hugging Face `datasets` saved, `hf:owner/name` (a hub id, optionally with `@revision`), or a
+    `module:function` that yields rows. Text files may end in `.gz` or `.zst`. Relative to this file. Without a path the
     task makes its own prompts."""
     size: Count | None = None
-    """Number of prompts: the file's first rows, or the number that the task generates. Default: all rows."""
+    """Number of prompts: the first rows, or the number that the task generates. Default: all rows."""
     prompt_column: Text = "prompt"
     """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
     uid_column: Text = "uid"
@@ -155,6 +166,12 @@ class SplitSpec(Section):
     """The hub data set's config."""
     split: str | None = None
     """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The sources: one, or several files in their order. Empty if the task makes the prompts."""
+        given = [self.path] if isinstance(self.path, str) else self.path or []
+        return [file for path in given for file in files_of(path)]
 
 
 class CurriculumStage(Section):

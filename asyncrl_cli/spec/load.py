@@ -22,7 +22,7 @@ from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.spec.base import NUL
 from asyncrl_cli.spec.changes import is_fixed, refuse_fixed
-from asyncrl_cli.spec.data_sources import names_a_file
+from asyncrl_cli.spec.data_sources import files_of, names_a_file
 from asyncrl_cli.spec.inputs import CHARACTERS, SplitSpec
 from asyncrl_cli.spec.keys import general, keys
 from asyncrl_cli.spec.layers import MAX_BYTES, Layers, override
@@ -110,6 +110,8 @@ def _load(
     # Before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
+        if keys()[name].holder is SplitSpec:  # A recorded spec names the files, so that new ones change nothing.
+            root = root.changed(name.split("."), partial(_expanded, shows_references=is_fixed(name)))
     for name, key in keys().items():
         if key.opens is key.field.annotation:  # A section that is null has its defaults.
             root = root.changed(name.split("."), lambda node: None if node.value is None else node)
@@ -162,7 +164,10 @@ def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
     """The node with its path made absolute, if its text is a path. Relative paths start at the folder of its file.
 
     ``is_path(text, path)``: whether the text is a path (and not, for example, a hub id); ``path`` is its absolute form.
+    Of a list, each item.
     """
+    if isinstance(node.value, list):
+        return replace(node, value=[_absolute(item, is_path) for item in node.value])
     if not isinstance(node.value, str) or not node.value or NUL in node.value:
         return node
     written = os.path.expanduser(node.value)
@@ -173,6 +178,21 @@ def _absolute(node: Node, is_path: Callable[[str, str], bool]) -> Node:
     if reference is not None and not os.path.isabs(written):
         reference = f"{_literal(os.path.abspath(node.location.folder))}/{reference}"
     return replace(node, value=path, reference=reference)
+
+
+def _expanded(node: Node, shows_references: bool) -> Node:
+    """The node with each pattern replaced by its files. A pattern with a reference stays unless references of this key
+    are written as their values anyway."""
+    if isinstance(node.value, list):
+        found = [_expanded(item, shows_references) for item in node.value]
+        return replace(
+            node, value=[file for one in found for file in (one.value if isinstance(one.value, list) else [one])]
+        )
+    if not isinstance(node.value, str) or NUL in node.value or (node.reference is not None and not shows_references):
+        return node
+    if (files := files_of(node.value)) == [node.value]:
+        return node
+    return replace(node, value=[replace(node, value=file) for file in files], reference=None)
 
 
 def _path_keys() -> dict[str, Callable[[str, str], bool]]:

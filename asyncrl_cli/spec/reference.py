@@ -73,8 +73,8 @@ def _table(section: type[Section], paths: list[str], properties: dict[str, Any])
 
 def _type(schema: dict[str, Any]) -> str:
     """A field's type in words, from its JSON schema."""
-    if "anyOf" in schema:
-        return _choice([word for option in schema["anyOf"] for word in _values(option) or [_type(option)]])
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return _choice([word for option in options for word in _values(option) or [_type(option)]])
     if _values(schema):
         return _choice(_values(schema))
     if "$ref" in schema:

@@ -186,7 +186,7 @@ def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: P
     path.write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n' if name == "rows.jsonl" else 'prompt,x\n"a\nb",1\nc,2\n')
     split = SplitSpec(path=str(path), system="Be brief.")
     prompts = read_source(split, "train", tmp_path)
-    locate = partial(row_location, split, tmp_path, "data.train")
+    locate = partial(row_location, split, tmp_path, "data.train", prompts)
     assert [locate(row) for row in range(2)] == [f"{path}:{line}" for line in (2, 4)]
     with pytest.raises(DataError) as refused:
         check_prompts(
@@ -199,8 +199,8 @@ def test_a_template_that_refuses_every_row_names_the_first_ones_line(tmp_path: P
 
 
 def test_rows_without_a_file_are_named_by_the_key(tmp_path: Path) -> None:
-    assert row_location(SplitSpec(size=3), tmp_path, "data.eval", 1) == "data.eval:2"
-    assert row_location(SplitSpec(path="hf:a/b"), tmp_path, "data.eval", 1) == "hf:a/b:2"
+    assert row_location(SplitSpec(size=3), tmp_path, "data.eval", [], 1) == "data.eval:2"
+    assert row_location(SplitSpec(path="hf:a/b"), tmp_path, "data.eval", [], 1) == "hf:a/b:2"
 
 
 def test_variables_that_the_template_does_not_read_are_refused() -> None:

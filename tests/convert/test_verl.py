@@ -212,7 +212,7 @@ def test_the_fully_asynchronous_dapo_example(home: Path) -> None:
         ("algorithm.adv_estimator=remax", "algorithm.adv_estimator=remax has no counterpart"),
         (f"{A}policy_loss.loss_mode=kl_cov", "loss_mode=kl_cov has no counterpart"),
         (f"{A}ppo_mini_batch_size=100", "not divisible"),
-        ("data.train_files=[a.parquet,b.parquet]", "a split is one file"),
+        ("data.train_files=[a.parquet,b.tar]", "asyncrl reads .jsonl, .json, .parquet and .csv"),
         ("algorithm.rollout_correction.rollout_is=geometric", "rollout_is=geometric has no counterpart"),
         ("algorithm.rollout_correction.rollout_rs=group_k1", "rollout_rs=group_k1 has no counterpart"),
         (f"{R}multi_turn.enable=True", "several turns"),

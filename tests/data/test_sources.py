@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import socket
 import sys
@@ -20,7 +21,8 @@ from pyarrow import parquet
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.arrow_table import ArrowPrompts
-from asyncrl_cli.data.sources import read_source
+from asyncrl_cli.data.rows import JoinedPrompts
+from asyncrl_cli.data.sources import read_source, row_location
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import kind_of
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -60,8 +62,36 @@ def as_function(rows: Rows, folder: Path) -> str:
     return f"{name}:rows"
 
 
+def as_json(rows: Rows, folder: Path) -> str:
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return "rows.json"
+
+
+def compressed(write: Callable[[Rows, Path], str], suffix: str) -> Callable[[Rows, Path], str]:
+    def written(rows: Rows, folder: Path) -> str:
+        name = write(rows, folder)
+        content = (folder / name).read_bytes()
+        if suffix == ".gz":
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+        else:  # two frames, as parallel compressors write them
+            half = len(content) // 2
+            with (folder / f"{name}.zst").open("wb") as file:
+                for part in (content[:half], content[half:]):
+                    frame = pa.BufferOutputStream()
+                    with pa.CompressedOutputStream(frame, "zstd") as stream:
+                        stream.write(part)
+                    file.write(frame.getvalue())
+        return f"{name}{suffix}"
+
+    return written
+
+
 KINDS: dict[str, Callable[[Rows, Path], str]] = {
     "jsonl": as_jsonl,
+    "json": as_json,
+    "jsonl.gz": compressed(as_jsonl, ".gz"),
+    "jsonl.zst": compressed(as_jsonl, ".zst"),
+    "csv.gz": compressed(as_csv, ".gz"),
     "parquet": as_parquet,
     "csv": as_csv,
     "saved": as_saved,
@@ -82,7 +112,7 @@ def read(path: str, folder: Path, **keys: Any) -> Sequence[Prompt]:
 @kinds
 def test_all_kinds_give_the_same_prompts(write: Callable[[Rows, Path], str], tmp_path: Path) -> None:
     path = write(QUESTIONS, tmp_path)
-    assert kind_of(path) == next(kind for kind, one in KINDS.items() if one is write)
+    assert kind_of(path) == next(kind for kind, one in KINDS.items() if one is write).partition(".")[0]
     named = read(path, tmp_path, prompt_column="question", uid_column="id")
     assert list(named) == [Prompt(row["id"], row["question"], {"answer": row["answer"]}) for row in QUESTIONS]
     templated = read(path, tmp_path, template="Q: {question}\nA{{}}:", system="Be brief.", size=2)
@@ -359,8 +389,95 @@ def test_a_missing_package_or_file_is_reported(tmp_path: Path, monkeypatch: pyte
         ("./rows:make", "saved"),
         ("rows.JSONL", "jsonl"),
         ("a/b.parquet", "parquet"),
+        ("rows.json", "json"),
+        ("rows.JSONL.gz", "jsonl"),
+        ("rows.csv.zst", "csv"),
+        ("rows.parquet.gz", None),
+        ("rows.gz", None),
         ("rows.txt", None),
     ],
 )
 def test_a_path_decides_its_kind(path: str, kind: str | None) -> None:
     assert kind_of(path) == kind
+
+
+TEXTS = st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+@given(files=st.lists(TEXTS, min_size=2, max_size=4), size=st.none() | st.integers(1, 16), lazily=st.booleans())
+@settings(deadline=None, max_examples=40)
+def test_several_files_are_one_after_another(
+    tmp_path_factory: pytest.TempPathFactory, files: list[list[str]], size: int | None, lazily: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    for number, texts in enumerate(files):
+        rows = [{"prompt": text, "level": level} for level, text in enumerate(texts)]
+        if lazily and number % 2:
+            parquet.write_table(pa.Table.from_pylist(rows), folder / f"{number}.parquet")
+        else:
+            (folder / f"{number}.json").write_text(json.dumps(rows, indent=number % 2 or None))
+    texts = [text for one in files for text in one]
+    if size is not None and size > len(texts):
+        with pytest.raises(DataError, match=rf"fewer rows \({len(texts)}\) than size {size}"):
+            read("*.*", folder, size=size)
+        return
+    prompts = read("*.*", folder, size=size)
+    expected = texts[:size]
+    assert [prompt.content for prompt in prompts] == expected
+    assert len({prompt.uid for prompt in prompts}) == len(expected)
+    assert prompts[-1].content == expected[-1]
+    assert isinstance(prompts, JoinedPrompts)
+    assert list(prompts.field("level")) == [prompt.fields["level"] for prompt in prompts]
+    alone = read("0.json", folder)
+    assert [prompt.uid for prompt in prompts][: len(files[0])] == [prompt.uid for prompt in alone][:size]
+
+
+def test_files_of_several_kinds_name_the_line_of_a_row(tmp_path: Path) -> None:
+    as_csv([{"prompt": "a", "uid": "x"}], tmp_path)
+    (tmp_path / "more.json").write_text('[{"prompt": "b"},\n\n {"prompt":\n "c"}]')
+    parquet.write_table(pa.Table.from_pylist([{"prompt": "d"}, {"prompt": "e"}]), tmp_path / "rows.parquet")
+    files = ["rows.csv", "more.json", "rows.parquet"]
+    prompts = read_source(SplitSpec(path=files), "train", tmp_path)
+    found = [row_location(SplitSpec(path=files), tmp_path, "data.train", prompts, row) for row in range(5)]
+    places = ["rows.csv:2", "more.json:1", "more.json:3", "rows.parquet:1", "rows.parquet:2"]
+    assert found == [str(tmp_path / place) for place in places]
+    (tmp_path / "twin.jsonl").write_text('{"prompt": "z", "uid": "x"}')
+    with pytest.raises(DataError, match=r"the uid 'x' is also a uid of .*rows\.csv") as caught:
+        read_source(SplitSpec(path=[*files, "twin.jsonl"]), "train", tmp_path)
+    assert caught.value.location == str(tmp_path / "twin.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ('[{"prompt": "a"},\n {"prompt": "b"}\n {"prompt": "c"}]', 2, "no comma or ] after the row"),
+        ('[{"prompt": "a"},\n {"prompt": ]', 2, "not JSON: Expecting value at column 13"),
+        ('[{"prompt": "a"},\n', 2, "not JSON: Expecting value"),
+        ('[{"prompt": "a"}', 1, "no comma or ] after the row"),
+        ('[{"prompt": "a"},\n\n3]', 3, "not a JSON object but a number"),
+        ('[{"prompt": "a"}\n]\nmore', 2, "text after the list"),
+        ('[\n{"question": "a"}]', 2, "no column `prompt`"),
+        ('{"data": [{"prompt": "a"}]}', 1, "no column `prompt`.*the row has data"),
+        ('[{"prompt": "a"},\n{"prompt": "\xff"}]', 2, r"not UTF-8 \(byte 12\)"),
+    ],
+)
+def test_mistakes_of_a_json_file_have_a_line(tmp_path: Path, text: str, line: int, message: str) -> None:
+    (tmp_path / "rows.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=message) as caught:
+        read("rows.json", tmp_path)
+    assert caught.value.location == f"{tmp_path / 'rows.json'}:{line}"
+
+
+def test_equal_rows_of_one_line_have_their_own_uids_and_lines_may_have_the_suffix_json(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("\ufeff " + json.dumps([{"prompt": "a"}, {"prompt": "a"}]))
+    assert len({prompt.uid for prompt in read("rows.json", tmp_path)}) == 2
+    (tmp_path / "rows.json").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert [prompt.content for prompt in read("rows.json", tmp_path)] == ["a", "b"]
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path, suffix: str) -> None:
+    name = compressed(as_jsonl, suffix)([{"prompt": str(number)} for number in range(9)], tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-5])
+    with pytest.raises(DataError, match=f"{name}: cannot be read: "):
+        read(name, tmp_path)

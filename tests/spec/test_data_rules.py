@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from asyncrl_cli.spec.changes import check_changes
 from asyncrl_cli.spec.load import dump_spec, load_spec
 from asyncrl_cli.spec.problems import SpecError
 
@@ -21,6 +22,15 @@ HEAD = "model: {path: a/b}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
         ("data: {train: {path: spec.yaml}}", "data.train.path", "unknown kind of file: spec.yaml"),
         ("data: {train: {path: some}}", "data.train.path", "is not a folder that `datasets` saved"),
         ("data: {train: {path: none.parquet}}", "data.train.path", "none.parquet does not exist"),
+        ("data: {train: {path: 'none*.jsonl'}}", "data.train.path", "no file matches"),
+        ("data: {train: {path: [rows.csv, none.csv]}}", "data.train.path", "none.csv does not exist"),
+        ("data: {train: {path: [rows.csv, 'hf:a/b']}}", "data.train.path", "task.mix joins any sources"),
+        ("data: {train: {path: [rows.csv, some]}}", "data.train.path", "some is not a file"),
+        ("data: {train: {path: [rows.csv, '*.csv']}}", "data.train.path", "rows.csv is named twice"),
+        ("data: {train: {path: []}}", "data.train.path", "at least 1 item"),
+        ("data: {train: {path: [3]}}", "data.train.path.0", "must be text, not 3"),
+        ("data: {train: {path: {a: b}}}", "data.train.path", "must be text, not a mapping"),
+        ("data: {train: {path: rows.parquet.gz}}", "data.train.path", "does not exist"),
         ("data: {train: {path: 'hf:a/b'}}", "data.train.split", "needs a split"),
         ("data: {train: {path: rows.csv, config: x}}", "data.train.config", "only hub data sets"),
         ("data: {train: {path: rows.csv, split: train}}", "data.train.split", "only hub and saved data sets"),
@@ -97,3 +107,29 @@ def test_one_source_may_be_trained_and_evaluated_on_by_split(write: Write) -> No
     alone = load_spec(write(f"{HEAD}data: {{train: {{path: 'hf:a/b', split: train}}}}\n"))
     assert (alone.spec.data.eval, alone.warnings) == (None, ()), "without held-out prompts nothing is evaluated"
     assert warned("train", "train") == ["data.eval.path"]
+
+
+def test_a_loaded_spec_names_the_files_of_a_pattern(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROWS", "rows")
+    for name in ("rows-2.jsonl", "rows-1.jsonl.gz", "more[1].csv"):
+        write("", name)
+    spec = write(
+        f"{HEAD}data:\n  train: {{path: ['${{env:ROWS}}-*', 'more[1].csv']}}\n  eval: {{path: '${{env:ROWS}}-2*'}}\n"
+        "evaluation: {sets: {one: {data: {path: 'rows-1*'}}}}\n"
+    )
+    loaded = load_spec(spec)
+    files = [str(spec.parent / name) for name in ("rows-1.jsonl.gz", "rows-2.jsonl", "more[1].csv")]
+    assert loaded.spec.data.train.path == loaded.spec.data.train.paths == files
+    assert [(problem.path, problem.message) for problem in loaded.warnings] == [
+        ("data.eval.path", "the held-out prompts are also trained on")
+    ]
+    again = write(dump_spec(loaded.spec, loaded.references), "again.yaml")
+    assert "${env:ROWS}-2*" in again.read_text()
+    write("", "rows-1-new.jsonl")
+    write("", "rows-3.jsonl")
+    recorded = load_spec(again).spec
+    assert recorded.data.train.path == files, "new files change nothing"
+    assert recorded.data.eval.paths == files[1:2]
+    assert check_changes(loaded.spec, recorded) == []
+    with pytest.raises(SpecError, match=r"data\.train\.path: cannot change for a recorded run"):
+        check_changes(recorded, load_spec(spec).spec)

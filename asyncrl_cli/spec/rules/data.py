@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from asyncrl_cli.core.suggest import did_you_mean
@@ -30,8 +32,8 @@ GYM = "gym/"
 """Prefix of the name of a reasoning-gym data set."""
 HUB_ID = re.compile(f"{HUB}[A-Za-z0-9_][\\w.-]*(/[\\w.-]+)?(@\\S+)?")
 SOURCES = (
-    "name a .jsonl, .parquet or .csv file (relative to the spec), a folder that `datasets` saved, `hf:owner/name`, or "
-    "`module:function`"
+    "name .jsonl, .json, .parquet or .csv files (relative to the spec; text also as .gz or .zst), a folder that "
+    "`datasets` saved, `hf:owner/name`, or `module:function`"
 )
 SAVED_MARKS = ("dataset_info.json", "dataset_dict.json")
 """Files of which a folder saved by `datasets` has at least one."""
@@ -80,42 +82,57 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def splits(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Each split has a `path` or a `size`, its file or folder exists, and `data.eval` is not `data.train`."""
+    """Each split has a `path` or a `size`, its files or folder exist, each once, and `data.eval` has no source of
+    `data.train`."""
     for key, split in all_splits(spec):
-        path = split.path
-        if path is None and split.size is None and not key.startswith("task.mix."):
+        paths = split.paths
+        if not paths and split.size is None and not key.startswith("task.mix."):
             yield Problem(key, "missing", "give path (a file), or size (how many prompts the task makes)")
-        if path is None or not names_a_file(path):
-            continue
-        kind = kind_of(path)
-        if not os.path.exists(path):
-            yield Problem(f"{key}.path", f"{path} does not exist", SOURCES)
-        elif kind is None:
-            yield Problem(f"{key}.path", f"unknown kind of file: {os.path.basename(path)}", SOURCES)
-        elif not (os.path.isdir if kind == "saved" else os.path.isfile)(path):
-            yield Problem(f"{key}.path", f"{path} is {'a' if os.path.isdir(path) else 'not a'} folder", SOURCES)
-        elif kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
-            yield Problem(f"{key}.path", f"{path} is not a folder that `datasets` saved", SOURCES)
+        for path in paths:
+            if fault := _source_fault(path, several=len(paths) > 1):
+                yield Problem(f"{key}.path", fault, SOURCES)
+        for path in (path for path, count in Counter(paths).items() if count > 1):
+            yield Problem(f"{key}.path", f"{path} is named twice", "name each file once: a prompt has one uid")
     train, held_out = spec.data.train, spec.data.eval
-    if held_out is None or train.path is None:
+    if held_out is None or (train.config, train.split) != (held_out.config, held_out.split):
         return
-    if (train.path, train.config, train.split) == (held_out.path, held_out.config, held_out.split):
-        yield warning("data.eval.path", "the held-out prompts are also trained on", "use another file")
+    if both := sorted(set(train.paths) & set(held_out.paths)):
+        found = "the held-out prompts are" if both == sorted(held_out.paths) else f"the prompts of {both[0]} are"
+        yield warning("data.eval.path", f"{found} also trained on", "use another file")
+
+
+def _source_fault(path: str, several: bool) -> str:
+    """The mistake of one source of a split; ``several``: it is one of several files."""
+    kind = kind_of(path)
+    if several and kind in ("hub", "function", "saved"):
+        return f"only files can be joined, and {path} is not a file; task.mix joins any sources"
+    if not names_a_file(path):
+        return ""
+    if not os.path.exists(path):
+        return f"no file matches {path}" if glob.has_magic(path) else f"{path} does not exist"
+    if kind is None:
+        return f"unknown kind of file: {os.path.basename(path)}"
+    if not (os.path.isdir if kind == "saved" else os.path.isfile)(path):
+        return f"{path} is {'a' if os.path.isdir(path) else 'not a'} folder"
+    if kind == "saved" and not any(os.path.exists(os.path.join(path, name)) for name in SAVED_MARKS):
+        return f"{path} is not a folder that `datasets` saved"
+    return ""
 
 
 @rule
 def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
     """A split's `template` names columns; `config` and `split` belong to data sets, and a hub id needs its `split`."""
     for key, split in all_splits(spec):
-        kind = None if split.path is None else kind_of(split.path)
+        first = next(iter(split.paths), None)
+        kind = None if first is None else kind_of(first)
         if split.template is not None:
             try:
                 template_columns(split.template)
             except ValueError as error:
                 hint = 'write columns in braces, as in "Q: {question}"; `{{` is a brace'
                 yield Problem(f"{key}.template", f"invalid template: {error}", hint)
-        if kind == "hub" and not HUB_ID.fullmatch(split.path or ""):
-            yield Problem(f"{key}.path", f"`{split.path}` is not a hub id", "write it as hf:owner/name")
+        if kind == "hub" and not HUB_ID.fullmatch(first or ""):
+            yield Problem(f"{key}.path", f"`{first}` is not a hub id", "write it as hf:owner/name")
         if kind == "hub" and split.split is None:
             yield Problem(f"{key}.split", "missing: a hub data set needs a split", "set it, for example to `train`")
         if kind != "hub" and split.config is not None:
