@@ -144,8 +144,12 @@ def track(
 
     Nothing is sent twice. Exit code: 1 when something could not be sent; then try again later.
     """
+    from importlib.util import find_spec
+
     from asyncrl_cli.spec.load import load_recorded
 
+    if find_spec("mlflow") is None:
+        raise ModuleNotFoundError(name="mlflow")
     run = find_run(runs_dir, run_id)
     run.lock()  # a run that is still going sends its own data
     spec = load_recorded(run.path).spec

@@ -16,6 +16,10 @@ UNUSED = ("mlflow", "scipy", "sklearn")
 """Packages that DeepSpeed's autotuner, vLLM's resampling of audio and transformers' assisted generation import if they
 are installed; each takes a second or two."""
 
+STACK = ("stack", "cpu", "gpu")
+"""Extras with the packages of engines and trainer."""
+TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
 
 @contextmanager
 def large_imports() -> Iterator[None]:
@@ -42,7 +46,7 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
     from importlib.metadata import PackageNotFoundError, requires
 
     module = (error.name or "").partition(".")[0]
-    wanted = {"yaml": "pyyaml"}.get(module, module.lower().replace("_", "-"))
+    wanted = {"yaml": "pyyaml", "starlette": "fastapi"}.get(module, module.lower().replace("_", "-"))
     try:
         declared = requires("asyncrl") or []
     except PackageNotFoundError:  # run from a source tree without an installation
@@ -51,6 +55,12 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
         parts = re.fullmatch(r"([\w.-]+)([^;]*)(?:;.*extra == ['\"](.+)['\"])?.*", requirement)
         name, version, extra = parts.groups() if parts else ("", "", None)
         if name.lower().replace("_", "-") == wanted:
+            if extra in STACK:
+                return ConfigError(
+                    f"the package {name} is not installed: this is the light installation, without engines and trainer",
+                    hint=f"{shlex.quote(sys.executable)} -m pip install 'asyncrl[cpu]' --extra-index-url {TORCH_INDEX}, "
+                    "or 'asyncrl[gpu]'",
+                )
             package = f"asyncrl[{extra}]" if extra else f"{name}{version.strip()}"
             hint = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(package)}"
             return ConfigError(f"the package {name} is not installed", hint=hint)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.inspect.made_runs import SITUATIONS, made_run
+from tests.journal.recorded_run import make_run
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -30,8 +33,29 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def _asyncrl(installed: Path, folder: Path, *arguments: str) -> str:
-    program = "from asyncrl_cli.cli.app import console_script as run; import asyncrl_cli, sys; "
+LIGHT = """
+import sys
+from importlib.metadata import packages_distributions, requires
+from packaging.requirements import Requirement
+
+def closure(name, extras, found):
+    for requirement in map(Requirement, requires(name) or ()):
+        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in (extras or {""})):
+            if (own := requirement.name.lower().replace("_", "-")) not in found:
+                found.add(own)
+                closure(own, requirement.extras, found)
+    return found
+
+allowed = {"asyncrl", *closure("asyncrl", (), set())}
+for module, packages in packages_distributions().items():
+    if not any(package.lower().replace("_", "-") in allowed for package in packages):
+        sys.modules.setdefault(module, None)  # the import system's mark of a module that cannot be found
+"""
+"""Hides every package that `pip install asyncrl`, without extras, would not install."""
+
+
+def _asyncrl(installed: Path, folder: Path, *arguments: str, light: bool = False, code: int = 0) -> str:
+    program = (LIGHT if light else "") + "from asyncrl_cli.cli.app import console_script as run; import asyncrl_cli, sys; "
     program += f"assert asyncrl_cli.__file__.startswith({str(installed)!r}), asyncrl_cli.__file__; sys.exit(run())"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -42,8 +66,8 @@ def _asyncrl(installed: Path, folder: Path, *arguments: str) -> str:
         timeout=120,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout if code == 0 else done.stderr
 
 
 @pytest.mark.slow
@@ -63,3 +87,52 @@ def test_every_template_and_page_is_in_the_wheel(installed: Path) -> None:
     for path in tracked:
         inside = path.replace("templates/", "asyncrl_cli/_templates/", 1) if path.startswith("templates/") else path
         assert (installed / inside).is_file(), path
+
+
+RUN = ("latest", "--runs-dir", "runs")
+LIGHT_COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("validate-spec", "mine/spec.yaml"),
+    ("convert", "verl", "trainer.total_training_steps=10", "data.train_files=mine/prompts.jsonl", "-o", "converted.yaml"),
+    ("runs", "--runs-dir", "runs"),
+    ("inspect", "run", *RUN),
+    ("inspect", "buffer", *RUN),
+    ("events", *RUN),
+    ("staleness", *RUN, "--what-if", "4"),
+    ("watch", *RUN),
+    ("timeline", *RUN, "-o", "trace.json"),
+    ("report", *RUN, "-o", "report.html"),
+    ("checkpoint", "list", *RUN),
+    ("plan", "mine/spec.yaml", "--calibrate-from", "runs/made"),
+)
+
+
+@pytest.mark.slow
+def test_the_light_installation_has_what_looking_and_planning_need(
+    installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _asyncrl(installed, tmp_path, "init", "reward-function", "mine", light=True)
+    run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"], steps=30, run_id="made")
+    resolved = _asyncrl(installed, tmp_path, "validate-spec", "mine/spec.yaml", "--resolved", light=True)
+    (run.path / "spec.yaml").write_text(resolved)
+    for command in LIGHT_COMMANDS:
+        _asyncrl(installed, tmp_path, *command, light=True)
+    assert run.run_id in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        (("train", "mine/spec.yaml"), "fastapi"),
+        (("track", *RUN), "mlflow"),
+        (("validate-spec", "mine/spec.yaml", "--memory"), "transformers"),
+    ],
+)
+def test_a_command_of_the_light_installation_names_the_extra_that_it_needs(
+    installed: Path, tmp_path: Path, command: tuple[str, ...], package: str
+) -> None:
+    _asyncrl(installed, tmp_path, "init", "reward-function", "mine")
+    make_run(tmp_path / "runs", steps=3)
+    error = _asyncrl(installed, tmp_path, *command, light=True, code=2)
+    assert error.splitlines()[0].startswith(f"error: the package {package} is not installed: this is the light")
+    assert "-m pip install 'asyncrl[cpu]'" in error and "asyncrl[gpu]" in error
