@@ -56,10 +56,10 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
         name, version, extra = parts.groups() if parts else ("", "", None)
         if name.lower().replace("_", "-") == wanted:
             if extra in STACK:
+                install = f"{shlex.quote(sys.executable)} -m pip install 'asyncrl[cpu]' --extra-index-url {TORCH_INDEX}"
                 return ConfigError(
                     f"the package {name} is not installed: this is the light installation, without engines and trainer",
-                    hint=f"{shlex.quote(sys.executable)} -m pip install 'asyncrl[cpu]' --extra-index-url {TORCH_INDEX}, "
-                    "or 'asyncrl[gpu]'",
+                    hint=f"{install}, or 'asyncrl[gpu]'",
                 )
             package = f"asyncrl[{extra}]" if extra else f"{name}{version.strip()}"
             hint = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(package)}"

@@ -40,7 +40,8 @@ from packaging.requirements import Requirement
 
 def closure(name, extras, found):
     for requirement in map(Requirement, requires(name) or ()):
-        if requirement.marker is None or any(requirement.marker.evaluate({"extra": extra}) for extra in (extras or {""})):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in (extras or {""})):
             if (own := requirement.name.lower().replace("_", "-")) not in found:
                 found.add(own)
                 closure(own, requirement.extras, found)
@@ -55,7 +56,8 @@ for module, packages in packages_distributions().items():
 
 
 def _asyncrl(installed: Path, folder: Path, *arguments: str, light: bool = False, code: int = 0) -> str:
-    program = (LIGHT if light else "") + "from asyncrl_cli.cli.app import console_script as run; import asyncrl_cli, sys; "
+    program = LIGHT if light else ""
+    program += "from asyncrl_cli.cli.app import console_script as run; import asyncrl_cli, sys; "
     program += f"assert asyncrl_cli.__file__.startswith({str(installed)!r}), asyncrl_cli.__file__; sys.exit(run())"
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
@@ -92,7 +94,7 @@ def test_every_template_and_page_is_in_the_wheel(installed: Path) -> None:
 RUN = ("latest", "--runs-dir", "runs")
 LIGHT_COMMANDS: tuple[tuple[str, ...], ...] = (
     ("validate-spec", "mine/spec.yaml"),
-    ("convert", "verl", "trainer.total_training_steps=10", "data.train_files=mine/prompts.jsonl", "-o", "converted.yaml"),
+    ("convert", "verl", "trainer.total_training_steps=10", "data.train_files=mine/prompts.jsonl", "-o", "out.yaml"),
     ("runs", "--runs-dir", "runs"),
     ("inspect", "run", *RUN),
     ("inspect", "buffer", *RUN),
