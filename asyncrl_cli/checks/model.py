@@ -11,8 +11,8 @@ from typing import Any
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.sizing.config import ask_hub, cached_config, one_line
-from asyncrl_cli.sizing.model import SizedModel, sized, without_weights
+from asyncrl_cli.sizing.config import ask_hub, cached_config, one_line, saved_config
+from asyncrl_cli.sizing.model import REFERENCE, SizedModel, sized, without_weights
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.rules.model import UNSERVED
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -25,19 +25,23 @@ def check_saved_model(model: ModelSpec) -> Result:
     """Whether ``model.path`` is the folder of a saved model, or a model of the hub."""
     if model.path is None:
         return f"made from model.init ({model.init.architecture if model.init else ''})"
-    folder = Path(model.path)
+    return _check_saved(model.path, "model.path")
+
+
+def _check_saved(path: str, location: str) -> Result:
+    folder = Path(path)
     if not folder.is_absolute():
-        return _check_hub_model(model.path)
+        return _check_hub_model(path, location)
     if not (folder / "config.json").is_file():
         hint = "name a folder that `save_pretrained` wrote, or a hub id"
-        raise ConfigError(f"{folder} has no config.json", location="model.path", hint=hint)
+        raise ConfigError(f"{folder} has no config.json", location=location, hint=hint)
     if not any(next(folder.glob(pattern), None) for pattern in ("*.safetensors", "*.bin")):
         hint = "copy its *.safetensors files there"
-        raise ConfigError(f"{folder} has no weights", location="model.path", hint=hint)
+        raise ConfigError(f"{folder} has no weights", location=location, hint=hint)
     return str(folder)
 
 
-def _check_hub_model(name: str) -> Result:
+def _check_hub_model(name: str, location: str) -> Result:
     from huggingface_hub import constants
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -47,21 +51,21 @@ def _check_hub_model(name: str) -> Result:
             ask_hub(name)
     except RepositoryNotFoundError:
         hint = "correct its name; a private model needs HF_TOKEN in the environment"
-        raise ConfigError(f"the hub has no model {name!r}", location="model.path", hint=hint) from None
+        raise ConfigError(f"the hub has no model {name!r}", location=location, hint=hint) from None
     except Exception as error:  # network errors have many types
         if cached:
             found = f"{name}, from the cache; the hub does not answer"
             return Warned(found, "set HF_HUB_OFFLINE=1 to start without asking it")
         raise ConfigError(
             f"there is no folder {name!r}, and the model hub does not answer: {one_line(error)}",
-            location="model.path",
+            location=location,
             hint="check the network (HF_ENDPOINT names another hub), or download the model and name its folder",
         ) from None
     return f"{name} on the hub" if not cached else f"{name}, from the cache"
 
 
-def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
-    """The tokenizer that ``load`` gives. Raises ``ConfigError`` when there is none."""
+def load_saved_tokenizer(load: Callable[[], Any], location: str = "model.path") -> Any:
+    """The tokenizer that ``load`` gives. Raises ``ConfigError`` when there is none; ``location``: the model's key."""
     try:
         return load()
     except UserError:
@@ -69,7 +73,7 @@ def load_saved_tokenizer(load: Callable[[], Any]) -> Any:
     except Exception as error:
         raise ConfigError(
             f"no tokenizer can be loaded: {one_line(error)}",
-            location="model.path",
+            location=location,
             hint="save the tokenizer to the model's folder (tokenizer.save_pretrained)",
         ) from error
 
@@ -94,14 +98,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
             location=key,
             hint="use the tokenizer that belongs to the model",
         )
-    positions = getattr(config, "max_position_embeddings", None)
-    scaled = "factor" in (getattr(config, "rope_parameters", None) or {})
-    if isinstance(positions, int) and positions < spec.model.max_length and not scaled:
-        raise ConfigError(
-            f"{spec.model.max_length} tokens are more than the model's {positions} positions",
-            location="model.max_length",
-            hint=f"lower it to {positions}",
-        )
+    _check_positions(config, spec.model.max_length, "the model")
     if spec.algorithm.router_replay:
         from asyncrl_cli.train.model.router_replay import replayed_routers
 
@@ -118,6 +115,43 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
     if spec.model.lora is not None:
         text += f", of adapters {_many(found.trained)}"
     return text, found
+
+
+def check_teacher(spec: ExperimentSpec, tokenizer: Any) -> Result:
+    """Whether the model in ``algorithm.reference_path`` can score the policy's tokens: it is there, each token has the
+    same id in both tokenizers, and sequences fit."""
+    from asyncrl_cli.train.model.sequence_parallel import check_config
+    from asyncrl_cli.train.model.tokenizer import load_tokenizer
+
+    path = spec.algorithm.reference_path
+    assert path is not None
+    found = _check_saved(path, REFERENCE)
+    others = load_saved_tokenizer(lambda: load_tokenizer(path, None), REFERENCE).get_vocab()
+    differing = ((number, token) for token, number in tokenizer.get_vocab().items() if others.get(token) != number)
+    if (first := min(differing, default=None)) is not None:
+        number, token = first
+        there = f"has the id {others[token]} there" if token in others else "does not exist there"
+        raise ConfigError(
+            f"{path} has another vocabulary: the policy's token {token!r} (id {number}) {there}",
+            location=REFERENCE,
+            hint="use a teacher of the policy's model family, with the same tokenizer",
+        )
+    config = saved_config(path, REFERENCE)
+    _check_config(config.get_text_config(), REFERENCE)
+    _check_positions(config, spec.model.max_length, "the reference model")
+    check_config(config, spec.trainer.sequence_parallel)
+    return found
+
+
+def _check_positions(config: Any, max_length: int, owner: str) -> None:
+    positions = getattr(config, "max_position_embeddings", None)
+    scaled = "factor" in (getattr(config, "rope_parameters", None) or {})
+    if isinstance(positions, int) and positions < max_length and not scaled:
+        raise ConfigError(
+            f"{max_length} tokens are more than {owner}'s {positions} positions",
+            location="model.max_length",
+            hint=f"lower it to {positions}",
+        )
 
 
 def _check_config(config: Any, key: str) -> None:

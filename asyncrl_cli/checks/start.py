@@ -135,6 +135,8 @@ class StartChecks:
         yield Check("special tokens", lambda: prompts.check_special_tokens(self._tokenizer, setting), ("tokenizer",))
         if experiment is not None:
             yield from self._prompt_checks(experiment)
+        if spec.algorithm.reference_path is not None:
+            yield Check("reference model", lambda: model.check_teacher(spec, self._tokenizer), ("tokenizer",))
         yield Check("model", self._model, ("tokenizer",))
         yield Check("engine cache", lambda: model.check_cache(spec, self._config), ("model",))
         yield Check("memory with weights", self._weights_memory, ("model", "engine cache"))

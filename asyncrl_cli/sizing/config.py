@@ -30,9 +30,12 @@ def find_config(spec: ExperimentSpec, folder: Path) -> PreTrainedConfig:
         write_model_stub(model.init, max_length=model.max_length, directory=folder, chat_template=model.chat_template)
         return read_config(folder, "model.init.config")
     assert model.path is not None
-    if Path(model.path).is_absolute():
-        return read_config(Path(model.path), "model.path")
-    return read_config(_of_hub(model.path), "model.path")
+    return saved_config(model.path, "model.path")
+
+
+def saved_config(path: str, location: str) -> PreTrainedConfig:
+    """The config of a saved model, by its absolute path or hub id; ``location``: its key. Raises ``ConfigError``."""
+    return read_config(Path(path) if Path(path).is_absolute() else _of_hub(path, location), location)
 
 
 def read_config(folder: Path, location: str) -> PreTrainedConfig:
@@ -79,7 +82,7 @@ def ask_hub(name: str) -> None:
     HfApi().model_info(name, timeout=HUB_S)
 
 
-def _of_hub(name: str) -> Path:
+def _of_hub(name: str, location: str) -> Path:
     """The folder that has the config of a hub's model."""
     from huggingface_hub import hf_hub_download
 
@@ -94,8 +97,10 @@ def _of_hub(name: str) -> Path:
     except Exception as error:  # of the network, in many types
         raise ConfigError(
             f"the config of {name} is not on this machine, and the model hub does not answer: {one_line(error)}",
-            location="model.path",
-            hint="save the model's config.json in a folder and name it by --model-config FOLDER",
+            location=location,
+            hint="save the model's config.json in a folder and name it by --model-config FOLDER"
+            if location == "model.path"
+            else "download the model, and name its folder",
         ) from None
 
 

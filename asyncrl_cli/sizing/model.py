@@ -7,8 +7,11 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
+from asyncrl_cli.sizing.config import saved_config
 from asyncrl_cli.sizing.parts import NUMBER_BYTES
 from asyncrl_cli.spec.sections import ExperimentSpec
+
+REFERENCE = "algorithm.reference_path"
 
 
 class ActivationBytes(Protocol):
@@ -33,6 +36,7 @@ class SizedModel:
     hidden: int  # width of the residual stream
     vocabulary: int  # rows of the output head
     activations: ActivationBytes
+    teacher: int = 0  # all weights of the model in `algorithm.reference_path`; 0 without it
     routed: int = 0  # bytes of a token's experts in all layers, which `algorithm.router_replay` records
 
 
@@ -64,7 +68,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     """The sizes of ``model``, which is on torch's meta device and has the spec's adapters.
 
     Raises ``ConfigError`` when ``trainer.sequence_parallel`` ranks cannot divide its sequences, or
-    ``trainer.expert_parallel`` ranks its experts.
+    ``trainer.expert_parallel`` ranks its experts, or there is no config in ``algorithm.reference_path``.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -103,6 +107,9 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     experts: Any = getattr(text, "num_experts", None) or getattr(text, "n_routed_experts", None) or 0
     check_config(config, spec.trainer.sequence_parallel)
     check_experts(config, spec.trainer)
+    path, teacher = spec.algorithm.reference_path, 0
+    if path is not None:
+        teacher = sum(one.numel() for one in without_weights(saved_config(path, REFERENCE)).parameters())
     return SizedModel(
         name=type(model).__name__,
         parameters=sum(weight.numel() for weight in weights),
@@ -118,5 +125,6 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         hidden=int(embedded.shape[1]),
         vocabulary=int(head.shape[0]),
         activations=activations,
+        teacher=teacher,
         routed=len(layers) * int(chosen) * (2 if experts > 256 else 1),
     )

@@ -136,10 +136,13 @@ def _critic(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
 
 def _reference(spec: ExperimentSpec, model: SizedModel) -> int:
     algorithm = spec.algorithm
-    if not algorithm.kl_coef or (spec.model.lora is not None and not algorithm.reference_update_every):
+    shares_weights = spec.model.lora is not None and not algorithm.reference_update_every
+    if not algorithm.kl_coef or (shares_weights and algorithm.reference_path is None):
         return 0
     trainer = spec.trainer
-    return _shared(model.parameters * NUMBER_BYTES[trainer.dtype], trainer.ranks, trainer.zero_stage == 3)
+    return _shared(
+        (model.teacher or model.parameters) * NUMBER_BYTES[trainer.dtype], trainer.ranks, trainer.zero_stage == 3
+    )
 
 
 def _buckets(spec: ExperimentSpec, model: SizedModel) -> int:

@@ -14,7 +14,17 @@ from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from asyncrl_cli.spec.base import MODULE_NAME, Count, Fraction, LearningRate, NonNegative, Positive, Section
+from asyncrl_cli.spec.base import (
+    MODULE_NAME,
+    Count,
+    Fraction,
+    LearningRate,
+    NonNegative,
+    Positive,
+    Section,
+    SystemPath,
+    Text,
+)
 
 AlgorithmName = Literal[
     "grpo",
@@ -27,6 +37,7 @@ AlgorithmName = Literal[
     "cispo",
     "sapo",
     "ppo",
+    "distill",
 ]
 CorrectionName = Literal[
     "truncated", "sequence_truncated", "icepop", "geometric", "decoupled", "decoupled_log_linear", "off"
@@ -49,6 +60,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sapo": {"loss": "sapo", "aggregation": "sequence_mean"},
     "ppo": _ALL_GROUPS_TEACH
     | {"advantage": GAE, "whiten_advantages": True, "kl_estimator": "k1", "kl_placement": "reward"},
+    "distill": _ALL_GROUPS_TEACH
+    | {"advantage": "none", "whiten_advantages": True, "gamma": 0.0, "reward_coef": 0.0}
+    | {"kl_coef": 1.0, "kl_estimator": "k1", "kl_placement": "reward"},
 }
 """The keys that each algorithm preset sets; every other key has its field's default."""
 
@@ -148,7 +162,8 @@ class AlgorithmSpec(Section):
     See docs/algorithms.md."""
 
     preset: AlgorithmName = "grpo"
-    """The algorithm. `ppo` has a critic."""
+    """The algorithm. `ppo` has a critic. `distill` (on-policy distillation) needs `reference_path`: the reverse KL
+    divergence to this teacher replaces the reward."""
     advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = _algorithm(
         "advantage", "group_norm"
     )
@@ -156,7 +171,7 @@ class AlgorithmSpec(Section):
     itself), `gae` (by a critic), or `module:function` of rewards [groups, group_size]."""
     whiten_advantages: bool = _algorithm("whiten_advantages", False)
     """Normalize the advantages of all tokens of a batch to mean 0 and deviation 1."""
-    gamma: Fraction = 1.0
+    gamma: Fraction = _algorithm("gamma", 1.0)
     """Discount per token, for `gae` and for a KL penalty in the reward."""
     gae_lambda: Fraction = 1.0
     """The lambda of GAE."""
@@ -177,6 +192,8 @@ class AlgorithmSpec(Section):
     divides by `sequence_divisor`."""
     sequence_divisor: Count | None = None
     """With `sequence_sum`: tokens to divide by. Default: `rollout.max_response_tokens`."""
+    reward_coef: float = _algorithm("reward_coef", 1.0, ge=0)
+    """Weight of the task's reward. With 0 rewards are only shown, and the policy learns from the KL penalty alone."""
     entropy_coef: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
     kl_coef: float = _algorithm("kl_coef", 0.0, ge=0)
@@ -185,6 +202,9 @@ class AlgorithmSpec(Section):
     """Estimator of the KL divergence on a sampled token."""
     kl_placement: Literal["loss", "reward"] = _algorithm("kl_placement", "loss")
     """Where the KL penalty goes: added to the loss, or subtracted from the rewards."""
+    reference_path: Annotated[Text | None, SystemPath] = None
+    """A saved model's folder (relative to this file) or hub id: the reference model, such as a teacher. Its tokenizer
+    must give all tokens of the policy the same ids. null: the reference is the initial model."""
     reference_update_every: NonNegative = 0
     """Steps between two updates of the reference model to the policy's weights; 0 keeps the initial model."""
     correction: CorrectionSpec = Field(default_factory=CorrectionSpec)

@@ -200,6 +200,7 @@ def _path_keys() -> dict[str, Callable[[str, str], bool]]:
     splits = [name for name, key in keys().items() if key.holder is SplitSpec and name.endswith(".path")]
     return {
         "model.path": looks_like_path,
+        "algorithm.reference_path": looks_like_path,
         "model.init.tokenizer": looks_like_path,
         "model.chat_template": lambda *_: True,
         **dict.fromkeys(splits, lambda text, _: names_a_file(text)),

@@ -57,6 +57,10 @@ _KEYS = {
     "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef ent_coef",
     "algorithm.gae_lambda": "lam lambd",
     "algorithm.reference_update_every": "sync_ref_model ref_model_sync_steps",
+    "algorithm.reference_path": (
+        "ref_model_path ref.model.path teacher_model teacher_model_path teacher_model_name_or_path teacher_name_or_path"
+    ),
+    "algorithm.preset algorithm.reference_path": "distillation distillation.enabled gkd on_policy_distillation",
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.overlong_buffer": "overlong_buffer.len",
     "algorithm.overlong_penalty": "overlong_buffer.penalty_factor",
@@ -147,9 +151,7 @@ _HINTS = {
         "scale_rewards norm_adv_by_std_in_grpo"
     ),
     "set algorithm.loss: `gspo` has ratios of sequences, `clip` of tokens": "importance_sampling_level",
-    "the reference is the initial policy: set algorithm.kl_coef and algorithm.reference_update_every": (
-        "ref_model_mixup_alpha ref_model_path"
-    ),
+    "set algorithm.kl_coef, with algorithm.reference_path or reference_update_every": "ref_model_mixup_alpha",
     "rewards are the task's: set task.use to `module:function`": (
         "reward_funcs reward_fn reward_fn_key reward_model reward_manager reward_pretrain remote_rm_url "
         "custom_reward_function"

@@ -76,11 +76,11 @@ class PaddedRows:
 
 
 def shaped_rewards(batch: TrainingBatch, spec: ExperimentSpec) -> Tensor:
-    """The rewards that the step learns from, float64 [groups, group_size]: the recorded ones, less the penalty of
-    responses that come near their limit. A masked rollout has NaN."""
-    recorded = [[math.nan if reward is None else reward for reward in group.rewards] for group in batch.groups]
-    rewards = torch.tensor(recorded, dtype=torch.float64)
+    """The rewards that the step learns from, float64 [groups, group_size]: the recorded ones times ``reward_coef``,
+    less the penalty of responses that come near their limit. A masked rollout has NaN."""
     algorithm, most = spec.algorithm, spec.rollout.max_response_tokens
+    recorded = [[math.nan if reward is None else reward for reward in group.rewards] for group in batch.groups]
+    rewards = algorithm.reward_coef * torch.tensor(recorded, dtype=torch.float64)
     if not algorithm.overlong_penalty:
         return rewards
     lengths = [[longest_response(rollout) for rollout in group.rollouts] for group in batch.groups]

@@ -82,7 +82,7 @@ def update_policy(
             loss=objective.loss,
             settings=algorithm,
             importance_weights=weights,
-            reference_logprobs=given.reference_logprobs if in_loss else None,
+            reference_logprobs=given.reference_logprobs,
             kl=objective.kl,
             kl_coef=algorithm.kl_coef if in_loss else 0.0,
             entropies=entropies,

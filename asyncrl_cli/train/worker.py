@@ -89,8 +89,9 @@ class TrainerWorker:
         import ray
 
         model, algorithm = self._spec.model.path, self._spec.algorithm
-        if model is not None and os.path.isabs(model):
-            require_folder(model, "model.path")
+        for path, location in ((model, "model.path"), (algorithm.reference_path, "algorithm.reference_path")):
+            if path is not None and os.path.isabs(path):
+                require_folder(path, location)
         for key in ("advantage", "loss"):
             if ":" in getattr(algorithm, key):
                 require_folder(search_path, f"algorithm.{key}")

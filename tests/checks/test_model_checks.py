@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncrl_cli.checks.finding import Result, Warned
-from asyncrl_cli.checks.model import check_model, check_served
+from asyncrl_cli.checks.model import check_model, check_served, check_teacher
 from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, first_prompt
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.orchestrator.evaluation import encoded
@@ -116,6 +116,57 @@ def test_a_token_beyond_the_models_embedding_is_refused() -> None:
         check_model(spec, config, tokenizer)
     vocabulary["<added>"] = 199
     check_model(spec, config, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"<eos>": 1}, ""),
+        ({"<extra>": 3}, ""),  # the policy never samples it
+        ({"b": 3, "c": 2}, r"another vocabulary: the policy's token 'b' \(id 2\) has the id 3 there"),
+        ({"b": None}, r"the policy's token 'b' \(id 2\) does not exist there"),
+    ],
+)
+def test_a_teacher_with_other_ids_is_refused_with_the_first_of_them(
+    tmp_path: Path, change: dict[str, int | None], says: str
+) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    own = {"a": 0, "<eos>": 1, "b": 2}
+    theirs = {token: number for token, number in (own | change).items() if number is not None}
+    backend = Tokenizer(models.WordLevel(theirs, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
+    Qwen3Config(**SMALL | {"max_position_embeddings": 256}).save_pretrained(tmp_path)
+    spec = load_spec(QUICKSTART, ["algorithm.preset=distill", f"algorithm.reference_path={tmp_path}"]).spec
+    tokenizer = SimpleNamespace(get_vocab=lambda: own)
+    with pytest.raises(ConfigError, match="has no weights"):
+        check_teacher(spec, tokenizer)
+    (tmp_path / "model.safetensors").touch()
+    if says:
+        with pytest.raises(ConfigError, match=says) as refused:
+            check_teacher(spec, tokenizer)
+        assert refused.value.location == "algorithm.reference_path" and refused.value.hint
+        return
+    assert check_teacher(spec, tokenizer) == str(tmp_path)
+    longer = spec.model_copy(update={"model": spec.model.model_copy(update={"max_length": 257})})
+    with pytest.raises(ConfigError, match="257 tokens are more than the reference model's 256 positions"):
+        check_teacher(longer, tokenizer)
+
+
+def test_a_teachers_own_size_is_counted(tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    from asyncrl_cli.sizing.model import size_model
+    from asyncrl_cli.sizing.trainer import rank_parts
+
+    small, large = Qwen3Config(**SMALL), Qwen3Config(**SMALL | {"num_hidden_layers": 7})
+    large.save_pretrained(tmp_path)
+    spec = load_spec(QUICKSTART, ["algorithm.preset=distill", f"algorithm.reference_path={tmp_path}"]).spec
+    found = size_model(spec, small)
+    teacher = size_model(load_spec(QUICKSTART).spec, large).parameters
+    counted = {part.name: part.bytes for part in rank_parts(spec, found).device}
+    assert found.parameters < teacher == counted["reference model"] / 4
 
 
 def test_other_models_are_not() -> None:

@@ -19,6 +19,7 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
 
 QUICKSTART = "specs/quickstart.yaml"
+TEACHER = ("algorithm.preset=distill", "algorithm.reference_path=./specs")
 
 
 def test_every_name_has_its_table() -> None:
@@ -42,7 +43,8 @@ def test_a_correction_sets_its_keys(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_is_valid_without_a_warning(name: str) -> None:
-    loaded = load_spec(QUICKSTART, [f"algorithm.preset={name}"])
+    teacher = ["algorithm.reference_path=./specs"] if name == "distill" else []
+    loaded = load_spec(QUICKSTART, [f"algorithm.preset={name}", *teacher])
     assert loaded.warnings == ()
 
 
@@ -76,6 +78,17 @@ def test_keys_beside_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path) 
         (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
         (["rollout.group_size=1"], "compares the rollouts of a group"),
         (["algorithm.router_replay=true"], "the experts of qwen3 cannot be replayed"),
+        (["algorithm.preset=distill"], "missing: distill learns from a teacher"),
+        (["algorithm.reference_path=./specs"], "has no effect: kl_coef is 0"),
+        (["algorithm.reference_path=./nowhere", "algorithm.kl_coef=1.0"], "nowhere is not a folder"),
+        (
+            [*TEACHER, "algorithm.reference_update_every=5"],
+            "would replace the model in reference_path by the policy",
+        ),
+        ([*TEACHER, "algorithm.uniform_groups=skip"], "without rewards every group is uniform"),
+        ([*TEACHER, "algorithm.uniform_groups=reject"], "reject compares rewards, and reward_coef is 0"),
+        (["algorithm.reward_coef=0.0"], "0 leaves nothing to learn from"),
+        (["task.use=prompts", "task.options={}"], "the task `prompts` has no rewards"),
         (
             ["rollout.group_size=1", "algorithm.preset=reinforce_pp", "algorithm.uniform_groups=reject"],
             "reject excludes every group",

@@ -105,6 +105,27 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
 
+def test_a_teacher_of_another_size_is_sharded_like_the_policy(tmp_path: Path) -> None:
+    from asyncrl_cli.spec.inputs import ModelInit
+    from asyncrl_cli.spec.load import load_spec
+    from asyncrl_cli.train.model.initial import build_initial_model
+
+    own = load_spec("specs/quickstart.yaml").spec.model
+    assert own.init is not None
+    config = own.init.config | {"num_hidden_layers": 2, "num_attention_heads": 4}
+    build_initial_model(ModelInit(architecture="qwen3", config=config), own.max_length, 1, tmp_path / "teacher")
+    distill = ("algorithm.preset=distill", f"algorithm.reference_path={tmp_path / 'teacher'}")
+    results = []
+    for ranks in (["trainer.packing=true"], ["trainer.ranks=2", "trainer.zero_stage=3"]):
+        (folder := tmp_path / str(len(results))).mkdir()
+        results.append(trained(folder, *distill, *ranks, "stop.steps=1"))
+    one, two = results
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+    assert abs(one["metrics"]["train/kl_reference"]) > 1e-3, "the first step would be at 0 from the initial model"
+
+
 def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Path) -> None:
     """Recomputed layers use the same experts; packed rows and the reference use the recorded ones."""
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -29,6 +29,23 @@ class Policy:
         return torch.zeros(ids.shape)
 
 
+def test_a_distilled_tokens_advantage_is_the_teachers_log_prob_less_its_own() -> None:
+    """Rewards do not matter. Whitening, which the preset has, only shifts and scales these numbers."""
+    torch.manual_seed(0)
+    own, theirs = -3 * torch.rand(1, 3), -3 * torch.rand(1, 3)
+    for whitens in (False, True):
+        objective = Objective.of(AlgorithmSpec(preset="distill", whiten_advantages=whitens), Path())
+        spec: Any = SimpleNamespace(trainer=SimpleNamespace(epochs=1, sequence_parallel=1))
+        policy = type("Fixed", (), {"device": torch.device("cpu"), "__call__": lambda *_: own})()
+        learner = Learner(spec, 0, objective, policy, SkipLimit(0), lambda ids, mask: theirs)
+        one = minibatch(0)
+        precompute(learner, [one], torch.zeros(1, 1).double(), keep_old_logprobs=False)
+        expected = (theirs - own).double()
+        if whitens:
+            expected = (expected - expected.mean()) / expected.std()
+        torch.testing.assert_close(one.precomputed[0].advantages, expected.float())
+
+
 def minibatch(number: int, empty: bool = False) -> Minibatch:
     padded: Any = SimpleNamespace(
         input_ids=torch.full((1, 3), number),

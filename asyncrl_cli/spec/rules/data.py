@@ -26,6 +26,7 @@ READY_TASKS = {
     "judge": "asyncrl_cli.tasks.ready.judge:Judge",
     "verifiers": "asyncrl_cli.tasks.ready.verifiers_adapter:VerifiersEnvironment",
     "command": "asyncrl_cli.tasks.ready.command:Command",
+    "prompts": "asyncrl_cli.tasks.ready.matching:Prompts",
 }
 """The ready tasks, which are part of asyncrl, and their classes."""
 GYM = "gym/"

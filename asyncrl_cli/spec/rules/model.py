@@ -42,13 +42,13 @@ def one_model(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def saved_model_exists(spec: ExperimentSpec) -> Iterator[Problem]:
-    """A `model.path` or `model.init.tokenizer` that is a path exists and is a folder."""
-    path = spec.model.path
+    """A `model.path`, `algorithm.reference_path` or `model.init.tokenizer` that is a path exists and is a folder."""
     hint = "name a saved model's folder, or a hub id such as `Qwen/Qwen3-0.6B`"
-    if path is not None and os.path.isabs(path) and not os.path.isdir(path):
-        yield Problem("model.path", f"{path} is not a folder", hint)
-    elif path is not None and not os.path.isabs(path) and not re.fullmatch(HUB_ID, path):
-        yield Problem("model.path", f"`{path}` is neither a folder nor a hub id", hint)
+    for key, path in (("model.path", spec.model.path), ("algorithm.reference_path", spec.algorithm.reference_path)):
+        if path is not None and os.path.isabs(path) and not os.path.isdir(path):
+            yield Problem(key, f"{path} is not a folder", hint)
+        elif path is not None and not os.path.isabs(path) and not re.fullmatch(HUB_ID, path):
+            yield Problem(key, f"`{path}` is neither a folder nor a hub id", hint)
     tokenizer = spec.model.init.tokenizer if spec.model.init else CHARACTERS
     if tokenizer != CHARACTERS and not os.path.isdir(tokenizer):
         hint = f"name a saved tokenizer's folder, or `{CHARACTERS}`"

@@ -104,6 +104,37 @@ def kl_penalty(spec: ExperimentSpec) -> Iterator[Problem]:
 
 
 @rule
+def teacher(spec: ExperimentSpec) -> Iterator[Problem]:
+    """A `reference_path` has an effect and is not replaced by the policy; `distill` and `reward_coef: 0` leave
+    something to learn from."""
+    algorithm, key = spec.algorithm, "algorithm.reference_path"
+    if algorithm.reference_path is None and algorithm.preset == "distill":
+        yield Problem(key, "missing: distill learns from a teacher", "name the teacher's folder or hub id")
+    if algorithm.reference_path is not None and not algorithm.kl_coef:
+        yield Problem(key, "has no effect: kl_coef is 0", "set algorithm.kl_coef, or preset: distill, or remove it")
+    if algorithm.reference_path is not None and algorithm.reference_update_every:
+        message = "would replace the model in reference_path by the policy"
+        yield Problem("algorithm.reference_update_every", message, "remove one of the two keys")
+    if algorithm.reference_path is not None and algorithm.router_replay:
+        message = "the model in reference_path cannot use the policy's experts"
+        yield Problem("algorithm.router_replay", message, "set it to false")
+    if not algorithm.reward_coef:
+        if not algorithm.kl_coef:
+            message = "0 leaves nothing to learn from, because kl_coef is 0, too"
+            yield Problem("algorithm.reward_coef", message, "raise it, or set algorithm.kl_coef")
+        elif algorithm.uniform_groups != "train":
+            message = (
+                "without rewards every group is uniform"
+                if algorithm.uniform_groups == "skip"
+                else ("reject compares rewards, and reward_coef is 0")
+            )
+            yield Problem("algorithm.uniform_groups", message, "set it to train")
+    elif spec.task.use == "prompts":
+        message = "the task `prompts` has no rewards"
+        yield Problem("algorithm.reward_coef", message, "use preset: distill, or a task with rewards")
+
+
+@rule
 def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
     """Keys of one loss, aggregation or advantage are set only with it."""
     algorithm = spec.algorithm

@@ -130,7 +130,7 @@ class LossSums(ReducedSums):
     clipped_low: Tensor  # tokens, as in ``TokenLosses``
     clipped_high: Tensor
     kl_proximal: Tensor  # the k3 estimate of KL(proximal ‖ current): ratio - 1 - log ratio
-    kl_reference: Tensor  # the penalty's estimate of KL(current ‖ reference); 0 without a reference
+    kl_reference: Tensor  # the estimate of KL(current ‖ reference); 0 without a reference
     entropy: Tensor  # 0 when entropies are not given
 
     def summary(self) -> dict[str, float]:
@@ -180,7 +180,7 @@ def policy_loss(
         loss: one of ``POLICY_LOSSES`` or the user's own; ``settings`` has its numbers.
         aggregation, denominator: see ``aggregate``.
         importance_weights: None: all 1.
-        reference_logprobs: of the reference model; needed if ``kl_coef`` > 0.
+        reference_logprobs: of the reference model; needed if ``kl_coef`` > 0, and otherwise only measured.
         kl: estimator of the penalty, of ``kl.KL``.
         entropies: nats, of the distributions that the tokens were sampled from, under the weights being trained; None:
             not measured.
@@ -212,7 +212,8 @@ def policy_loss(
     penalty = entropy = torch.zeros_like(per_token, dtype=torch.float64)
     if reference_logprobs is not None:
         penalty = kl(logprobs, reference_logprobs.detach().masked_fill(~mask, 0.0))
-        per_token = per_token + kl_coef * penalty.to(per_token.dtype)
+        if kl_coef:
+            per_token = per_token + kl_coef * penalty.to(per_token.dtype)
     if entropies is not None:
         entropy = entropies.masked_fill(~mask, 0.0)
         per_token = per_token - entropy_coef * entropy

@@ -1,4 +1,4 @@
-"""The reference model of the KL penalty: the initial model, or the policy as it was some steps ago.
+"""The reference model of the KL penalty: the initial model, a teacher, or the policy as it was some steps ago.
 
 A reference is called as a ``Policy`` is, without gradient. With adapters the initial model is the policy without them,
 which takes no memory. Otherwise it is a separate model, sharded over the ranks where ZeRO-3 shards the policy and else
@@ -21,6 +21,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import reading_tensors, save_file
 from asyncrl_cli.train.deepspeed_engine import load_model, policy_around, without_optimizer
 from asyncrl_cli.train.model.lora import full_weights, gathered, plain_weights, without_adapters
+from asyncrl_cli.train.model.policy import check_policy
 
 FILE = "reference.pt"
 
@@ -90,17 +91,21 @@ class Copy:
 
 
 def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapted | Copy | None:
-    """The reference of a spec, which is the initial model; None when there is no penalty. Collective.
+    """The reference of a spec: ``algorithm.reference_path``, or else the initial model; None when there is no penalty.
 
-    ``model_dir`` has the initial model; ``engine`` is the policy's.
+    ``model_dir`` has the initial model; ``engine`` is the policy's. Collective. Raises ``UserError`` as
+    ``check_policy``.
     """
     algorithm = spec.algorithm
     if not algorithm.kl_coef:
         return None
-    if spec.model.lora is not None and not algorithm.reference_update_every:
+    teacher = algorithm.reference_path
+    if spec.model.lora is not None and not algorithm.reference_update_every and teacher is None:
         return Unadapted(engine)
     trainer = spec.trainer
-    policy = policy_around(load_model(trainer, model_dir), spec)
+    policy = policy_around(load_model(trainer, teacher or model_dir), spec)
     policy.eval().requires_grad_(False)
     score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
+    if teacher is not None:
+        check_policy(policy, score)
     return Copy(score, model=policy.model, zero_stage=trainer.zero_stage, every=algorithm.reference_update_every)
