@@ -25,6 +25,7 @@ from asyncrl_cli.checks.memory import check_memory_estimate
 from asyncrl_cli.checks.trial import try_tasks
 from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.data.sources import row_location
@@ -166,7 +167,10 @@ class StartChecks:
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"
         held_out = f"{len(experiment.eval_prompts):,}" if self._spec.data.eval is not None else "none"
-        return f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
+        found = f"{name}; {len(experiment.train_prompts):,} prompts to train on, {held_out} held out"
+        if self._spec.stop.epochs is not None:
+            found += f"; the run ends after {counted(experiment.spec.stop.total, 'step')}"
+        return found
 
     def _trial(self) -> Result:
         assert self._experiment is not None

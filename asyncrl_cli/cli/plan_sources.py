@@ -156,6 +156,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
             f"trainer.ranks={ranks}",
             f"pipeline.groups_per_step={max(2, pipeline.groups_per_step * ranks // trainer.ranks)}",
             f"stop.steps={steps}",
+            "stop.epochs=null",
             "evaluation.every=0",
             "checkpoints.every=0",
         ],

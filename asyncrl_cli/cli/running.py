@@ -65,11 +65,12 @@ def train(
 
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
+    checked = experiment.spec  # with the steps of `stop.epochs`
     # Before any process of the run competes for the processors.
-    speed = processor_speed() if shares_host(loaded.spec) and loaded.spec.stop.steps >= CALIBRATING_STEPS else None
+    speed = processor_speed() if shares_host(checked) and checked.stop.total >= CALIBRATING_STEPS else None
     # After the checks: a spec that is refused leaves no folder behind (decision 0028).
-    run = RunDirectory.create(loaded.spec.runs_dir, loaded.spec.name)
-    run.begin(dump_spec(loaded.spec, loaded.references), loaded.spec.stop.steps, describe_start(spec, speed))
+    run = RunDirectory.create(checked.runs_dir, checked.name)
+    run.begin(dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed))
     drive(experiment, run=run, start=Start(), quiet=quiet)
 
 
@@ -150,7 +151,7 @@ def resume(
     if horizon is not None:
         text = f"the learning rate's {spec.trainer.schedule.kind} schedule still spans {horizon} steps"
         echo(f"{run.run_id}: {text}; change trainer.schedule.steps to stretch it", err=True)
-    run.begin(dump_spec(spec, loaded.references), spec.stop.steps)
+    run.begin(dump_spec(spec, loaded.references), spec.stop.total)
     drive(experiment, run=run, start=start, quiet=quiet)
 
 
@@ -192,14 +193,14 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bo
     else:
         show(
             f"run      {run.run_id}",
-            f"what     {counted(spec.stop.steps, 'step')} of {pipeline.groups_per_step} × {spec.rollout.group_size} "
+            f"what     {counted(spec.stop.total, 'step')} of {pipeline.groups_per_step} × {spec.rollout.group_size} "
             f"rollouts, {pipeline.mode}, staleness at most {pipeline.max_staleness}, "
             f"{counted(count_range(spec.rollout.min_engines, spec.rollout.max_engines), 'engine')}, "
             f"{counted(spec.trainer.ranks, 'trainer rank')}, ZeRO-{spec.trainer.zero_stage}",
             f"where    {_shown(run.path)}",
         )
     try:
-        with open_view(run, steps=spec.stop.steps, terminal=terminal, quiet=quiet) as view:
+        with open_view(run, steps=spec.stop.total, terminal=terminal, quiet=quiet) as view:
             outcome = run_experiment(experiment, run=run, console=view, start=start)
     except Interrupted:
         terminal.err.write(f"stopped at step {run.state.step}; resume with: asyncrl resume {run.argument}\n")

@@ -10,8 +10,9 @@ from asyncrl_cli.convert.source import Source
 
 TEXT_ONLY = "asyncrl trains on text alone: images, video and audio of the data are dropped"
 _VISION_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|omni|multimodal", re.IGNORECASE)
-PLACEHOLDER_STEPS = 100
-"""Smallest `stop.steps` where the source counts epochs: a configuration does not say how many prompts there are."""
+ASSUMED_STEPS = 100
+"""Steps of a run that counts epochs, where a number is a share of them: a configuration does not say how many prompts
+there are."""
 
 
 class Devices(NamedTuple):

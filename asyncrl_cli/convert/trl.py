@@ -177,8 +177,8 @@ ROWS = [
     Row("report_to", "tracking.tensorboard"),
     Row("report_to wandb_project", "tracking.wandb.project"),
     Row("wandb_entity", "tracking.wandb.entity"),
-    Row("max_steps num_train_epochs total_episodes", "stop.steps",
-        "a step is a generation batch; TRL counts optimizer updates"),
+    Row("max_steps total_episodes", "stop.steps", "a step is a generation batch; TRL counts optimizer updates"),
+    Row("num_train_epochs", "stop.epochs"),
 ]
 # fmt: on
 """Arguments of TRL that decide a key of a spec, in the order of the spec."""

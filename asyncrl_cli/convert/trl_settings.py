@@ -6,12 +6,13 @@ batches is a step here.
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import PurePath
 from typing import Any
 
 from asyncrl_cli.convert.common import (
-    PLACEHOLDER_STEPS,
+    ASSUMED_STEPS,
     Devices,
     divided,
     model_path,
@@ -151,10 +152,15 @@ def _sizes(s: Source) -> dict[str, Any]:
         s.remark("rollout.max_prompt_tokens", unlimited)
 
     versions = (s.count("max_staleness") + 1) * max(s.count("weight_sync_steps"), 1)
-    steps = _steps(s, completions=completions, groups=groups, updates=updates, least=versions + 1 if is_async else 0)
+    counted = _steps(s, completions, updates)
+    steps = counted or ASSUMED_STEPS
     count = s.number("warmup_steps")
     # A `warmup_steps` below 1 is a share, as `warmup_ratio` is.
     ratio = count if 0 < count < 1 else 0.0 if count else s.number("warmup_ratio")
+    if ratio and counted is None:
+        s.remark("trainer.schedule.warmup_updates", f"a share of the steps, computed for {steps}")
+    if counted is None and s.number("num_train_epochs") % 1:
+        s.remark("stop.epochs", "epochs are whole numbers here: rounded up")
     if not is_async:
         s.remark(
             "pipeline.mode",
@@ -184,26 +190,18 @@ def _sizes(s: Source) -> dict[str, Any]:
         "pipeline.publish_every": s.count("weight_sync_steps") if is_async else None,
         "evaluation.every": _interval(s, "evaluation.every", "eval", steps=steps, updates=updates),
         "checkpoints.every": _interval(s, "checkpoints.every", "save", steps=steps, updates=updates),
-        "stop.steps": steps,
+        "stop.steps": counted,
+        "stop.epochs": None if counted else max(math.ceil(s.number("num_train_epochs")), 1),
     }
 
 
-def _steps(s: Source, completions: int, groups: int, updates: int, least: int) -> int:
-    """`stop.steps`, at least ``least`` where TRL counts epochs."""
+def _steps(s: Source, completions: int, updates: int) -> int | None:
+    """`stop.steps`; None where TRL counts epochs."""
     if s.number("max_steps") > 0:
         return max(multiple(s.number("max_steps"), updates) // updates, 1)
     if s.number("total_episodes") > 0:
         return max(s.count("total_episodes") // completions, 1)
-    # Long enough for the intervals, or the spec would be warned about our own number.
-    counted = ["warmup_steps", *(f"{kind}_steps" for kind in ("save", "eval") if s.get(f"{kind}_strategy") == "steps")]
-    longest = multiple(max(map(s.number, counted)), updates) // updates
-    steps = max(PLACEHOLDER_STEPS, longest, least)
-    s.remark(
-        "stop.steps",
-        f"{steps} is a placeholder: TRL counts {s.number('num_train_epochs'):g} epochs, which is "
-        f"epochs · prompts / {groups} steps",
-    )
-    return steps
+    return None
 
 
 def _interval(s: Source, key: str, kind: str, *, steps: int, updates: int) -> int:

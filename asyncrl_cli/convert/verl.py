@@ -230,7 +230,8 @@ ROWS = [
     Row("trainer.project_name", "tracking.experiment"),
     Row("trainer.logger", "tracking.tensorboard"),
     Row("trainer.logger trainer.project_name", "tracking.wandb.project"),
-    Row("trainer.total_training_steps trainer.total_epochs rollout.total_rollout_steps", "stop.steps"),
+    Row("trainer.total_training_steps rollout.total_rollout_steps", "stop.steps"),
+    Row("trainer.total_epochs", "stop.epochs"),
 ]
 # fmt: on
 """Keys of verl that decide a key of a spec, in the order of the spec."""

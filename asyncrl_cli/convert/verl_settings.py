@@ -7,7 +7,7 @@ import re
 from typing import Any, Literal
 
 from asyncrl_cli.convert.common import (
-    PLACEHOLDER_STEPS,
+    ASSUMED_STEPS,
     Devices,
     divided,
     model_path,
@@ -189,20 +189,15 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         for key, name in {"evaluation.every": "trainer.test_freq", "checkpoints.every": "trainer.save_freq"}.items()
     }
     warmup = s.number(f"{A}optim.lr_warmup_steps")
+    counted: int | None = None  # None: verl counts epochs
     if s.number("trainer.total_training_steps") > 0:
-        steps = multiple(s.number("trainer.total_training_steps"), publish_every)
+        counted = multiple(s.number("trainer.total_training_steps"), publish_every)
     elif fully_async and s.number("rollout.total_rollout_steps") > 0:
-        steps = multiple(max(s.count("rollout.total_rollout_steps") // groups, 1), publish_every)
-    else:
-        # Long enough for the intervals, or the spec would be warned about our own number.
-        versions = ((staleness or 0) + 1) * publish_every + 1
-        steps = multiple(max(PLACEHOLDER_STEPS, *intervals.values(), versions, warmup), publish_every)
-        placeholder = f"{steps} is a placeholder: verl counts {s.count('trainer.total_epochs')} epochs, "
-        s.remark("stop.steps", f"{placeholder}which is epochs · prompts / {groups} steps")
+        counted = multiple(max(s.count("rollout.total_rollout_steps") // groups, 1), publish_every)
     if warmup < 0:
-        warmup = max(s.number(f"{A}optim.lr_warmup_steps_ratio"), 0) * steps
-        if warmup and "stop.steps" in s.remarks:
-            s.remark("trainer.schedule.warmup_updates", "a share of stop.steps, which is a placeholder")
+        warmup = max(s.number(f"{A}optim.lr_warmup_steps_ratio"), 0) * (counted or ASSUMED_STEPS)
+        if warmup and counted is None:
+            s.remark("trainer.schedule.warmup_updates", f"a share of the steps, computed for {ASSUMED_STEPS}")
 
     per_engine = max(s.count(f"{R}tensor_model_parallel_size"), 1)
     total = s.count("trainer.nnodes") * s.count("trainer.n_gpus_per_node")
@@ -244,7 +239,8 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
         "pipeline.groups_per_step": groups,
         "pipeline.publish_every": publish_every,
         "pipeline.weight_update": weight_update,
-        "stop.steps": steps,
+        "stop.steps": counted,
+        "stop.epochs": None if counted else max(s.count("trainer.total_epochs"), 1),
         **intervals,
     }
 

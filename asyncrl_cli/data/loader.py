@@ -72,6 +72,10 @@ class PromptLoader:
         """The epoch of the newest prompt given out."""
         return self._epoch
 
+    def prompts_in(self, epochs: int) -> int:
+        """Prompts of the first ``epochs`` epochs."""
+        return sum(stage.length(within) for stage, within in map(self._stage_of, range(epochs)))
+
     def next(self) -> Prompt:
         """The next prompt; after the last one of an epoch, the first one of the next epoch.
 

@@ -45,7 +45,7 @@ class RayMetrics(Monitor):
     def __init__(self, run: RunDirectory, spec: ExperimentSpec, warn: Callable[[str], None]) -> None:
         """``warn`` shows what went wrong."""
         self._run = run
-        self._limits = {"stop_steps": spec.stop.steps, "max_staleness": spec.pipeline.max_staleness}
+        self._limits = {"stop_steps": spec.stop.total, "max_staleness": spec.pipeline.max_staleness}
         self._own_cluster = spec.cluster.address is None  # Prometheus is configured with the clusters that runs join
         self._warn = warn
         self._made: dict[str, Any] = {}

@@ -145,7 +145,7 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         publish_every=pipeline.publish_every,
         max_staleness=pipeline.max_staleness,
         on_stale=pipeline.on_stale,
-        total_steps=spec.stop.steps,
+        total_steps=spec.stop.total,
         group_size=spec.rollout.group_size,
         reject_uniform=spec.algorithm.uniform_groups == "reject",
         note_solved=spec.data.filter is not None,

@@ -213,7 +213,7 @@ class Evaluator:
         ]
 
     def _is_end(self, step: int) -> bool:
-        return step in (0, self._spec.stop.steps)
+        return step in (0, self._spec.stop.total)
 
     def _sampling(self, series: Series, step: int, index: int) -> Sampling:
         rollout = self._spec.rollout

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.core.user_code import CODE_S, user_code
-from asyncrl_cli.data.loader import Stage, stages_of
+from asyncrl_cli.data.loader import PromptLoader, Stage, stages_of
 from asyncrl_cli.monitors.base import Monitor
 from asyncrl_cli.orchestrator.placement import ExaminerFactory
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.rules import RULES
+from asyncrl_cli.spec.sections import ExperimentSpec, StopSpec
 from asyncrl_cli.tasks.base import Split, is_episodic
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.prompts import load_prompts
@@ -63,13 +64,31 @@ class Experiment:
                 sets[name] = load_prompts(
                     split, split_spec=chosen.data, task=tasks[name], base=search_path, location=location
                 )
+            stages = stages_of(train_prompts, spec.data.curriculum)
             return cls(
-                spec,
+                _counted(spec, train_prompts, stages, notice),
                 search_path,
                 train_prompts,
                 eval_prompts,
-                stages_of(train_prompts, spec.data.curriculum),
+                stages,
                 sets,
                 frozenset(name for name, one in tasks.items() if is_episodic(one)),
                 tasks,
             )
+
+
+def _counted(
+    spec: ExperimentSpec, prompts: Sequence[Prompt], stages: Sequence[Stage], notice: Callable[[str], None]
+) -> ExperimentSpec:
+    """The spec with `stop.steps` in place of `stop.epochs`. ``notice`` gets the warnings that this number causes."""
+    if spec.stop.epochs is None:
+        return spec
+    loader = PromptLoader(prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=stages)
+    every = spec.pipeline.publish_every
+    steps = -(-loader.prompts_in(spec.stop.epochs) // (spec.pipeline.groups_per_step * every)) * every
+    counted = spec.model_copy(update={"stop": StopSpec(steps=min(steps, spec.stop.total))})
+    known = {problem for rule in RULES for problem in rule(spec)}
+    for problem in (problem for rule in RULES for problem in rule(counted)):
+        if problem not in known:
+            notice(str(problem))
+    return counted

@@ -152,7 +152,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         hint = f"asyncrl resume {run.argument}"
         starting = _start(experiment, recorder=recorder, start=start, reporter=reporter, closing=closing)
         orchestrator = await until_stopped(while_ray_lives(starting, hint), stop)
-        recorder.update(phase="running", steps=spec.stop.steps)
+        recorder.update(phase="running", steps=spec.stop.total)
         await until_stopped(while_ray_lives(orchestrator.run(), hint), stop)
         checkpoints = complete_checkpoints(run.path / "checkpoints")
         outcome = Outcome(

@@ -189,7 +189,7 @@ class Orchestrator:
         await self._buffer.checkpointed(step, saved.folder.name, time.monotonic() - started, removed)
 
     async def _loop(self) -> None:
-        steps, partial = self._spec.stop.steps, self._spec.pipeline.partial_rollouts
+        steps, partial = self._spec.stop.total, self._spec.pipeline.partial_rollouts
         # There is no batch before engines serve the weights: the step ends when they do.
         alternating = partial or self._spec.pipeline.max_staleness == 0
         # Before any engine serves: unfinished rollouts take their slots before new groups are admitted.

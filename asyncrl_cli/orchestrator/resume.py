@@ -95,15 +95,15 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 taken, trained = max(steps_taken(connection), before), max(steps_trained(connection), before)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
-    if taken > spec.stop.steps:
+    if taken > spec.stop.total:
         raise RunError(
-            f"the run has taken {taken} steps, more than {spec.stop.steps}",
+            f"the run has taken {taken} steps, more than {spec.stop.total}",
             location=run.run_id,
             hint=f"pass a larger --steps: asyncrl resume {run.argument} --steps {2 * taken}",
         )
-    if taken >= spec.stop.steps and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
+    if taken >= spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
         raise RunError(
-            f"run already completed {taken} of {spec.stop.steps} steps",
+            f"run already completed {taken} of {spec.stop.total} steps",
             location=run.run_id,
             hint=f"pass --steps N to continue: asyncrl resume {run.argument} --steps {2 * taken}",
         )

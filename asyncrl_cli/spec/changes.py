@@ -27,6 +27,7 @@ FIXED = {
     "rollout.max_response_tokens": "recorded rollouts were truncated there",
     "rollout.sampling": "recorded log-probs are those of this distribution",
     "pipeline.groups_per_step": "recorded batches have this size",
+    "stop.epochs": "the start counted them as stop.steps, which `--steps` changes",
     "pipeline.publish_every": "it decides which steps have a version",
 }
 """Keys that cannot change, with everything below them, and why."""
@@ -66,9 +67,9 @@ def kept_horizon(before: ExperimentSpec, after: ExperimentSpec) -> int | None:
 
     The schedule belongs to the run: stretched, it would give other rates to the steps that are trained again."""
     old, new = before.trainer.schedule, after.trainer.schedule
-    if before.stop.steps == after.stop.steps or old.kind == "constant" or old != new or new.steps is not None:
+    if before.stop.total == after.stop.total or old.kind == "constant" or old != new or new.steps is not None:
         return None
-    return before.stop.steps
+    return before.stop.total
 
 
 def training_changes(changed: str) -> list[str]:

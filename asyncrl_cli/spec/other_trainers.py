@@ -99,6 +99,7 @@ _KEYS = {
     "model.lora.target_modules": "lora_target_modules",
     "model.init.config": "override_config",
     "model.chat_template_kwargs": "apply_chat_template_kwargs tokenizer_kwargs enable_thinking",
+    "stop.epochs": "total_epochs num_train_epochs num_episodes total_train_epochs max_epochs num_epoch num_epochs",
     "stop.steps": "max_steps total_steps total_training_steps num_steps num_rollout",
     "pipeline.max_staleness": (
         "max_async_level async_level max_off_policy_steps max_head_offpolicyness staleness_threshold "
@@ -170,9 +171,6 @@ _HINTS = {
         "nnodes num_nodes actor_num_nodes"
     ),
     "trainer and engines have separate devices; remove it": "colocate_all_models hybrid_engine",
-    "the length of a run is counted in training steps: set stop.steps": (
-        "total_epochs num_train_epochs num_episodes total_train_epochs stop.epochs stop.epoch stop.max_epochs"
-    ),
     "every run is evaluated before and after training; remove it": "val_before_train",
     "continue a run with `asyncrl resume RUN`; remove it": "resume_mode resume_from_checkpoint resume_from_path",
     "choose with tracking.mlflow, tracking.tensorboard and tracking.wandb": "report_to logger",

@@ -35,6 +35,8 @@ from asyncrl_cli.spec.base import (
 from asyncrl_cli.spec.inputs import DataSpec, ModelSpec, SplitSpec, TaskSpec
 
 DType = Literal["float32", "bfloat16"]
+NOT_COUNTED = 10**9
+"""Steps of a run with `stop.epochs` before its prompts are counted."""
 _HOST = r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252}[A-Za-z0-9_])?|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*"
 _RAY = rf"auto|[a-z][a-z0-9+.-]*://\S+|({_HOST}|\[[0-9A-Fa-f:.]+\]):[0-9]{{1,5}}"
 _LABEL = r"[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -417,8 +419,17 @@ class ClusterSpec(Section):
 class StopSpec(Section):
     """When the run ends."""
 
-    steps: Count
-    """Training steps."""
+    steps: Count | None = None
+    """Training steps. With `epochs`, too: the run ends at whichever comes first."""
+    epochs: Count | None = None
+    """Passes over the training prompts. The start counts the prompts and records the result as `stop.steps`: epochs ·
+    prompts / `pipeline.groups_per_step`, rounded up to a published version. Skipped prompts and rejected groups give
+    their places to the next prompts. With a curriculum an epoch has the prompts of one stage (docs/data.md)."""
+
+    @property
+    def total(self) -> int:
+        """`steps`; before a start has counted those of `epochs`, a number that no run reaches."""
+        return self.steps or NOT_COUNTED
 
 
 class ExperimentSpec(Section):

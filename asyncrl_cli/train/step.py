@@ -55,7 +55,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     is_first = True
     for minibatch in minibatches * trainer.epochs:
         shape = trainer.schedule
-        span = (shape.steps or spec.stop.steps) * per_step
+        span = (shape.steps or spec.stop.total) * per_step
         factor = schedule.factor(
             updates,
             total_updates=span,

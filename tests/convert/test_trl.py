@@ -107,10 +107,12 @@ def test_models_for_images_and_dropout_are_not_passed_over() -> None:
     assert ["lora_dropout"] in converted("grpo", *BASE, "--use_peft", "--lora_dropout", "0.1").lost.values()
 
 
-@pytest.mark.parametrize("words", [[], ["--save_steps", "700"], ["--warmup_steps", "300"]])
-def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, words: list[str]) -> None:
-    text = spec_text(converted("grpo", *BASE, *words), "test", Path())
-    assert "is a placeholder" in text and load_spec("spec.yaml", data=text.encode()).warnings == ()
+def test_epochs_stay_epochs(home: Path) -> None:
+    text = spec_text(converted("grpo", *BASE, "--num_train_epochs", "2.5", "--warmup_ratio", "0.1"), "test", Path())
+    loaded = load_spec("spec.yaml", data=text.encode())
+    assert loaded.spec.stop.epochs == 3 and loaded.spec.stop.steps is None and loaded.warnings == ()
+    assert "CHECK epochs: epochs are whole numbers here: rounded up" in text
+    assert "CHECK warmup_updates: a share of the steps, computed for 100" in text
 
 
 COUNTS = ["--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "8", "--num_generations", "16"]

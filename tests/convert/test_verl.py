@@ -292,12 +292,10 @@ def test_keys_that_change_the_training_are_not_needless(overrides: list[str]) ->
     assert [name] in converted([*GRPO, *overrides]).lost.values()
 
 
-@pytest.mark.parametrize(
-    "overrides", [["trainer.save_freq=500"], ["trainer.test_freq=300"], [f"{A}optim.lr_warmup_steps=400"]]
-)
-def test_no_warning_is_about_the_placeholder_of_the_steps(home: Path, overrides: list[str]) -> None:
-    text = spec_text(converted([*GRPO, *overrides]), "test", Path())
-    assert "is a placeholder" in text and load_spec("spec.yaml", data=text.encode()).warnings == ()
+def test_epochs_stay_epochs(home: Path) -> None:
+    text = spec_text(converted([*GRPO, "trainer.total_epochs=7", "trainer.save_freq=500"]), "test", Path())
+    loaded = load_spec("spec.yaml", data=text.encode())
+    assert loaded.spec.stop.epochs == 7 and loaded.spec.stop.steps is None and loaded.warnings == ()
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ FIXED = (
     "rollout.sampling",
     "pipeline.groups_per_step",
     "pipeline.publish_every",
+    "stop.epochs",
 )
 FREE_ALL_THE_SAME = (
     *("task.reward_timeout_s", "task.reward_workers", "task.reward_memory_mb", "task.reward_concurrency"),

@@ -106,6 +106,7 @@ def test_every_mistake_is_reported_at_its_location(monkeypatch: pytest.MonkeyPat
         ("", "n_samples_per_prompt", "rollout.group_size"),
         ("", "eps_clip", "algorithm.clip_low"),
         ("", "max_async_level", "pipeline.max_staleness"),
+        ("", "num_train_epochs", "stop.epochs"),
     ],
 )
 def test_suggestions(parent: str, key: str, meant: str) -> None:
@@ -117,8 +118,6 @@ def test_suggestions(parent: str, key: str, meant: str) -> None:
     [
         ("trainer.n_gpus_per_node", "trainer.ranks and gpus_per_rank"),
         ("trainer.nnodes", "cluster.address"),
-        ("trainer.total_epochs", "stop.steps"),
-        ("num_train_epochs", "stop.steps"),
         ("trainer.logger", "tracking.mlflow"),
         ("report_to", "tracking.mlflow"),
         ("bf16", "trainer.dtype and rollout.dtype"),
@@ -185,8 +184,14 @@ def test_keys_are_printed_without_control_characters(write: Write) -> None:
 
 def test_unknown_keys_without_a_similar_one_list_the_keys(write: Write) -> None:
     (problem,) = mistakes(write(), "stop.zzz=1")
-    assert problem.hint == "keys here: steps"
-    assert str(problem) == "error: stop.zzz: unknown key\n --> --set stop.zzz\nhint: keys here: steps"
+    assert problem.hint == "keys here: steps, epochs"
+    assert str(problem) == "error: stop.zzz: unknown key\n --> --set stop.zzz\nhint: keys here: steps, epochs"
+
+
+def test_a_run_without_an_end_is_refused(write: Write) -> None:
+    (problem,) = mistakes(write(), "stop.steps=null")
+    assert (problem.path, problem.message) == ("stop", "has neither steps nor epochs")
+    assert mistakes(write(), "trainer.total_epochs=1")[0].hint == "did you mean `trainer.epochs` or `stop.epochs`?"
 
 
 def test_missing_keys_point_at_their_parent(write: Write) -> None:
@@ -205,7 +210,7 @@ def test_missing_keys_point_at_their_parent(write: Write) -> None:
         ("stop.steps=true", "must be a whole number, not true"),
         ("stop.steps=2.5", "must be a whole number, not 2.5"),
         ("stop.steps=0", "must be at least 1, not 0"),
-        ("stop.steps=null", "must be a whole number, not null"),
+        ("stop.epochs=1.5", "must be a whole number, not 1.5"),
         ("rollout.sampling.temperature=.inf", "must be a finite number, not inf"),
         ("rollout.sampling.temperature=0", "must be at least 0.01, not 0"),
         ("algorithm.clip_low=2", "must be at most 1, not 2"),

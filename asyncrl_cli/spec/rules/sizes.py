@@ -35,10 +35,17 @@ def microbatch(spec: ExperimentSpec) -> Iterator[Problem]:
 def whole_versions(spec: ExperimentSpec) -> Iterator[Problem]:
     """A run ends and writes checkpoints at a published version: these steps are multiples of `publish_every`."""
     every = spec.pipeline.publish_every
-    for path, steps in (("stop.steps", spec.stop.steps), ("checkpoints.every", spec.checkpoints.every)):
+    for path, steps in (("stop.steps", spec.stop.steps or 0), ("checkpoints.every", spec.checkpoints.every)):
         if steps % every:
             near = max(every, steps // every * every)
             yield Problem(path, f"{steps} is not a multiple of pipeline.publish_every {every}", f"use {near}")
+
+
+@rule
+def end(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`stop` has `steps`, `epochs`, or both."""
+    if spec.stop.steps is None and spec.stop.epochs is None:
+        yield Problem("stop", "has neither steps nor epochs", "set steps, or epochs (passes over the prompts)")
 
 
 @rule
@@ -194,7 +201,7 @@ TRIAL_STEPS = 8
 @rule
 def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
     """Intervals in steps are not longer than `stop.steps`."""
-    steps = spec.stop.steps
+    steps = spec.stop.total
     for path, every, event in (
         ("evaluation.every", spec.evaluation.every, "nothing is evaluated during training"),
         ("checkpoints.every", spec.checkpoints.every, "no checkpoint is written before the end"),
@@ -206,7 +213,7 @@ def intervals(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def versions(spec: ExperimentSpec) -> Iterator[Problem]:
     """New weights are published before the run ends, and `max_staleness` is small enough to have an effect."""
-    steps, every, staleness = spec.stop.steps, spec.pipeline.publish_every, spec.pipeline.max_staleness
+    steps, every, staleness = spec.stop.total, spec.pipeline.publish_every, spec.pipeline.max_staleness
     if steps < TRIAL_STEPS:
         return
     if every >= steps:
@@ -228,7 +235,7 @@ def best_checkpoints(spec: ExperimentSpec) -> Iterator[Problem]:
             yield warning("checkpoints.keep_best", f"has no effect: {path} is 0", f"set {path}, or remove it")
             return
     common = math.lcm(checkpoints.every, evaluated)
-    if common >= spec.stop.steps:
+    if common >= spec.stop.total:
         message = f"has no effect: checkpoints (every {checkpoints.every} steps) and evaluations (every {evaluated}) "
         hint = "make checkpoints.every a multiple of evaluation.every"
         yield warning("checkpoints.keep_best", f"{message}first coincide at step {common}", hint)
@@ -240,7 +247,7 @@ def warmup(spec: ExperimentSpec) -> Iterator[Problem]:
     schedule = spec.trainer.schedule
     if schedule.steps is not None and schedule.kind == "constant":
         yield warning("trainer.schedule.steps", "has no effect on a constant rate", "remove it, or set kind")
-    updates = (schedule.steps or spec.stop.steps) * spec.trainer.epochs * spec.trainer.minibatches
+    updates = (schedule.steps or spec.stop.total) * spec.trainer.epochs * spec.trainer.minibatches
     if schedule.warmup_updates > updates:
         message = f"longer than the schedule, which has {updates} updates"
         yield warning("trainer.schedule.warmup_updates", message, f"use fewer than {updates}")

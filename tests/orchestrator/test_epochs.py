@@ -1,0 +1,48 @@
+"""A start counts the steps of `stop.epochs` and records them; warnings about the number come with it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from stand_ins import spec
+
+from asyncrl_cli.orchestrator.actors import buffer_settings
+from asyncrl_cli.orchestrator.experiment import Experiment
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"question {row}", "answer": "1"}) + "\n" for row in range(21)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("stop", "publish_every", "steps"),
+    [
+        ({"epochs": 1}, 1, 6),  # 21 prompts in batches of 4
+        ({"epochs": 2}, 1, 11),
+        ({"epochs": 2}, 3, 12),
+        ({"epochs": 2, "steps": 9}, 3, 9),
+        ({"epochs": 1, "steps": 9}, 3, 6),
+        ({"steps": 9}, 3, 9),
+    ],
+)
+def test_a_start_counts_the_steps_of_its_epochs(
+    rows: Path, stop: dict[str, int], publish_every: int, steps: int
+) -> None:
+    notices: list[str] = []
+    made = spec(
+        task={"use": "exact"},
+        data={"train": {"path": str(rows)}, "eval": None},
+        pipeline={"groups_per_step": 4, "publish_every": publish_every},
+        checkpoints={"every": 12},
+        stop=stop,
+    )
+    counted = Experiment.load(made, rows.parent, notices.append).spec
+    assert counted.stop.steps == counted.stop.total == buffer_settings(counted).total_steps == steps
+    assert counted.stop.epochs is None and counted.model_copy(update={"stop": made.stop}) == made
+    late = "checkpoints.every: no checkpoint is written before the end"
+    assert any(late in notice for notice in notices) == (steps != stop.get("steps") and steps < 12)
