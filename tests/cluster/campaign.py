@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ from tests.cluster.hosts import Network, why_not
 from tests.cluster.runs import HostedRun, HostedRuns
 from tests.e2e.conftest import leftover_files, rows
 from tests.e2e.faults.audit import Audit
-from tests.e2e.faults.campaign import LONG_WORDS, conclude, timed_lines
+from tests.e2e.faults.campaign import LONG_WORDS, conclude, own_folder, timed_lines
 from tests.e2e.faults.disturbed import Hung
 from tests.e2e.faults.verdict import Verdict, differences, judge, replay_violations, summary, totals
 
@@ -165,9 +164,8 @@ def main() -> int:
     if reason := why_not():
         print(f"skipped: {reason}")
         return 0
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="cluster-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(folder.resolve(), arguments.seed, arguments.events_a_run, timed_lines())
+    folder = own_folder(arguments.folder, "cluster-")
+    campaign = Campaign(folder, arguments.seed, arguments.events_a_run, timed_lines())
     kinds = [arguments.only] if arguments.only else list(KINDS)
     number = 0
     while campaign.events < arguments.events:

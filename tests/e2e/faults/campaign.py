@@ -11,7 +11,10 @@ check fails.
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -170,6 +173,16 @@ def schedule(seed: int) -> Iterator[tuple[str, list[str]]]:
             yield kind, sorted(faults, key=lambda fault: fault.endswith("last"))
 
 
+def own_folder(given: Path | None, prefix: str) -> Path:
+    """The folder of a campaign's runs. It gets the runs' temporary files, too: what other runs on this machine have in
+    theirs at the same time is not left behind by the campaign."""
+    folder = given or Path(tempfile.mkdtemp(prefix=prefix))
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="c")  # short: it holds the sockets of Ray
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+    return folder.resolve()
+
+
 def timed_lines() -> Callable[[str], None]:
     """A function that prints lines with the seconds since this call."""
     started = time.monotonic()
@@ -198,9 +211,7 @@ def main() -> int:
     parser.add_argument("--only", choices=list(KINDS), help="only runs of this kind")
     parser.add_argument("--folder", type=Path, help="where the runs are kept; default: a temporary folder")
     arguments = parser.parse_args()
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(Runs(folder), arguments.seed, timed_lines())
+    campaign = Campaign(Runs(own_folder(arguments.folder, "faults-")), arguments.seed, timed_lines())
     for number, (kind, faults) in enumerate(schedule(arguments.seed)):
         if campaign.kills >= arguments.kills:
             break
