@@ -21,12 +21,12 @@ from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, task_of
+from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, scores_groups, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
 from asyncrl_cli.workers.actors import BLOCKED_S
 from asyncrl_cli.workers.messages import Load, Work
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
-from asyncrl_cli.workers.scoring import Response, awaits, reward_location
+from asyncrl_cli.workers.scoring import Answer, Response, awaits, reward_location
 
 ROWS = 2
 """Number of rows that each task is tried on."""
@@ -94,7 +94,12 @@ def try_task(
         member = member.task if isinstance(member, OneCall) else member
         if not isinstance(member, AgentTask | EnvironmentTask):
             if thorough or (reward_location(member) and not awaits(member)):
-                scored += [(prompt, text, bool(text)) for text in (_responses(prompt) if thorough else [SHORT])]
+                texts = _responses(prompt) if thorough else [SHORT]
+                if scores_groups(member):
+                    texts = [*texts, SHORT]  # a group has at least two
+                    scored.append((prompt, tuple(texts), tuple(map(bool, texts))))
+                else:
+                    scored += [(prompt, text, bool(text)) for text in texts]
         elif thorough and not isinstance(member, AgentTask):
             played.append(prompt)
     if not scored and not played:
@@ -140,7 +145,8 @@ async def _try(
             for response in scored:
                 result = await process.score(response, reward_limit_s(spec, response[0]))
                 _refuse(result, location, f"called with the response {response[1]!r}")
-                known = known or (isinstance(result, Scored) and result.reward is not None)
+                scores = result if isinstance(result, tuple) else (result,)
+                known = known or any(isinstance(one, Scored) and one.reward is not None for one in scores)
     if played:
         async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
             for prompt in played:
@@ -158,6 +164,6 @@ async def _process(load: Load) -> AsyncIterator[WorkerProcess]:
         process.close("the trial has ended")
 
 
-def _refuse(result: Scored | RewardFailure | None, location: str, how: str) -> None:
+def _refuse(result: Answer | None, location: str, how: str) -> None:
     if isinstance(result, RewardFailure):
         raise TaskError(f"{result.reason} ({how})", location=result.location or location, hint=HINT)

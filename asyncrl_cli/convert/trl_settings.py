@@ -308,17 +308,15 @@ def _task(s: Source) -> dict[str, Any]:
     functions = ", ".join(f"({name.rpartition('.')[2]}, {weight})" for name, weight in zip(names, weights, strict=True))
     s.remark(
         "task.use",
-        "write rewards.py beside this file; TRL's functions get lists, and these one response:\n"
+        "write rewards.py beside this file:\n"
         + "\n".join(f"    {line}" for line in dict.fromkeys(imports))
-        + "\n\n    def reward(prompt, response):\n"
-        '        columns = {name: [value] for name, value in prompt.items() if name != "prompt"}\n'
-        '        completions = [[{"role": "assistant", "content": response}]]\n'
+        + "\n\n    def rewards(prompts, completions, **columns):\n"
         f"        functions = [{functions}]\n"
-        '        scores = [(weight, f(prompts=[prompt["prompt"]], completions=completions, **columns)[0])\n'
-        "                  for f, weight in functions]\n"
-        "        return sum(weight * score for weight, score in scores if score is not None)",
+        "        scores = [f(prompts=prompts, completions=completions, **columns) for f, _ in functions]\n"
+        "        return [sum(weight * score for (_, weight), score in zip(functions, row) if score is not None)\n"
+        "                for row in zip(*scores)]",
     )
-    return {"task.use": "rewards:reward", "task.options.field": None}
+    return {"task.use": "rewards:rewards", "task.options.field": None}
 
 
 def _data(s: Source) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import Ended
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.workers.scoring import responses_of
 
 Score = Scored | RewardFailure
 
@@ -204,9 +205,12 @@ class Evaluator:
         rollouts = await self._generated(
             [RolloutRequest(rollout_id, prompt_ids, sampling) for rollout_id, _, prompt_ids, sampling in asked]
         )
-        scores = await series.held_out.scoring.score(
-            [(prompt, rollout.text, rollout.finished) for (prompt, _), rollout in zip(wanted, rollouts, strict=True)]
-        )
+        scoring = series.held_out.scoring
+        responses = []
+        for place, (prompt, _) in enumerate(chosen):
+            own = rollouts[place * series.samples : (place + 1) * series.samples]
+            responses += responses_of(prompt, own, scoring.sees_group(prompt))
+        scores = await scoring.score(responses)
         return [
             _Sample(prompt, rollout, score)
             for (prompt, _), rollout, score in zip(wanted, rollouts, scores, strict=True)

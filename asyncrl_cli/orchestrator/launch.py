@@ -248,7 +248,7 @@ async def _start(
         warn=reporter.warn,
     )
     replicas = Replicas(factory.host_agent, address_of=factory.address_of, budget=budget, why_gone=why_gone)
-    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget)
+    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget=budget, loaded=experiment.tasks[""])
     workers = make_workers(spec.task, "episode-worker") if "" in experiment.episodic else None
     loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
     starting = asyncio.create_task(
@@ -307,7 +307,8 @@ async def _start(
         rows = encoded(prompts, encoder=encoder, location=location, warn=reporter.warn)
         if chosen is None or chosen.task is None:
             return HeldOut(rows, scoring, episodes)
-        own = Scoring(chosen.task, partial(factory.scorer, chosen.task), budget)
+        make_scorer = partial(factory.scorer, chosen.task)
+        own = Scoring(chosen.task, make_scorer, budget=budget, loaded=experiment.tasks[name])
         if name not in experiment.episodic:
             return HeldOut(rows, own)
         return HeldOut(rows, own, playing(chosen.task, make_workers(chosen.task, f"episode-worker-{name}"), own))

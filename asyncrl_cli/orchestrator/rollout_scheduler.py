@@ -28,11 +28,13 @@ from asyncrl_cli.records.generation import (
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import Group, Opening, Outcome, Settled
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.rollout.open_requests import Ended
 from asyncrl_cli.rollout.response_text import cut
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.workers.scoring import Response, responses_of
 
 Spawn = Callable[[Coroutine[Any, Any, object]], object]
 
@@ -174,9 +176,7 @@ class RolloutScheduler:
 
     def _start(self, group: Group) -> None:
         """Request the missing rollouts of a group, and have its finished rollouts without a reward scored."""
-        self._open[group.group_id] = Group(
-            group.group_id, version=group.version, prompt=group.prompt, prompt_ids=group.prompt_ids
-        )
+        self._open[group.group_id] = replace(group, unscored={}, prefixes={})
         for index in range(self._spec.rollout.group_size):
             if index in group.scored or index in group.unscored:
                 continue
@@ -241,22 +241,41 @@ class RolloutScheduler:
                 generated.append(self._generated.get_nowait())
             rollouts = [rollout for rollout in generated if group_and_index(rollout.rollout_id)[0] in self._open]
             if rollouts:
-                responses = [
-                    (self._open[group_and_index(rollout.rollout_id)[0]].prompt, rollout.text, rollout.finished)
-                    for rollout in rollouts
-                ]
+                judged: list[Rollout] = []
+                responses: list[Response] = []
+                for rollout in rollouts:
+                    prompt, ready, together = self._ready(rollout)
+                    judged += ready
+                    responses += responses_of(prompt, ready, together) if ready else []
                 scoring = asyncio.ensure_future(self._scoring.score(responses))
-                self._spawn(self._record(rollouts, scoring))
+                recorded = {rollout.rollout_id: rollout for rollout in [*rollouts, *judged]}
+                self._spawn(self._record(list(recorded.values()), judged, scoring))
                 await asyncio.sleep(self._client.pause_s)
                 await asyncio.wait([scoring], timeout=SETTLE_S)
 
-    async def _record(self, rollouts: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]) -> None:
+    def _ready(self, rollout: Rollout) -> tuple[Prompt, list[Rollout], bool]:
+        """The rollouts to be scored now that this one has ended, whether together, and their prompt. A reward that sees
+        the group waits for its last rollout."""
+        group_id, index = group_and_index(rollout.rollout_id)
+        group = self._open[group_id]
+        if not self._scoring.sees_group(group.prompt):
+            return group.prompt, [rollout], False
+        waiting = {**group.unscored, index: rollout}
+        self._open[group_id] = replace(group, unscored=waiting)
+        complete = len(waiting) + len(group.scored) == self._spec.rollout.group_size
+        return group.prompt, [waiting[at] for at in sorted(waiting)] if complete else [], True
+
+    async def _record(
+        self, rollouts: list[Rollout], judged: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]
+    ) -> None:
+        """Record rollouts, and the scores of the ``judged`` ones, which are among them: the last reward ends a group,
+        and tokens that arrive later are ignored. Rollouts that are recorded already stay as they are."""
         unrecorded = rollouts
         if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
             # Rewards may take long, and a kill must not lose these tokens (decision 0025).
             await self._buffer.record(rollouts)
             unrecorded = []
-        scores = zip(rollouts, await scoring, strict=True)
+        scores = zip(judged, await scoring, strict=True)
         await self._conclude(unrecorded, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
 
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:

@@ -13,11 +13,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.remote import ActorDied, ActorLost, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
-from asyncrl_cli.workers.scoring import Response
+from asyncrl_cli.tasks.base import scores_groups, task_of
+from asyncrl_cli.workers.scoring import Answer, Response
 
 SCORER = "scorer"
 """The name of the actor and of its log file."""
@@ -33,7 +35,11 @@ class Scoring:
     Both methods raise ``UserError`` when the task cannot be loaded (any more), and when too many actors were lost.
     """
 
-    def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget) -> None:
+    def __init__(
+        self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget, loaded: object = None
+    ) -> None:
+        """``loaded``: the task itself, which decides whether responses are scored together."""
+        self._loaded = loaded
         self._actor = SupervisedActor("scorer", name=SCORER, make=make_actor, start=_start, budget=budget)
         self._calls = task.reward_workers * task.reward_concurrency
         self._at_once = max(AT_ONCE, self._calls)
@@ -45,12 +51,16 @@ class Scoring:
         """Start the actor and load the task: an error in the task must be reported early."""
         await self._actor.running()
 
+    def sees_group(self, prompt: Prompt) -> bool:
+        """Whether the responses to this prompt are scored together."""
+        return scores_groups(task_of(self._loaded, prompt)[0])
+
     async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
-        """The score of each response, in order.
+        """The score of each text of each response, in order. A failure of a group is the failure of each of its texts.
 
         Concurrent callers take turns: an evaluation must not delay training.
         """
-        scored: list[Scored | RewardFailure] = [RewardFailure("")] * len(responses)
+        scored: list[Answer] = [RewardFailure("")] * len(responses)
         starts = iter(range(0, len(responses), self._per_call))
 
         async def work(starts: Iterator[int]) -> None:
@@ -64,15 +74,19 @@ class Scoring:
         finally:
             for worker in workers:
                 worker.cancel()
-        return scored
+        return [
+            one
+            for (_, text, _), answer in zip(responses, scored, strict=True)
+            for one in (answer if isinstance(answer, tuple) else [answer] * (1 if isinstance(text, str) else len(text)))
+        ]
 
-    async def _score_some(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
+    async def _score_some(self, responses: Sequence[Response]) -> list[Answer]:
         async with self._room_for(len(responses)):
             try:
                 return await self._ask(responses)
             except ActorLost:
                 pass
-        scored: list[Scored | RewardFailure] = []
+        scored: list[Answer] = []
         for response in responses:
             async with self._room_for(self._at_once):
                 try:
@@ -97,7 +111,7 @@ class Scoring:
             for _ in range(taken):
                 self._room.release()
 
-    async def _ask(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
+    async def _ask(self, responses: Sequence[Response]) -> list[Answer]:
         return await self._actor.call(lambda actor: _answer(actor.score.remote(list(responses)), actor))
 
 

@@ -277,7 +277,7 @@ class TaskSpec(Section):
 
     use: str | None = None
     """A ready task such as `chain_sum`, `math` or `gym/countdown`, or `module:name`: a task class, an environment
-    class, a reward function `f(prompt, response)`, or an agent `async f(prompt, model)`."""
+    class, a reward function `f(prompt, response)` or `f(prompt, responses)`, or an agent `async f(prompt, model)`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's class."""
     mix: list[TaskMember] = Field(default_factory=list)
@@ -286,7 +286,8 @@ class TaskSpec(Section):
     """Special tokens in the text that rewards, environments and the APIs read. `shown` keeps them, except tokens that
     end a reply: for models with marks such as `</think>` among their special tokens. Default: `hidden`."""
     reward_timeout_s: Seconds = 30.0
-    """Seconds that the reward of one rollout may take; after that the rollout has failed."""
+    """Seconds that the reward of one rollout may take; after that the rollout has failed. A reward that sees the group
+    has this time for the group."""
     reward_workers: Count = 1
     """Processes that compute rewards."""
     reward_memory_mb: MemoryMB | None = None

@@ -2,6 +2,7 @@
 have to derive from them.
 
 - ``Task``: scores single responses;
+- ``GroupTask``: scores the responses of a group together;
 - ``AgentTask``: plays an episode by calling the model itself;
 - ``EnvironmentTask``: makes an environment, which the model plays turn by turn;
 - ``PromptTask``, ``CheckingTask``, ``DemonstrationTask``: further methods that any of them may have.
@@ -77,6 +78,19 @@ class Task(Protocol):
         None means that the response cannot be scored: its tokens are not trained on, and the baseline is computed from
         the group's other responses. ``finished`` is false for a response that was truncated at its token limit. The
         method may be async. An exception rejects the response's group, with the exception as the reason.
+        """
+        ...
+
+
+class GroupTask(Protocol):
+    """A task that scores all responses of a group together, to compare them. If it also has ``reward``, that method is
+    called only by itself."""
+
+    def rewards(self, prompt: Prompt, responses: list[str]) -> Sequence[Reward] | Awaitable[Sequence[Reward]]:
+        """Return one reward for each response, in their order, as ``Task.reward`` returns one.
+
+        The method may be async, and may have a third parameter ``finished``, a list of bools. An evaluation calls it
+        with the samples of one prompt, which may be a single one.
         """
         ...
 
@@ -199,6 +213,11 @@ class Use(Enum):
 def task_of(task: object, prompt: Prompt) -> tuple[object, Prompt]:
     """The task that a prompt belongs to (a mix's member, or the task itself), and the prompt as that task made it."""
     return task.member(prompt) if isinstance(task, TaskMix) else (task, prompt)
+
+
+def scores_groups(task: object) -> bool:
+    """Whether the task is a ``GroupTask``. A class of single rewards may have an attribute ``rewards``, too."""
+    return callable(getattr(task, "rewards", None))
 
 
 def is_episodic(task: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
-from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult
+from asyncrl_cli.tasks.base import Environment, ModelAccess, Reward, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
 
 ROW = frozenset({"prompt", "row", "example", "item", "record", "sample"})
@@ -25,9 +25,11 @@ RESPONSE = frozenset(
     }
 )
 """Names of a reward function's parameter for the response, here and in other trainers."""
+RESPONSES = frozenset({"responses", "completions"})
+"""Names of a reward function's parameter for the responses of the whole group."""
 BY_NAME = (
-    "arguments are passed by name: `prompt` is the row as a dict, `response` the text, `finished` whether the model "
-    "ended it; any other name is a column of the row (docs/tasks.md)"
+    "arguments are passed by name: `prompt` is the row as a dict, `response` the text (`responses`: the texts of the "
+    "whole group), `finished` whether the model ended it; any other name is a column of the row (docs/tasks.md)"
 )
 
 
@@ -44,6 +46,8 @@ class FunctionTask:
     trainers have the same arguments in another order, and would score something else without an error.
     """
 
+    response_names, usual_name = RESPONSE, "response"
+
     def __init__(self, function: Callable[..., Any], name: str, location: str = "task.use") -> None:
         """Raises ``TaskError`` at ``location`` unless exactly one parameter is the response."""
         self.name = name
@@ -55,29 +59,26 @@ class FunctionTask:
             raise TaskError(message, location=location, hint="call it in a function reward(prompt, response)") from None
         stars = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         names = [name for name, parameter in self._signature.parameters.items() if parameter.kind not in stars]
-        self._row, self._response = _chosen(names, ROW, "prompt"), _chosen(names, RESPONSE, "response")
+        self._row = _chosen(names, ROW, "prompt")
+        self._response = _chosen(names, self.response_names, self.usual_name)
         if not self._response:
-            lists = {"prompts", "completions"}.intersection(names)
             raise TaskError(
-                f"{name}{self._signature} "
-                + ("takes lists, as TRL's functions do" if lists else "has no parameter that is clearly the response"),
+                f"{name}{self._signature} has no parameter that is clearly the response",
                 location=location,
-                hint="call it in a function reward(prompt, response), with lists of one: "
-                "f(prompts=[prompt['prompt']], completions=[response], ...)[0]"
-                if lists
-                else f"{BY_NAME}; an agent is an async function f(prompt, model)",
+                hint=f"{BY_NAME}; an agent is an async function f(prompt, model)",
             )
 
-    def reward(
-        self, prompt: Prompt, response: str, finished: bool
-    ) -> float | RewardResult | Awaitable[float | RewardResult]:
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
         """Call the function; ``scoring.checked`` checks the result.
 
         Raises ``LookupError`` if the row has no column for a parameter.
         """
         row = row_of(prompt)
+        value: Reward = self._call(row, {self._row: row, self._response: response, "finished": finished})
+        return value
+
+    def _call(self, row: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
         nested = row.get("reward_model")  # verl's rows have the ground truth there
-        given = {self._row: row, self._response: response, "finished": finished}
         values = {**(nested if isinstance(nested, Mapping) else {}), **row, **given}
         arguments: dict[str, Any] = {}
         for name, parameter in self._signature.parameters.items():
@@ -91,8 +92,30 @@ class FunctionTask:
                     f"its parameter {name!r} is not a column of the row, which has {', '.join(map(repr, row))}"
                 )
         bound = inspect.BoundArguments(self._signature, arguments)
-        value: float = self.function(*bound.args, **bound.kwargs)
-        return value
+        return self.function(*bound.args, **bound.kwargs)
+
+
+class GroupFunction(FunctionTask):
+    """A task of one function that scores the responses of a group together: ``f(prompt, responses) -> list``.
+
+    A function with ``completions`` and without the row is called as TRL calls it: ``prompts`` and every column are
+    lists with an entry for each response, and with a prompt of messages a completion is a list of messages, too.
+    Otherwise a function of TRL's would compare responses with the letters of one answer.
+    """
+
+    response_names, usual_name = RESPONSES, "responses"
+
+    def rewards(self, prompt: Prompt, responses: list[str], finished: list[bool]) -> Any:
+        """Call the function; ``scoring.checked_group`` checks the result. Raises ``LookupError`` as ``reward`` does."""
+        row = row_of(prompt)
+        if self._row or self._response != "completions":
+            return self._call(row, {self._row: row, self._response: responses, "finished": finished})
+        content = row.pop("prompt")
+        columns = {name: [value] * len(responses) for name, value in {**row, "prompts": content}.items()}
+        completions: list[Any] = responses
+        if not isinstance(content, str):
+            completions = [[{"role": "assistant", "content": text}] for text in responses]
+        return self._call(columns, {"completions": completions, "finished": finished})
 
 
 def _chosen(names: Collection[str], known: Collection[str], first: str) -> str:

@@ -2,9 +2,9 @@
 
 ``use`` is the name of a ready task, ``gym/<data set>``, or what a module of the user's has:
 
-- ``module:Class`` with ``reward``, ``run`` or ``environment``: a task, constructed with ``task.options``;
+- ``module:Class`` with ``reward``, ``rewards``, ``run`` or ``environment``: a task, constructed with ``task.options``;
 - ``module:Class`` with ``reset`` and ``step``: an environment, constructed with them for each episode;
-- ``module:function`` with a parameter ``response``: a bare reward;
+- ``module:function`` with a parameter ``response``: a bare reward; with ``responses``: of a whole group;
 - ``module:function``, async, with parameters (prompt, model): an agent.
 
 Whatever is wrong is a ``TaskError`` with the field and a hint, raised before anything heavy starts.
@@ -22,16 +22,27 @@ from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
+from asyncrl_cli.tasks.base import is_episodic, scores_groups
 from asyncrl_cli.tasks.episode_sandbox import check_sandbox
-from asyncrl_cli.tasks.function_task import RESPONSE, ROW, AgentFunction, EnvironmentClass, FunctionTask
+from asyncrl_cli.tasks.function_task import (
+    RESPONSE,
+    RESPONSES,
+    ROW,
+    AgentFunction,
+    EnvironmentClass,
+    FunctionTask,
+    GroupFunction,
+)
 from asyncrl_cli.tasks.mix import MixTask
 from asyncrl_cli.tasks.ready.gym import Gym
 
 USE, OPTIONS = "task.use", "task.options"
 ANY_KIND = (
-    "name a class with a method reward(prompt, response, finished), run(prompt, model) or environment(prompt), "
-    "an environment class with reset and step, a function f(prompt, response), or an async function f(prompt, model)"
+    "name a class with a method reward(prompt, response, finished), rewards(prompt, responses), run(prompt, model) or "
+    "environment(prompt), an environment class with reset and step, a function f(prompt, response) or "
+    "f(prompt, responses), or an async function f(prompt, model)"
 )
+ONE_BY_ONE = "rollouts of agents and environments are episodes, which are scored one by one"
 
 
 def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
@@ -45,6 +56,15 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
             member.name: load_one(member.use, member.options, search_path, location=f"{location}.mix.{index}")
             for index, member in enumerate(spec.mix)
         }
+        if episodic := [name for name, member in members.items() if is_episodic(member)]:
+            for index, (name, member) in enumerate(members.items()):
+                if scores_groups(member):
+                    raise TaskError(
+                        f"{name} scores whole groups, and {episodic[0]} plays episodes: all rollouts of the mix are "
+                        "episodes then, which are scored one by one",
+                        location=f"{location}.mix.{index}.use",
+                        hint="give it reward(prompt, response, finished), or train on it in another run",
+                    )
         task: Any = MixTask(members, spec, search_path)
     elif spec.use is None:
         raise TaskError("the spec names no task", location=f"{location}.use", hint="give task.use or task.mix")
@@ -83,13 +103,22 @@ def load_one(use: str, options: Mapping[str, Any], search_path: Path, location: 
 def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
     """A task of the class ``found``, or the task of an environment class."""
     methods = [
-        name for name in ("reward", "run", "environment", "reset", "step") if callable(getattr(found, name, None))
+        name
+        for name in ("reward", "rewards", "run", "environment", "reset", "step")
+        if callable(getattr(found, name, None))
     ]
-    is_environment = methods == ["reset", "step"]
-    if not is_environment and not {"reward", "run", "environment"}.intersection(methods):
-        missing = {"reset": "step", "step": "reset"}.get("".join(methods))
+    if "rewards" in methods and (episodic := {"run", "environment", "reset"}.intersection(methods)):
         raise TaskError(
-            f"{use} is not a task: class {found.__name__} has no method {missing or 'reward, run or environment'}",
+            f"{use} has rewards for whole groups and {min(episodic)}: {ONE_BY_ONE}",
+            location=USE,
+            hint="return the reward of each episode instead, or give it reward(prompt, response, finished)",
+        )
+    is_environment = methods == ["reset", "step"]
+    if not is_environment and not {"reward", "rewards", "run", "environment"}.intersection(methods):
+        missing = {"reset": "step", "step": "reset"}.get("".join(methods))
+        lacks = missing or "reward, rewards, run or environment"
+        raise TaskError(
+            f"{use} is not a task: class {found.__name__} has no method {lacks}",
             location=USE,
             hint=f"give it {missing}, as it has {methods[0]}" if missing else ANY_KIND,
         )
@@ -122,26 +151,28 @@ def _construct(found: type, use: str, options: Mapping[str, Any]) -> Any:
             location=OPTIONS,
             hint="change the option that it names",
         ) from error
-    if "reward" in methods:
-        _check_reward(task, use)
+    for name in {"reward", "rewards"}.intersection(methods):
+        _check_reward(task, use, name)
     return task
 
 
-def _check_reward(task: Any, use: str) -> None:
-    """Raise ``TaskError`` if the arguments of ``reward`` are not (prompt, response, finished)."""
+def _check_reward(task: Any, use: str, name: str) -> None:
+    """Raise ``TaskError`` if the arguments of ``reward`` are not (prompt, response, finished), or the arguments of
+    ``rewards`` not (prompt, responses) with or without ``finished``."""
+    called = "reward(prompt, response, finished)" if name == "reward" else "rewards(prompt, responses)"
     try:
-        signature = inspect.signature(task.reward)
-        signature.bind(None, "", True)
+        signature = inspect.signature(getattr(task, name))
+        signature.bind(None, "", *([True] if name == "reward" or "finished" in signature.parameters else []))
         first, second = [*signature.parameters, "", ""][:2]
-        if first in RESPONSE or second in ROW:
+        if first in RESPONSE | RESPONSES or second in ROW:
             raise TypeError(f"its parameters are {signature}")
     except ValueError:  # a builtin without a signature
         return
     except TypeError as error:
         raise TaskError(
-            f"{use}.reward cannot be called as reward(prompt, response, finished): {error}",
+            f"{use}.{name} cannot be called as {called}: {error}",
             location=USE,
-            hint="give it these three parameters, in this order",
+            hint="give it these parameters, in this order",
         ) from None
 
 
@@ -158,7 +189,7 @@ def _wrap(function: Any, use: str, options: Mapping[str, Any]) -> FunctionTask |
     except ValueError:  # a builtin without a signature
         return FunctionTask(function, use)
     if list(signature.parameters)[1:2] != ["model"]:
-        return FunctionTask(function, use)
+        return (GroupFunction if RESPONSES.intersection(signature.parameters) else FunctionTask)(function, use)
     further = {"sandbox": None} if "sandbox" in signature.parameters else {}
     try:
         signature.bind({}, "", **further)

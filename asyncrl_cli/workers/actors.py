@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.system.logs import redirect_output
 from asyncrl_cli.system.process_tree import adopt_orphans, descendants, kill_descendants
@@ -27,7 +27,7 @@ from asyncrl_cli.tasks.base import ModelAccess
 from asyncrl_cli.tasks.mix import reward_limit_s, task_name
 from asyncrl_cli.workers.messages import Load, Played, Retry, Work
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
-from asyncrl_cli.workers.scoring import Response
+from asyncrl_cli.workers.scoring import Answer, Response
 
 BLOCKED_S = 30.0
 """Seconds that an episode may block the event loop, and with it all other episodes."""
@@ -151,11 +151,11 @@ class RewardActor(WorkerActor):
         }
         await asyncio.gather(*(pool.start() for pool in self._pools.values()))
 
-    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
-        """The score of every response, in order. Raises ``TaskError`` when the task can no longer be loaded."""
+    async def score(self, responses: list[Response]) -> list[Answer]:
+        """The answer to every response, in order. Raises ``TaskError`` when the task can no longer be loaded."""
         return list(await asyncio.gather(*map(self._score, responses)))
 
-    async def _score(self, response: Response) -> Scored | RewardFailure:
+    async def _score(self, response: Response) -> Answer:
         name = task_name(response[0]) if self.spec.mix else ""
         return await self._pools[self._work(name)].score(response)
 
@@ -193,8 +193,8 @@ class RewardPool:
         """Have all processes load the task. Raises ``TaskError``."""
         await asyncio.gather(*map(self._process, self._slots))
 
-    async def score(self, response: Response) -> Scored | RewardFailure:
-        """The reward of one response, when its turn has come. Raises ``TaskError``."""
+    async def score(self, response: Response) -> Answer:
+        """The answer to one response, when its turn has come. Raises ``TaskError``."""
 
         def free() -> _Slot | None:
             usable = (slot for slot in self._slots if not slot.lost and slot.running < self._at_once)
@@ -225,7 +225,7 @@ class RewardPool:
             slot.running += 1
             return slot
 
-    async def _ask(self, slot: _Slot, response: Response) -> Scored | RewardFailure:
+    async def _ask(self, slot: _Slot, response: Response) -> Answer:
         try:
             process = await self._process(slot)
             return await process.score(response, reward_limit_s(self._spec, response[0]))

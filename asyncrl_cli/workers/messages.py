@@ -4,7 +4,7 @@ A message is the pickle of ``(number, message)`` after its length (``multiproces
 numbers its requests; ``Load`` is the first of them. Each is answered once, with its number:
 
     Load   -> Loaded or TaskError
-    Score  -> Scored or RewardFailure
+    Score  -> Answer
     Play   -> Played
     Cancel -> no answer: it stops the request with its number, which is then answered
 

@@ -36,7 +36,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.system.logs import bound_log
 from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, ModelAccess
 from asyncrl_cli.tasks.mix import task_name
@@ -54,7 +54,7 @@ from asyncrl_cli.workers.messages import (
     Score,
     Work,
 )
-from asyncrl_cli.workers.scoring import Response, took_too_long
+from asyncrl_cli.workers.scoring import Answer, Response, took_too_long
 
 CHILD = "asyncrl_cli.workers.child"
 START_S = 600.0
@@ -157,8 +157,8 @@ class WorkerProcess:
         """Whether it can be asked: neither retired, nor about to be found gone."""
         return not self.retired and not self._tasks[0].done() and self._status() is None
 
-    async def score(self, response: Response, limit_s: float) -> Scored | RewardFailure:
-        """The reward of one response. One that takes more than ``limit_s`` seconds costs the process, unless it is
+    async def score(self, response: Response, limit_s: float) -> Answer:
+        """The answer to one response. One that takes more than ``limit_s`` seconds costs the process, unless it is
         async and can be cancelled.
 
         Raises ``ProcessLost`` when the process ended, or was ended because of another reward.
@@ -166,7 +166,7 @@ class WorkerProcess:
         alone = not self._answers
         try:
             grace_s = ASYNC_GRACE_S if self.loaded.work is Work.ASYNC else 0.0
-            scored: Scored | RewardFailure = await self._ask(Score(response, limit_s), limit_s + grace_s)
+            scored: Answer = await self._ask(Score(response, limit_s), limit_s + grace_s)
         except TimeoutError:
             alone = alone and not self._answers
             self.close("it did not answer", Retry.ISOLATED)

@@ -1,6 +1,6 @@
 """Calling a reward function and checking what it returns.
 
-Invariant: ``score`` and ``score_async`` return a ``Scored`` of finite floats or a ``RewardFailure``, whatever the
+Invariant: ``score`` and ``score_async`` return ``Scored`` of finite floats or a ``RewardFailure``, whatever the
 reward function does. If it ends its process or never returns, the owner of the process handles that.
 """
 
@@ -10,17 +10,22 @@ import asyncio
 import inspect
 import resource
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from typing import Any
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.core.user_code import defined_at, raised_at
+from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
-from asyncrl_cli.tasks.base import Task, as_result, finite
+from asyncrl_cli.tasks.base import as_result, finite, scores_groups
 from asyncrl_cli.tasks.function_task import FunctionTask
 
-Response = tuple[Prompt, str, bool]
-"""A prompt, the text of the model's response, and whether the model ended it itself."""
+Response = tuple[Prompt, str, bool] | tuple[Prompt, tuple[str, ...], tuple[bool, ...]]
+"""A prompt, the text of the model's response, and whether the model ended it itself; or all texts of a group, and for
+each whether the model ended it."""
+Answer = Scored | RewardFailure | tuple[Scored, ...]
+"""The answer to a ``Response``: for a group a score of each, or one failure of all."""
 
 FORMS = (
     "return a finite number, RewardResult(reward, metrics) or {'score': number} for every response, or None for a "
@@ -31,29 +36,68 @@ SHOWN = 200
 """Characters of a value or of an exception's message that a reason shows."""
 
 
-def score(task: Task, response: Response) -> Scored | RewardFailure:
-    """The reward of one response. Tracebacks go to stderr. Not to be called in a running event loop."""
+def responses_of(prompt: Prompt, rollouts: Sequence[Rollout], together: bool) -> list[Response]:
+    """How rollouts of one prompt are scored: all ``together``, or each alone. The texts are in their order."""
+    if together:
+        texts, finished = zip(*((rollout.text, rollout.finished) for rollout in rollouts), strict=True)
+        return [(prompt, texts, finished)]
+    return [(prompt, rollout.text, rollout.finished) for rollout in rollouts]
+
+
+def score(task: Any, response: Response) -> Answer:
+    """The answer to one response. Tracebacks go to stderr. Not to be called in a running event loop."""
     try:
-        value: object = task.reward(*response)
+        value = _called(task, response)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
+        return _checked(value, task, response)
     except BaseException as error:  # sys.exit() must not end the process
         return failed(error, name=reward_name(task), prompt=response[0], location=reward_location(task))
-    return checked(value, name=reward_name(task), prompt=response[0], location=reward_location(task))
 
 
-async def score_async(task: Task, response: Response) -> Scored | RewardFailure:
+async def score_async(task: Any, response: Response) -> Answer:
     """``score`` in a running event loop; cancelling it cancels the reward."""
     try:
-        value: object = task.reward(*response)
+        value = _called(task, response)
         if inspect.isawaitable(value):
             value = await value
+        return _checked(value, task, response)
     except BaseException as error:
         current = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and current is not None and current.cancelling():
             raise
         return failed(error, name=reward_name(task), prompt=response[0], location=reward_location(task))
-    return checked(value, name=reward_name(task), prompt=response[0], location=reward_location(task))
+
+
+def _called(task: Any, response: Response) -> object:
+    prompt, text, finished = response
+    if isinstance(text, str):
+        return task.reward(prompt, text, finished)
+    takes_finished = "finished" in inspect.signature(task.rewards).parameters
+    return task.rewards(prompt, list(text), **({"finished": list(finished)} if takes_finished else {}))  # type: ignore[arg-type]
+
+
+def _checked(value: Any, task: object, response: Response) -> Answer:
+    """Check what a reward returned. A group needs a list of as many results as it has responses."""
+    prompt, text, _ = response
+    name, location = reward_name(task), reward_location(task)
+    if isinstance(text, str):
+        return checked(value, name=name, prompt=prompt, location=location)
+    try:
+        values = None if isinstance(value, str | bytes | Mapping | Set) else list(value)
+    except TypeError:
+        values = None
+    if values is None or len(values) != len(text):
+        found = _shown(value, repr) if values is None else f"{len(values)} rewards"
+        problem = f"{name} returned {found} for the {len(text)} responses of prompt {prompt.uid!r}"
+        return RewardFailure(f"{problem}; return a list with a result for each, in their order: {FORMS}", location)
+    scores: list[Scored] = []
+    for index, result in enumerate(values):
+        score = checked(result, name=f"{name}, result {index},", prompt=prompt, location=location)
+        if isinstance(score, RewardFailure):
+            return score
+        scores.append(score)
+    return tuple(scores)
 
 
 def checked(value: object, name: str, prompt: Prompt, location: str = "") -> Scored | RewardFailure:
@@ -85,9 +129,7 @@ def took_too_long(name: str, prompt: Prompt, limit_s: float) -> RewardFailure:
 
 def awaits(task: object) -> bool:
     """Whether the task's reward is an async function: several of them can run at a time."""
-    return inspect.iscoroutinefunction(
-        task.function if isinstance(task, FunctionTask) else getattr(task, "reward", None)
-    )
+    return inspect.iscoroutinefunction(_function(task))
 
 
 def failed(error: BaseException, name: str, prompt: Prompt, location: str = "") -> RewardFailure:
@@ -108,12 +150,20 @@ def reward_name(task: object) -> str:
     """The user's name for the reward: ``module:function``, or ``module:Class.reward``."""
     if isinstance(task, FunctionTask):
         return task.name
-    return f"{type(task).__module__}:{type(task).__qualname__}.reward"
+    method = "rewards" if scores_groups(task) else "reward"
+    return f"{type(task).__module__}:{type(task).__qualname__}.{method}"
 
 
 def reward_location(task: object) -> str:
     """Where the user's code defines the reward, as ``file:line``; empty for a ready task."""
-    return defined_at(task.function if isinstance(task, FunctionTask) else getattr(task, "reward", None))
+    return defined_at(_function(task))
+
+
+def _function(task: object) -> Any:
+    """What decides the reward: the user's function or method."""
+    if isinstance(task, FunctionTask):
+        return task.function
+    return getattr(task, "rewards" if scores_groups(task) else "reward", None)
 
 
 def _shown(value: object, show: Callable[[object], str]) -> str:

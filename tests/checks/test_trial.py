@@ -24,6 +24,10 @@ def fine(prompt, response):
     return float(response == prompt["answer"])
 def nothing(prompt, response):
     return None
+def group(prompt, responses):
+    return [float(response == prompt["answer"]) for response in responses]
+def short(prompt, responses):
+    return [1.0]
 def text(prompt, response):
     return "1"
 def other_column(prompt, response):
@@ -69,6 +73,8 @@ def tried(folder: Path, name: str, thorough: bool = True) -> str:
 def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert tried(folder, "fine") == "called on the first rows: rewards (9)"
     assert tried(folder, "fine", thorough=False) == "called on the first rows: rewards (1)"
+    assert tried(folder, "group") == "called on the first rows: rewards (3)"
+    assert tried(folder, "group", thorough=False) == "called on the first rows: rewards (1)"
     assert tried(folder, "Guess") == "called on the first rows: environments (3)"
     assert tried(folder, "Guess", thorough=False) == tried(folder, "agent") == "not tried"
     assert capfd.readouterr().out == "", "what rewards print would be between the checks"
@@ -77,6 +83,11 @@ def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("name", "line", "says"),
     [
+        (
+            "short",
+            "def short",
+            "returned 1 rewards for the 4 responses of prompt 'a'; return a list with a result for each",
+        ),
         ("text", "def text", "returned '1' for prompt 'a'; return a finite number"),
         ("other_column", '["solution"]', "KeyError: 'solution' (called with the response '')"),
         ("empty", "response.split()", "IndexError"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -431,13 +431,25 @@ class Encoder:
         return " ".join(map(str, ids))
 
 
+def judged(texts: Sequence[str]) -> list[float | None]:
+    """The rewards of responses. Those of a group depend on its first one, and the longest of three has none."""
+    rewards: list[float | None] = [float(number(text) % 3 + number(texts[0]) % 3) / 2 for text in texts]
+    if len(texts) > 2:
+        rewards[max(range(len(texts)), key=lambda index: len(texts[index]))] = None
+    return rewards
+
+
 class Scorer:
-    """Scores responses after a short time."""
+    """Scores responses after a short time, those to prompts of odd numbers together with their group."""
+
+    def sees_group(self, prompt: Prompt) -> bool:
+        return int(prompt.uid[1:]) % 2 == 1
 
     async def score(self, responses: list[Response]) -> list[Scored]:
         for _ in range(len(responses)):
             await asyncio.sleep(0)
-        return [Scored(float(number(text) % 3) / 2) for _, text, _ in responses]
+        groups = [[text] if isinstance(text, str) else text for _, text, _ in responses]
+        return [Scored(reward) for texts in groups for reward in judged(texts)]
 
 
 def loader_of(spec: ExperimentSpec) -> PromptLoader:

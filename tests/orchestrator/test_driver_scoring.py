@@ -24,6 +24,7 @@ from asyncrl_cli.orchestrator.scoring import AT_ONCE, Scoring
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.workers.actors import RewardActor
 from asyncrl_cli.workers.scoring import Response
 
@@ -87,6 +88,31 @@ async def dies_of(deadly: str, texts: list[str]) -> list[Any]:
 def scoring_with(*actors: StandIn, max_restarts: int = 10, spec: TaskSpec = SPEC) -> tuple[Scoring, Notes]:
     notes = Notes()
     return Scoring(spec, iter(actors).__next__, notes.budget(max_restarts)), notes
+
+
+def test_a_group_is_one_response_with_a_score_for_each_of_its_texts(killed: list[Any]) -> None:
+    async def answers(texts: list[Any]) -> list[Any]:
+        return [
+            Scored(float(len(text)))
+            if isinstance(text, str)
+            else RewardFailure("no")
+            if "fails" in text
+            else tuple(Scored(float(len(one))) for one in text)
+            for text in texts
+        ]
+
+    async def score_all() -> list[Scored | RewardFailure]:
+        asked, _ = scoring_with(StandIn(answers))
+        many: list[Response] = [
+            *responses("one"),
+            (Prompt("a", "?"), ("x", "four"), (True, False)),
+            (Prompt("b", "?"), ("fails", "with", "it"), (True, True, True)),
+            *responses("three"),
+        ]
+        return await asked.score(many)
+
+    scored = asyncio.run(score_all())
+    assert plain(scored) == [3.0, 1.0, 4.0, *[RewardFailure("no")] * 3, 5.0]
 
 
 def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> None:
@@ -271,6 +297,34 @@ def real(cluster: None, tmp_path: Path) -> tuple[Scoring, Notes]:
     task = TaskSpec(use="user_rewards:reward", reward_timeout_s=1.0)
     notes = Notes()
     return Scoring(task, actors(task, tmp_path), notes.budget()), notes
+
+
+@pytest.mark.stack
+def test_a_group_that_ends_its_process_costs_no_other_its_rewards(cluster: None, tmp_path: Path) -> None:
+    source = """
+        import os
+        def rewards(prompt, responses):
+            if "die" in responses:
+                os._exit(3)
+            return [len(response) if response else None for response in responses]
+    """
+    (tmp_path / "user_rewards.py").write_text(textwrap.dedent(source))
+    task = TaskSpec(use="user_rewards:rewards")
+    loaded = load_task(task, tmp_path)
+    asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), loaded=loaded)
+    assert asked.sees_group(Prompt("a", "?"))
+    groups: list[Response] = [
+        (Prompt(name, "?"), texts, (True,) * len(texts)) for name, texts in (("a", ("x", "")), ("b", ("die", "y")))
+    ]
+
+    async def score_all() -> list[Scored | RewardFailure]:
+        await asked.start()
+        return await asked.score([*groups, groups[0]])
+
+    first, second, *failures, third, last = asyncio.run(score_all())
+    assert [first, second, third, last] == [Scored(1.0), Scored(None)] * 2
+    assert len(failures) == 2
+    assert all("user_rewards:rewards failed twice on prompt 'b'" in str(failure) for failure in failures)
 
 
 @pytest.mark.stack

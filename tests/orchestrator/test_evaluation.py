@@ -52,6 +52,9 @@ class Scorer:
     def __init__(self, right: set[int], failed: Collection[int] = (), masked: Collection[int] = ()) -> None:
         self.right, self.failed, self.masked = right, failed, masked
 
+    def sees_group(self, prompt: Prompt) -> bool:
+        return False
+
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
         places = [int(text.rpartition(":")[2]) for _, text, _ in responses]
         return [
@@ -175,6 +178,31 @@ def test_without_a_reward_there_is_no_accuracy_and_some_failures_are_counted(tmp
     assert result is not None and (result.accuracy, result.mean_reward, result.prompts) == (0.5, 0.5, 2)
     assert "1 of 3 rewards failed, the accuracy is that of the other 2; the first: " in warning
     assert outcome(evaluator(tmp_path, Scorer(right={0})), "greedy", 0)[1] == ""
+
+
+class Ranking(Scorer):
+    """Scores the responses to a prompt together, by their place."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, ...]] = []
+
+    def sees_group(self, prompt: Prompt) -> bool:
+        return True
+
+    async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        self.asked += [(prompt.uid, *text) for prompt, text, _ in responses]
+        return [Scored(float(place)) for _, text, _ in responses for place, _ in enumerate(text)]
+
+
+def test_the_samples_of_a_prompt_are_scored_together_if_the_reward_sees_the_group(tmp_path: Path) -> None:
+    scorer = Ranking()
+    parts = evaluator(tmp_path, scorer, evaluation={"every": 1, "samples": 4})
+    result = evaluated(parts, "sampled", 0)
+    assert [(uid, len(texts)) for uid, *texts in scorer.asked] == [("p0", 4), ("p1", 4), ("p2", 4)]
+    assert (result.mean_reward, result.accuracy, result.prompts) == (1.5, 0.75, 3)
+    assert [int(text.rpartition(":")[2]) for _, *texts in scorer.asked for text in texts] == list(range(12))
+    evaluated(evaluator(tmp_path, scorer), "greedy", 0)
+    assert [(uid, len(texts)) for uid, *texts in scorer.asked[3:]] == [("p0", 1), ("p1", 1), ("p2", 1)]
 
 
 def test_masked_responses_are_in_no_accuracy_and_named(tmp_path: Path) -> None:

@@ -64,12 +64,19 @@ class Scorer:
         self.rule: Callable[[str], float | RewardFailure | None] = lambda text: float(text[-1])
         self.held: asyncio.Event = asyncio.Event()
         self.held.set()
+        self.together = False
+
+    def sees_group(self, prompt: Prompt) -> bool:
+        return self.together
 
     async def score(self, responses: list[Response]) -> list[Scored | RewardFailure]:
+        if not responses:
+            return []
         self.asked += [(prompt.uid, text) for prompt, text, _ in responses]
         self.calls.append(len(responses))
         await self.held.wait()
-        judged = [self.rule(text) for _, text, _ in responses]
+        texts = [one for _, text, _ in responses for one in ([text] if isinstance(text, str) else text)]
+        judged = [self.rule(text) for text in texts]
         return [score if isinstance(score, RewardFailure) else Scored(score) for score in judged]
 
 
@@ -366,6 +373,88 @@ def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> N
         assert len(harness.reasons) == 1
 
     play(tmp_path, test)
+
+
+def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_path: Path) -> None:
+    async def test(harness: Harness) -> None:
+        harness.scorer.together = True
+        await harness.end("0-2", "1-0", "0-0")
+        assert harness.scorer.asked == []
+        ended = harness.table("rollouts", "group_id, rollout_index, finish_reason, scored_at")
+        assert ended == [(0, 0, "stop", None), (0, 2, "stop", None), (1, 0, "stop", None)], "their tokens are safe"
+        await harness.end("0-1")
+        assert harness.scorer.asked == [("p0", tuple(f"text of 0-{index}" for index in range(3)))]
+        assert harness.states()[0] == "finished"
+        await harness.end(RolloutFailure("1-1", "no"))
+        await harness.end("1-2")
+        assert harness.states()[1] == "rejected"
+        assert len(harness.scorer.asked) == 1, "a group without one of its rollouts is not compared"
+        taken = await harness.take()
+        assert isinstance(taken, Taken)
+        assert taken.batch.groups[0].rewards == (0.0, 1.0, 2.0)
+
+    play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
+
+
+@pytest.mark.parametrize("patience_s", [0.0, 5.0])
+def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(tmp_path: Path, patience_s: float) -> None:
+    """The first rollout is not recorded yet when the second one completes the group."""
+
+    async def test(harness: Harness) -> None:
+        harness.scorer.together = True
+        record = harness.buffer.record
+
+        async def slow(rollouts: Any = (), segments: Any = (), outcomes: Any = ()) -> Any:
+            if rollouts and not outcomes:
+                await release.wait()
+            return await record(rollouts, segments, outcomes)
+
+        release = asyncio.Event()
+        harness.buffer.record = slow  # type: ignore[method-assign]
+        await harness.end("0-0")
+        await harness.end("0-1")
+        release.set()
+        await harness.settled()
+        await harness.finish(1)
+        assert await harness.train() == [0, 1]
+
+    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", patience_s):
+        play(tmp_path, test)
+
+
+def test_a_resumed_group_is_scored_together_with_what_was_generated_before(tmp_path: Path) -> None:
+    async def before(harness: Harness) -> None:
+        harness.scorer.together = True
+        await harness.end("0-2", "1-1", "0-0")
+        harness.scorer.held.clear()
+        with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", 0.0):
+            await harness.end("1-0", "1-2")
+        assert harness.scorer.calls[-1] == 1, "the driver dies while this group is scored"
+
+    async def after(harness: Harness) -> None:
+        assert harness.scorer.asked == [("p1", ("<5",) * 3)], "the rollouts of group 1 are not generated again"
+        assert sorted(harness.ids)[0] == "0-1" and not {"0-0", "0-2", "1-0"}.intersection(harness.ids)
+        await harness.end("0-1")
+        assert harness.scorer.asked[1:] == [("p0", ("<5", "text of 0-1", "<5"))]
+        assert (harness.states()[0], harness.states()[1]) == ("finished", "finished")
+
+    sections: dict[str, Any] = {
+        "rollout": {"group_size": 3, "sampling": {"stop": ["><6"]}},
+        "pipeline": {"groups_per_step": 1, "max_staleness": 1},
+    }
+    play(tmp_path, before, **sections)
+
+    class Together(Scorer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.together, self.rule = True, float_or_zero
+
+    with patch(f"{__name__}.Scorer", Together):
+        play(tmp_path, after, **sections)
+
+
+def float_or_zero(text: str) -> float:
+    return float(text[-1]) if text[-1].isdecimal() else 0.0
 
 
 @pytest.mark.parametrize(("policy", "rejected"), [("reject", True), ("skip", False), ("train", False)])

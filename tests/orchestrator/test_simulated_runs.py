@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulation import Fate, Simulation, Weights, length, loader_of, number, token
+from simulation import Encoder, Fate, Scorer, Simulation, Weights, judged, length, loader_of, number, token
 from stand_in_hosts import checksum
 from stand_ins import spec
 
@@ -26,6 +26,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import group_and_index
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL
@@ -94,6 +95,10 @@ class Finished:
             for group in batch.groups:
                 for rollout in group.rollouts:
                     self._check_tokens(batch, group.version, rollout)
+                texts = [Encoder().decode(rollout.ids.tolist()) for rollout in group.rollouts]
+                alone = [reward for text in texts for reward in judged([text])]
+                together = Scorer().sees_group(Prompt(group.uid, ""))
+                assert list(group.rewards) == (judged(texts) if together else alone)
         rows = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), "every step is reported once"
         every = self.spec.pipeline.publish_every
@@ -156,18 +161,19 @@ def small_spec(**sections: Any) -> ExperimentSpec:
 
 
 specs = st.builds(
-    lambda partial, staleness, every, on_stale, engines, slots, ranks, checkpoints, keep, tokens, evaluation, data: (
+    lambda size, partial, staleness, every, on_stale, engines, slots, ranks, saves, keep, tokens, evaluation, data: (
         small_spec(
             data=data,
             pipeline={"max_staleness": staleness, "publish_every": every, "on_stale": on_stale}
             | ({"mode": "sync", "partial_rollouts": True} if partial else {}),
-            rollout={"engines": engines, "max_running_rollouts": slots},
+            rollout={"engines": engines, "max_running_rollouts": max(slots, size), "group_size": size},
             trainer={"ranks": ranks},
-            checkpoints={"every": checkpoints, "keep_last": keep},
+            checkpoints={"every": saves, "keep_last": keep},
             journal={"keep": tokens},
             evaluation=evaluation,
         )
     ),
+    size=st.integers(2, 3),
     partial=st.booleans(),
     staleness=st.sampled_from([0, 1, 1, 3]),
     every=st.integers(1, 3),
@@ -175,7 +181,7 @@ specs = st.builds(
     engines=st.integers(1, 3) | st.sampled_from([{"min": 1, "max": 2}, {"min": 1, "max": 3}, {"min": 2, "max": 3}]),
     slots=st.integers(2, 12),
     ranks=st.integers(1, 2),
-    checkpoints=st.integers(0, 3),
+    saves=st.integers(0, 3),
     keep=st.integers(1, 2),
     tokens=st.sampled_from(["all", "all", 1, 2]),
     evaluation=st.sampled_from(
@@ -208,9 +214,13 @@ fates = st.builds(
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_an_undisturbed_run(tmp_path: Path, every: int) -> None:
-    finished = simulated(
-        tmp_path, small_spec(pipeline={"publish_every": every}, checkpoints={"every": 2}), Fate(Random(every), 0)
+    of = small_spec(
+        pipeline={"publish_every": every},
+        checkpoints={"every": 2},
+        rollout={"group_size": every + 1},
+        evaluation={"samples": min(every, 2)},
     )
+    finished = simulated(tmp_path, of, Fate(Random(every), 0))
     assert finished.simulation.drivers == 1
     assert not [text for text in finished.simulation.view.shown if text.startswith("!")]
 

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import inspect
 import itertools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.spec.rules.data import READY_TASKS
-from asyncrl_cli.tasks.base import ModelAccess, is_episodic
+from asyncrl_cli.tasks.base import ModelAccess, is_episodic, scores_groups, task_of
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.ready.chain_sum import ChainSum
 
@@ -104,6 +105,63 @@ def test_arguments_are_passed_by_name(load: Any, source: str, row: dict[str, Any
     assert load(source, "f").reward(Prompt("row", "", row), "5", True) == result
 
 
+CHAT = ({"role": "user", "content": "2+2="},)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "result"),
+    [
+        ("def f(prompt, responses): return prompt['uid'], responses", "?", ("row", ["4", "5"])),
+        ("def f(completions, example, answer): return completions, answer", CHAT, (["4", "5"], "4")),
+        (
+            "def f(responses, finished, answer, **more): return finished, answer, set(more)",
+            "?",
+            ([True, False], "4", {"uid", "prompt"}),
+        ),
+        (
+            "def f(prompts, completions, answer, **more): return prompts, completions, answer, more",
+            *("2+2=", (["2+2="] * 2, ["4", "5"], ["4", "4"], {"uid": ["row"] * 2})),
+        ),
+        (
+            "def f(completions, **more): return [c[0]['content'] for c in completions], more",
+            CHAT,
+            (["4", "5"], {"answer": ["4"] * 2, "prompts": [list(CHAT)] * 2, "uid": ["row"] * 2}),
+        ),
+    ],
+)
+def test_a_function_of_the_group_gets_lists(load: Any, source: str, content: Any, result: Any) -> None:
+    task = load(source, "f")
+    assert scores_groups(task)
+    assert task.rewards(Prompt("row", content, {"answer": "4"}), ["4", "5"], [True, False]) == result
+
+
+def test_a_class_of_the_group_may_use_its_own_single_reward(load: Any) -> None:
+    source = (
+        CLASS + "    def rewards(self, prompt, responses): return [self.reward(prompt, r, True) for r in responses]\n"
+    )
+    task = load(source, "Echo", bonus=0.5)
+    assert scores_groups(task) and not is_episodic(task)
+    assert not scores_groups(
+        load("class C:\n rewards = [1.0]\n def reward(self, prompt, response, finished): ...", "C")
+    )
+
+
+def test_in_a_mix_of_episodes_nothing_sees_the_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "mixed_groups.py").write_text(
+        "def group(prompt, responses): ...\nasync def agent(prompt, model): ...\ndef plain(prompt, response): ...\n"
+    )
+
+    def mix(*names: str) -> Any:
+        return load_task(TaskSpec(mix=[TaskMember(name=name, use=f"mixed_groups:{name}") for name in names]), tmp_path)
+
+    with pytest.raises(TaskError, match="group scores whole groups, and agent plays episodes") as error:
+        mix("plain", "group", "agent")
+    assert error.value.location == "task.mix.1.use"
+    mixed = mix("plain", "group")
+    assert [scores_groups(task_of(mixed, Prompt(f"{name}/1", ""))[0]) for name in ("plain", "group")] == [False, True]
+
+
 def test_a_column_that_the_row_lacks_is_named(load: Any) -> None:
     with pytest.raises(LookupError, match="'label' is not a column of the row, which has 'answer', 'uid', 'prompt'"):
         load("def f(completion, label): return 1.0", "f").reward(Prompt("row", "", {"answer": "4"}), "5", True)
@@ -175,7 +233,16 @@ def test_a_missing_module_is_reported_with_the_searched_folder(tmp_path: Path) -
         ("def f(args, sample): return 1", "f", {}, "no parameter that is clearly the response"),
         ("def f(text, output): return 1", "f", {}, "no parameter that is clearly the response"),
         ("async def f(model, prompt): return 1", "f", {}, "no parameter that is clearly the response"),
-        ("def f(prompts, completions, **kwargs): return [1]", "f", {}, "takes lists, as TRL's functions do"),
+        ("class C:\n def rewards(self, responses, prompt): ...", "C", {}, r"called as rewards\(prompt, responses\)"),
+        ("class C:\n def rewards(self, prompt): ...", "C", {}, r"called as rewards\(prompt, responses\)"),
+        (
+            "class C:\n def rewards(self, prompt, responses): ...\n async def run(self, prompt, model): ...",
+            *("C", {}, "rewards for whole groups and run: rollouts of agents and environments are episodes"),
+        ),
+        (
+            "class C:\n def rewards(self): ...\n def reset(self): return []\n def step(self, reply): ...",
+            *("C", {}, "rewards for whole groups and reset"),
+        ),
         ("class C:\n def reward(self, response, prompt, finished): ...", "C", {}, "cannot be called as reward"),
         ("class C:\n def reward(self, prompt, response): ...", "C", {}, "cannot be called as reward"),
         ("def f(prompt, model): return 1", "f", {}, "is an agent, and is not async"),

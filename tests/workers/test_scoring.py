@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import decimal
 import fractions
 import sys
@@ -14,8 +15,8 @@ import torch
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.tasks.base import RewardResult
-from asyncrl_cli.tasks.function_task import FunctionTask
-from asyncrl_cli.workers.scoring import score
+from asyncrl_cli.tasks.function_task import FunctionTask, GroupFunction
+from asyncrl_cli.workers.scoring import awaits, score, score_async
 
 RESPONSE = (Prompt("row/7", "2+2="), "4", True)
 
@@ -100,6 +101,81 @@ def test_none_masks_a_response_and_keeps_its_metrics(value: Any) -> None:
     metrics = {} if value is None else {"refused": 1.0}
     assert score(returning(value), RESPONSE) == Scored(None, metrics)
     assert "metric" in reason(returning(RewardResult(None, {"refused": "yes"})))
+
+
+GROUP = (Prompt("row/7", "2+2="), ("4", "five", ""), (True, True, False))
+
+
+def group_returning(value: Any) -> GroupFunction:
+    return GroupFunction(lambda prompt, responses: value, "rewards:g")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            [1, 0.5, 0],
+            (True, decimal.Decimal("0.5"), np.float32(0)),
+            np.array([1.0, 0.5, 0.0]),
+            {1: 1, 0.5: 1, 0: 1}.keys(),
+        ),
+        *(
+            torch.tensor([1, 0.5, 0]),
+            np.array([[1.0], [0.5], [0.0]]),
+            [{"score": 1}, RewardResult(0.5), torch.zeros(())],
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_group_has_a_reward_of_each_response_in_order(value: Any) -> None:
+    if isinstance(value, type({}.keys())):
+        assert "in their order" in group_reason(value)
+        return
+    assert score(group_returning(value), GROUP) == tuple(map(Scored, (1.0, 0.5, 0.0)))
+
+
+def group_reason(value: Any) -> str:
+    failure = score(group_returning(value), GROUP)
+    assert isinstance(failure, RewardFailure), failure
+    return failure.reason
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([1.0, 2.0], "rewards:g returned 2 rewards for the 3 responses of prompt 'row/7'; return a list"),
+        ([], "returned 0 rewards for the 3 responses"),
+        *((value, f"rewards:g returned {value!r} for the 3 responses") for value in (None, 1.0, "123", {"a": 1})),
+        (np.array(1.0), "returned array(1.) for the 3 responses"),
+        ([1.0, "good", 0.0], "rewards:g, result 1, returned 'good' for prompt 'row/7'; return a finite number"),
+        ([1.0, 0.0, float("nan")], "rewards:g, result 2, returned nan"),
+        (np.zeros((3, 2)), "rewards:g, result 0, returned array([0., 0.])"),
+    ],
+    ids=repr,
+)
+def test_a_group_with_a_wrong_result_fails_as_a_whole_and_says_what_to_return(value: Any, says: str) -> None:
+    text = group_reason(value)
+    assert says in text
+    assert text.endswith("or None for a response that cannot be scored")
+
+
+def test_rewards_of_a_group_are_masked_one_by_one_and_may_be_async_methods() -> None:
+    class Ranked:
+        async def rewards(self, prompt: Prompt, responses: list[str], finished: list[bool]) -> list[Any]:
+            order = sorted(responses)
+            return [order.index(text) if ended else None for text, ended in zip(responses, finished, strict=True)]
+
+    assert awaits(Ranked())
+    expected = (Scored(1.0), Scored(2.0), Scored(None))
+    assert score(Ranked(), GROUP) == asyncio.run(score_async(Ranked(), GROUP)) == expected
+
+    class Fails:
+        def rewards(self, prompt: Prompt, responses: list[str]) -> list[float]:
+            raise KeyError("answer")
+
+    failure = score(Fails(), GROUP)
+    assert isinstance(failure, RewardFailure)
+    assert failure.reason.endswith("Fails.rewards failed on prompt 'row/7': KeyError: 'answer'")
 
 
 def test_a_failure_names_the_line_of_the_users_code() -> None:

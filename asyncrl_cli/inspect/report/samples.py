@@ -208,13 +208,13 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
 
 
 def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
-    """Prompts of two evaluations: some answered right only in the later one, and some answered wrong there."""
-    earlier = {str(row.get("uid")): row for row in evaluation_samples(before)}
+    """Prompts with a reward in two evaluations: some answered right only in the later one, some wrong there."""
+    earlier = {str(row.get("uid")): row for row in evaluation_samples(before) if row.get("reward") is not None}
     wrong: list[HeldOutSample] = []
     learned: list[HeldOutSample] = []
     for row in evaluation_samples(after):
         uid = str(row.get("uid"))
-        if uid not in earlier:
+        if uid not in earlier or row.get("reward") is None:  # a response that failed or is masked is not wrong
             continue
         one = HeldOutSample(
             uid=uid,

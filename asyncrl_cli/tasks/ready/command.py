@@ -32,7 +32,7 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.sandbox.commands import ShellSandbox
 from asyncrl_cli.spec.base import YEAR_S
 from asyncrl_cli.system.process_tree import KILL_TIMEOUT_S, with_keeper
-from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, RewardResult, Use
+from asyncrl_cli.tasks.base import GIVEN_PYTHONPATH, SPEC_FOLDER, ModelAccess, Reward, RewardResult, Use
 from asyncrl_cli.tasks.function_task import FunctionTask, row_of
 from asyncrl_cli.tasks.ready.agent_environment import HOME, home_files, inherited_by_agents, session_variables
 
@@ -140,9 +140,7 @@ class Command:
         errors = (await sandbox.read_file(ERRORS))[-KEPT:] if result.status != 0 else b""
         return result.status or 0, result.output, errors.decode(errors="replace")
 
-    def reward(
-        self, prompt: Prompt, response: str, finished: bool
-    ) -> float | RewardResult | Awaitable[float | RewardResult]:
+    def reward(self, prompt: Prompt, response: str, finished: bool) -> Reward | Awaitable[Reward]:
         """Call the function of the option ``reward``."""
         if self._reward is None:
             raise CommandFailed("the task `command` has no option `reward`")
