@@ -535,7 +535,7 @@ def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_
             "group 1 is rejected: its reward returned None for too many responses, so fewer than two have one"
         ]
         assert (await harness.counts()).rejected == 1
-        assert not harness.reasons, "it is no failure"
+        assert not harness.reasons, "this is not a failure"
         taken = await harness.take()
         assert isinstance(taken, Taken)
         assert taken.batch.groups[0].rewards == (None, 1.0, 2.0)
