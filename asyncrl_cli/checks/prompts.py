@@ -14,7 +14,7 @@ from typing import Any
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, DataError, UserError
 from asyncrl_cli.core.suggest import did_you_mean
-from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, syntax_tree
+from asyncrl_cli.data.chat_template import ChatTemplate, Feature, TemplateLimitError, chat_of
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
@@ -27,18 +27,11 @@ ENOUGH = 100
 """If at least this many prompts were tried and all are too long, the split is refused although others were not
 tried."""
 SHOWN_CHARACTERS = 1000
-"""Number of characters of the first prompt that are shown."""
+"""Number of characters of a prompt, and of its fields, that are shown."""
 REPLY = "The answer is four."
 """An example reply, to find out how the chat template ends a reply."""
 NO_MARKS = frozenset({"</s>", "</tool_call>", "</tool_response>"})
 """Special tokens that rewards do not look for: a model's end token, and marks that the gateway reads."""
-GIVEN = frozenset(
-    {
-        *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
-        *("bos_token", "eos_token", "pad_token", "unk_token"),
-    }
-)
-"""Variables that transformers itself passes to a chat template."""
 
 
 def check_prompts(
@@ -96,22 +89,30 @@ def check_prompts(
     return Warned(found, "; ".join(hints)) if hints else found
 
 
-def first_prompt(prompts: Sequence[Prompt], encoder: PromptEncoder, tokenizer: Any) -> Result:
-    """The first prompt as the model gets it: the number of tokens, and their text with special tokens and line breaks.
+def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder, tokenizer: Any) -> Result:
+    """A prompt as the model gets it: the number of tokens, their text with special tokens and line breaks, the row's
+    variables of the template, and the fields that the task gets.
 
     A warning if the text already has the chat template's tokens: the prompt would have them twice.
     """
     try:
-        prompt = prompts[0]
+        prompt = prompts[row]
         ids = encoder.encode(prompt)
     except DataError as error:
         return Warned(f"it is skipped: {error.message}", error.hint)
     if ids is None:
         return f"prompt {prompt.uid} is too long"
+    messages, _, variables = chat_of(prompt)
     text = encoder.decode(ids)
     more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
     by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
     found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
+    if messages[-1]["role"] == "assistant":
+        found += "\nthe response continues the assistant message at the end"
+    for name, values in (("variables of the row", variables), ("fields for the task", prompt.fields)):
+        if values:
+            shown = json.dumps(values, ensure_ascii=False, default=dict)
+            found += f"\n{name}: {shown[:SHOWN_CHARACTERS]}{'…' if len(shown) > SHOWN_CHARACTERS else ''}"
     if encoder.is_templated(prompt) and isinstance(prompt.content, str):
         special = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         if twice := next((token for token in special if token in str(prompt.content)), ""):
@@ -176,12 +177,12 @@ def _because(why: str) -> str:
     return f" ({why})" if why else ""
 
 
-def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) -> None:
+def check_template_kwargs(template: ChatTemplate, template_kwargs: Mapping[str, Any]) -> None:
     """Whether the chat template reads every one of ``model.chat_template_kwargs``: Jinja silently ignores others.
 
     Raises ``ConfigError`` if not.
     """
-    known = template_variables(tokenizer) if template_kwargs else None
+    known = template.variables() if template_kwargs else None
     unknown = next((name for name in template_kwargs if known is not None and name not in known), None)
     if unknown is None or known is None:
         return
@@ -191,21 +192,6 @@ def check_template_kwargs(tokenizer: Any, template_kwargs: Mapping[str, Any]) ->
         location=f"model.chat_template_kwargs.{unknown}",
         hint=did_you_mean(unknown, known, hint),
     )
-
-
-def template_variables(tokenizer: Any) -> frozenset[str] | None:
-    """The variables that a chat template reads, except ``GIVEN``; None if they cannot be determined."""
-    from jinja2 import TemplateError, meta, nodes
-
-    if tokenizer.chat_template is None:
-        return frozenset()
-    try:
-        tree = syntax_tree(tokenizer.get_chat_template())
-        # A variable that is set in one branch of the template counts as undeclared, too.
-        own = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
-        return frozenset(meta.find_undeclared_variables(tree)) - own - GIVEN
-    except TemplateError:
-        return None
 
 
 def check_reply_end(template: ChatTemplate, tokenizer: Any, ends: frozenset[int]) -> Result:

@@ -46,8 +46,9 @@ from asyncrl_cli.system.reaper import running_reaper
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
+SHOWN_PROMPTS = ("first prompt", "second prompt", "third prompt")
 PROMPT_CHECKS = frozenset(
-    {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", "first prompt"}
+    {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", *SHOWN_PROMPTS}
 )
 """The checks that show what the model gets as a prompt."""
 CLUSTER_CHECKS = frozenset({"model files", "tokenizer", "model", "cluster"})
@@ -196,8 +197,8 @@ class StartChecks:
         from asyncrl_cli.rollout.response_text import end_tokens
 
         spec, tokenizer = self._spec, self._tokenizer
-        prompts.check_template_kwargs(tokenizer, spec.model.chat_template_kwargs)
         template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
+        prompts.check_template_kwargs(template, spec.model.chat_template_kwargs)
         shown = prompts.check_template(
             template,
             tokenizer,
@@ -219,7 +220,8 @@ class StartChecks:
                 continue  # in episodes the task decides what the model gets
             yield Check(location, partial(self._prompts, location, rows, split), ("chat template",))
             if self._thorough and location == "data.train":
-                yield Check("first prompt", partial(self._first_prompt, rows), (location,))
+                for row, check in enumerate(SHOWN_PROMPTS[: len(rows)]):
+                    yield Check(check, partial(self._shown_prompt, rows, row), (location,))
 
     def _prompts(self, location: str, rows: Sequence[Prompt], split: SplitSpec) -> Result:
         return prompts.check_prompts(
@@ -230,8 +232,9 @@ class StartChecks:
             locate=partial(row_location, split, self._search_path, location, rows),
         )
 
-    def _first_prompt(self, rows: Sequence[Prompt]) -> Result:
-        return prompts.first_prompt(rows, PromptEncoder.of(self._spec, self._tokenizer), self._tokenizer)
+    def _shown_prompt(self, rows: Sequence[Prompt], row: int) -> Result:
+        encoder = PromptEncoder.of(self._spec, self._tokenizer)
+        return prompts.shown_prompt(rows, row, encoder=encoder, tokenizer=self._tokenizer)
 
     def _model(self) -> str:
         location = "model.init.config" if self._spec.model.init is not None else "model.path"

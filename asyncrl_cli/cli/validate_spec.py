@@ -33,7 +33,10 @@ def validate_spec(
     schema: Annotated[bool, typer.Option("--schema", help="Print the spec's JSON schema and exit.")] = False,
     resolved: Annotated[bool, typer.Option("--resolved", help="Print the complete spec, with all defaults.")] = False,
     prompt: Annotated[
-        bool, typer.Option("--prompt", help="Load task, data and tokenizer, and show the first prompt in full.")
+        bool,
+        typer.Option(
+            "--prompt", help="Load task, data and tokenizer, and show the first prompts as the model gets them."
+        ),
     ] = False,
     memory: Annotated[
         bool, typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse what does not fit.")
@@ -162,7 +165,7 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
 
 
 def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:
-    """The checks that show the first prompt, and the checks that they depend on."""
+    """The checks that show the first prompts, and the checks that they depend on."""
     from asyncrl_cli.checks.start import PROMPT_CHECKS
     from asyncrl_cli.cli.output import start_checks
 

@@ -71,11 +71,7 @@ def _section(tree: dict[str, Any], trainer: str, folder: Path, indent: str) -> I
         for remark in inner.remarks:
             yield from _comment(f"{CHECK} {name}: {remark}", indent)
         if inner.value is not None:
-            value = inner.value
-            if inner.key in PATHS:
-                paths = value if isinstance(value, list) else [value]
-                moved = [_from_folder(inner.key, str(path), folder) for path in paths]
-                value = moved if isinstance(value, list) else moved[0]
+            value = _from_folder(inner.key, inner.value, folder) if inner.key in PATHS else inner.value
             yield f"{indent}{name}: {_value(value)}"
 
 
@@ -87,8 +83,12 @@ def _value(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _from_folder(key: str, path: str, folder: Path) -> str:
-    """A relative path of the current folder, relative to another one; hub ids and other paths unchanged."""
+def _from_folder(key: str, path: Any, folder: Path) -> Any:
+    """A relative path of the current folder, relative to another one; hub ids and other paths unchanged. Of a list,
+    each of its paths."""
+    if isinstance(path, list):
+        return [_from_folder(key, one, folder) for one in path]
+    path = str(path)
     is_path = looks_like_path(path, os.path.abspath(path)) if key == "model.path" else names_a_file(path)
     if not is_path or path.startswith(("/", "~", "$")) or folder.resolve() == Path.cwd():
         return path

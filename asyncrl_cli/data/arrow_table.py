@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.chat_template import MEDIA
+from asyncrl_cli.data.chat_template import MEDIA, VARIABLES
 from asyncrl_cli.data.rows import LazyPrompts, RowForm
 from asyncrl_cli.records.prompt import Prompt
 
@@ -65,11 +65,13 @@ class ArrowPrompts(LazyPrompts):
     def _row(self, row: int) -> Prompt:
         self._check_files()
         values = self._table.slice(row, 1).to_pylist()[0]
-        # Arrow gives each message the keys of all messages, and each call of a tool the arguments of all calls.
+        # Arrow gives each message the keys of all messages, each call of a tool the arguments of all calls, and each
+        # row the template's variables of all rows.
         if isinstance(content := values.get(self._form.prompt_column), list):
             values[self._form.prompt_column] = [_message(one) for one in content]
-        if isinstance(tools := values.get("tools"), list):
-            values["tools"] = _without_nulls(tools)
+        for column in ("tools", VARIABLES):
+            if isinstance(values.get(column), (list, dict)):
+                values[column] = _without_nulls(values[column])
         return self._form.prompt(values, row + 1)
 
     def field(self, name: str) -> list[Any]:

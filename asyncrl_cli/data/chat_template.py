@@ -21,12 +21,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import product
 from typing import Any
 
+from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt, normalized
 
 Tools = Sequence[Mapping[str, Any]]
@@ -45,6 +47,15 @@ UNUSED = frozenset({"refusal", "audio", "annotations", "function_call"})
 """Keys of OpenAI's replies that no template reads."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 """Columns of rows for models that see or hear."""
+VARIABLES = "chat_template_kwargs"
+"""The column, and the key of requests, with variables for the template."""
+GIVEN = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "pad_token", "unk_token"),
+    }
+)
+"""Variables that transformers itself passes to a chat template."""
 
 
 class _Ended(BaseException):
@@ -160,7 +171,7 @@ class Abilities:
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, with the variables of ``model.chat_template_kwargs``."""
+    """A tokenizer's chat template with its variables: ``model.chat_template_kwargs``, and a row's or request's."""
 
     watch = _Watch()
 
@@ -168,20 +179,41 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._variables = variables or {}
         self._known: tuple[object, Abilities] | None = None
+        self._read: tuple[object, frozenset[str] | None] | None = None
 
     def text(self, messages: Sequence[Message], tools: Tools | None = None, reply: bool = False) -> str:
-        """The messages as the template writes them; with ``reply``, up to the beginning of the model's reply.
+        """The messages as the template writes them; with ``reply``, up to the beginning of the model's reply, or up to
+        the last character of an assistant message at the end, which the reply continues.
 
         Raises ``ChatError`` for malformed messages, for messages that the template refuses, and with ``reply`` for a
-        conversation that ends with a reply.
+        last assistant message without text or with tool calls.
         """
         messages = [self._canonical(message) for message in messages]
-        if reply and messages and messages[-1]["role"] == "assistant":
-            raise ChatError(
-                "the conversation ends with an assistant's message, and a reply cannot be continued: end it with a "
-                "user's message or a tool's result"
-            )
-        return self._rendered(self.abilities().fitted(messages), tools, reply)
+        last = messages[-1] if messages else {}
+        continues = reply and last.get("role") == "assistant"
+        if continues and (last.get("tool_calls") or not last["content"].strip()):
+            raise ChatError("the assistant message at the end has tool calls, or no text that could be continued")
+        return self._rendered(self.abilities().fitted(messages), tools, reply, continues=continues)
+
+    def with_variables(self, variables: Mapping[str, Any]) -> ChatTemplate:
+        """The same template with more variables. Raises ``ChatError`` for one that it does not read."""
+        if not variables:
+            return self
+        known = self.variables() or frozenset()
+        if unknown := next((name for name in variables if name not in known and name not in self._variables), None):
+            hint = f"it reads {', '.join(sorted(known))}" if known else "it reads no variables"
+            raise ChatError(f"the chat template does not read {unknown!r}: {did_you_mean(unknown, known, hint)}")
+        self.abilities()  # tried with the model's own variables, once
+        other = copy(self)
+        other._variables = {**self._variables, **variables}
+        return other
+
+    def variables(self) -> frozenset[str] | None:
+        """The variables that the template reads, except ``GIVEN``; None if they cannot be determined."""
+        template = self._tokenizer.chat_template
+        if self._read is None or self._read[0] != template:
+            self._read = template, _variables_of(self._tokenizer)
+        return self._read[1]
 
     def abilities(self) -> Abilities:
         """Try the template, once. Raises ``TemplateLimitError``."""
@@ -206,7 +238,9 @@ class ChatTemplate:
         others = {key: value for key, value in message.items() if key not in known and value is not None}
         return {**same, **others} if others else same
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools | None, reply: bool) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Tools | None, reply: bool, *, continues: bool = False
+    ) -> str:
         if self._tokenizer.chat_template is None:
             raise ChatError("the model has no chat template; give it one with model.chat_template")
         try:
@@ -215,7 +249,8 @@ class ChatTemplate:
                     self._tokenizer.apply_chat_template(
                         [dict(message) for message in messages],
                         tools=[dict(tool) for tool in tools] if tools else None,
-                        add_generation_prompt=reply,
+                        add_generation_prompt=reply and not continues,
+                        continue_final_message=continues,
                         tokenize=False,
                         **self._variables,
                     )
@@ -225,6 +260,8 @@ class ChatTemplate:
             message = f"the chat template takes more than {limits} to render these messages"
             raise TemplateLimitError(message) from None
         except Exception as error:  # a template may raise anything
+            if continues and "continue_final_message" in str(error):
+                raise ChatError("the chat template changes the assistant message that is to be continued") from error
             raise ChatError(f"the chat template refuses these messages or tools: {error}") from error
 
     def _found(self) -> Abilities:
@@ -322,6 +359,20 @@ def syntax_tree(template: str) -> Any:
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
 
 
+def _variables_of(tokenizer: Any) -> frozenset[str] | None:
+    from jinja2 import TemplateError, meta, nodes
+
+    if tokenizer.chat_template is None:
+        return frozenset()
+    try:
+        tree = syntax_tree(tokenizer.get_chat_template())
+        # A variable that is set in one branch of the template counts as undeclared, too.
+        own = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "store"}
+        return frozenset(meta.find_undeclared_variables(tree)) - own - GIVEN
+    except TemplateError:
+        return None
+
+
 def _check_constants(template: str) -> None:
     """Raise ``MemoryError`` if a constant of a template, such as ``"x" * 10**10``, does not fit into memory: Jinja
     computes it whenever it compiles the template, even in a branch that is not taken."""
@@ -339,18 +390,25 @@ def _check_constants(template: str) -> None:
                 raise error.__cause__ from None
 
 
-def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None]:
-    """A prompt as messages, and the tools of its row. Raises ``ChatError`` for a row with more than text."""
+def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[str, Any]]:
+    """A prompt as messages, with the tools and the template's variables of its row.
+
+    Raises ``ChatError`` for a row with more than text, and for malformed tools and variables.
+    """
     content = prompt.content
     messages: tuple[Message, ...] = (
         ({"role": "user", "content": content},) if isinstance(content, str) else tuple(content)
     )
 
     def unwritten(column: str) -> Any:
-        """The column's value; None if there is none, or if the split's template wrote it into the prompt."""
+        """The column's value, which may be JSON text; None if there is none, or if the split's template wrote it into
+        the prompt."""
         value = prompt.fields.get(column)
         if value in (None, "", "[]") or any(str(value) in str(message.get("content")) for message in messages):
             return None
+        if isinstance(value, str) and column not in MEDIA:
+            with suppress(ValueError):
+                return json.loads(value)
         return value
 
     for column in MEDIA:
@@ -358,17 +416,18 @@ def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None]:
             hint = "remove the column, or rename it if only the task reads it"
             raise ChatError(f"the row has `{column}`, and models get text alone: {hint}")
     tools = unwritten("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = [None]
     if tools and not (isinstance(tools, (list, tuple)) and all(map(_is_tool, tools))):
         raise ChatError(
             'the row\'s `tools` are not definitions such as {"type": "function", "function": {"name": "…"}}: correct '
             "them, or rename the column if only the task reads it"
         )
-    return messages, tools or None
+    variables = unwritten(VARIABLES) or {}
+    if not isinstance(variables, Mapping):
+        raise ChatError(
+            f'the row\'s `{VARIABLES}` are not an object such as {{"enable_thinking": false}}: correct them, or rename '
+            "the column if only the task reads it"
+        )
+    return messages, tools or None, variables
 
 
 def _is_tool(tool: Any) -> bool:

@@ -68,7 +68,7 @@ class JoinedPrompts(LazyPrompts):
     def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
-        super().__init__(self._ends[-1], self._prompt)
+        super().__init__(self._ends[-1], lambda row: self._parts[self.place(row)[0]][self.place(row)[1]])
 
     def place(self, row: int) -> tuple[int, int]:
         """The number of a row's file, and the row's number in it, all from 0."""
@@ -80,10 +80,6 @@ class JoinedPrompts(LazyPrompts):
         for part in self._parts:
             found += part.field(name) if isinstance(part, LazyPrompts) else [one.fields.get(name) for one in part]
         return found
-
-    def _prompt(self, row: int) -> Prompt:
-        part, within = self.place(row)
-        return self._parts[part][within]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -66,6 +67,7 @@ class ChatFormat:
         self._reads_tools = tool_parser_name in (None, HERMES)
         self._calls = LAYOUTS.get(tool_parser_name or HERMES)
         self._named_form = FORMS.get(reasoning_parser_name or "")
+        self._reasoning_parser_name = reasoning_parser_name
         self._reasoning = None
         if reasoning_parser_name is not None and self._named_form is None:
             self._reasoning = vllm_reasoning_parser(reasoning_parser_name, tokenizer, self.template_kwargs)
@@ -80,8 +82,28 @@ class ChatFormat:
         self.longest_token: int = max(map(len, tokenizer.get_vocab()))
         """Characters of the longest token: a text has at least its length over this of tokens."""
 
+    def varied(self, variables: Mapping[str, Any], continues: bool) -> ChatFormat:
+        """The format of a call with more ``variables`` for the template. ``continues``: the reply continues a message,
+        so it is content without separate reasoning.
+
+        Raises ``ChatError`` for a variable that the template does not read.
+        """
+        other = copy(self)
+        other._template = self._template.with_variables(variables)
+        other.template_kwargs = {**self.template_kwargs, **variables}
+        other.__dict__.pop("_form", None)  # it follows from the variables
+        if continues:
+            other._named_form = other._reasoning = None
+        elif self._reasoning is not None and self._reasoning_parser_name is not None:
+            other._reasoning = vllm_reasoning_parser(
+                self._reasoning_parser_name, self._tokenizer, other.template_kwargs
+            )
+        _ = other._form  # in this thread: variables decide how long a template takes
+        return other
+
     def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """A complete prompt, with the beginning of the requested reply. Raises ``ChatError``."""
+        """A complete prompt, with the beginning of the requested reply, or up to the end of a message that it
+        continues. Raises ``ChatError``."""
         return self.encode(self._template.text(messages, tools, reply=True))
 
     def continue_(

@@ -59,12 +59,14 @@ class Conversation:
     characters: int
 
     @classmethod
-    def of(cls, messages: Sequence[Message], tools: Tools | None) -> Conversation:
-        """Raises ``ChatError``."""
+    def of(
+        cls, messages: Sequence[Message], tools: Tools | None, variables: Mapping[str, Any] | None = None
+    ) -> Conversation:
+        """``variables``: all of the template's, which belong to the key of the tools. Raises ``ChatError``."""
         canonical = _with_one_system_message([normalized(message) for message in messages])
         if not canonical:
             raise ChatError("there are no messages")
-        texts = [key(list(tools or ())), *(key(_spoken(message)) for message in canonical)]
+        texts = [key([list(tools or ()), variables or {}]), *(key(_spoken(message)) for message in canonical)]
         reasoning = {count: message.get("reasoning_content", "") for count, message in enumerate(canonical, 2)}
         return cls(
             canonical,
@@ -84,13 +86,17 @@ class Conversation:
         same = all(known.get(count) == digest for count, digest in self.reasoning.items() if count <= history.count)
         return history.count if same else None
 
-    def after(self, history: History | None) -> History:
-        """All of it, where it continues a history; None: it continues none."""
+    def after(self, history: History | None, continues: bool = False) -> History:
+        """All of it, where it continues a history (None: it continues none); if the reply ``continues`` its last
+        message, all but that."""
         covered, reasoning = (0, None) if history is None else (history.count, history.reasoning)
+        end = len(self.keys) - continues
         for count, digest in self.reasoning.items():
-            if count > covered:
+            if covered < count <= end:
                 reasoning = ReasoningChain(count, digest, reasoning)
-        return History(len(self.keys), self.keys[-1], reasoning)
+        while reasoning is not None and reasoning.count > end:
+            reasoning = reasoning.before
+        return History(end, self.keys[end - 1], reasoning)
 
 
 def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:

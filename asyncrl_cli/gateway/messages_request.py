@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
@@ -20,10 +20,10 @@ from asyncrl_cli.gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
     NO_EFFECT,
+    ChatBody,
     Count,
     Flag,
     GenerationRequest,
-    Request,
     Settings,
     Stops,
     Text,
@@ -159,7 +159,7 @@ class ContextManagement(Settings):
     edits: Annotated[list[ContextEdit], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
 
-class CountRequest(Request):
+class CountRequest(ChatBody):
     """A request of `/v1/messages/count_tokens`. Keys about the generation have no effect on its tokens."""
 
     no_effect = NO_EFFECT | {"max_tokens", "output_config", "stop_sequences", "stream", "temperature"}
@@ -199,15 +199,18 @@ class CountRequest(Request):
             found += [_assistant(text, blocks)] if speaks else _user(text, blocks)
         return found
 
+    def continues(self, ends_with_reply: bool) -> bool:
+        return ends_with_reply  # as in Anthropic's API
+
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the model sees, in the shape that chat templates know."""
         if self.tool_choice and self.tool_choice.type == "none":
             return None
         return [_function(tool) for tool in self.tools or () if tool.custom] or None
 
-    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
+    def refuse_unsupported(self, fixed_sampling: bool) -> None:
         """As in ``Request``. Sessions with fixed sampling drop Anthropic's tools: their programs are unmodified."""
-        super().refuse_unsupported(fixed_sampling, template_kwargs)
+        super().refuse_unsupported(fixed_sampling)
         if fixed_sampling:
             return
         if self.mcp_servers:

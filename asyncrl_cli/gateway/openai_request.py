@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -15,6 +14,7 @@ from asyncrl_cli.gateway.wire import (
     MAX_MESSAGES,
     MAX_TOOLS,
     NEUTRAL,
+    ChatBody,
     Count,
     Flag,
     GenerationRequest,
@@ -143,8 +143,12 @@ SPOKEN_OTHERWISE = ("audio", "function_call", "refusal")
 """Keys of a message that may hold content the policy would not see."""
 
 
-class ChatRequest(OpenAIRequest):
+class ChatRequest(OpenAIRequest, ChatBody):
     neutral = NEUTRAL | {"add_special_tokens": (False,)}
+    how_to_end: ClassVar[str] = (
+        "to continue an assistant message at the end, set continue_final_message: true and add_generation_prompt: "
+        "false; otherwise the last message must not be the assistant's"
+    )
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -157,6 +161,10 @@ class ChatRequest(OpenAIRequest):
     top_logprobs: Annotated[int, Field(ge=0, le=20, strict=True)] | None = Field(
         None, description="Needs `logprobs`. Only the sampled token's is known: more than 1 gives that one."
     )
+    continue_final_message: Flag | None = Field(
+        None, description="The reply continues the assistant message at the end; needs `add_generation_prompt: false`."
+    )
+    add_generation_prompt: Flag | None = Field(None, description="`false` with `continue_final_message` only.")
 
     @model_validator(mode="after")
     def _tool_choice_fits(self) -> ChatRequest:
@@ -164,9 +172,15 @@ class ChatRequest(OpenAIRequest):
         chosen = [choice] if isinstance(choice, NamedTool) else self._allowed() or ()
         if not {tool.function.name for tool in chosen} <= {tool.function.name for tool in self.tools or ()}:
             raise PydanticCustomError("tool_choice", "tool_choice names a function that is not among the tools")
+        if bool(self.continue_final_message) != (self.add_generation_prompt is False):
+            message = "continue_final_message: true and add_generation_prompt: false need each other"
+            raise PydanticCustomError("continue_final_message", message)
         if self.top_logprobs and not self.logprobs:
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         return self
+
+    def continues(self, ends_with_reply: bool) -> bool:
+        return bool(self.continue_final_message)
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the model sees, as they were sent."""
@@ -180,8 +194,8 @@ class ChatRequest(OpenAIRequest):
     def _allowed(self) -> list[NamedTool] | None:
         return self.tool_choice.allowed_tools.tools if isinstance(self.tool_choice, AllowedTools) else None
 
-    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
-        super().refuse_unsupported(fixed_sampling, template_kwargs)
+    def refuse_unsupported(self, fixed_sampling: bool) -> None:
+        super().refuse_unsupported(fixed_sampling)
         for index, message in enumerate(self.messages):
             for key in SPOKEN_OTHERWISE:
                 if (message.model_extra or {}).get(key):

@@ -53,7 +53,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
 
     async def chat(session: Session, body: ChatRequest, render: Render) -> Prepared:
         messages = [message.plain() for message in body.messages]
-        rendered = await render_chat(session, messages=messages, tools=body.offered_tools(), render=render)
+        rendered = await render_chat(session, body, messages, render=render)
         wanted = Wanted(
             token_ids=bool(body.return_token_ids),
             logprobs=bool(body.logprobs),
@@ -86,9 +86,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
             raise invalid_value(f"a conversation of more than {MAX_MESSAGES} messages", "input")
         instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
         messages = [*instructions, *conversation]
-        rendered = await render_chat(
-            session, messages=messages, tools=body.offered_tools(), render=render, param="input"
-        )
+        rendered = await render_chat(session, body, messages, render=render, param="input")
 
         def keep(response_id: str, reply: Message) -> None:
             kept.add(response_id, (*conversation, reply))
@@ -104,7 +102,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
         return Prepared([rendered], options, answer)
 
     async def message(session: Session, body: MessagesRequest, render: Render) -> Prepared:
-        rendered = await render_chat(session, messages=body.chat_messages(), tools=body.offered_tools(), render=render)
+        rendered = await render_chat(session, body, body.chat_messages(), render=render)
         stops = tuple(body.stop_sequences or ())
         options = CallOptions(max_tokens=body.max_tokens, temperature=body.temperature, stop=stops)
         answer = MessagesAnswer(
@@ -125,7 +123,7 @@ def router_of(service: Service, session_of: SessionOf, kept_of: Callable[[Sessio
         async with service.bodies.read(request, CountRequest) as (body, render):
             used = service.session_for(session, body)
             try:
-                rendered = await used.render_chat(body.chat_messages(), body.offered_tools(), render)
+                rendered = await render_chat(used, body, body.chat_messages(), render=render)
             finally:
                 if session is None:
                     used.close()

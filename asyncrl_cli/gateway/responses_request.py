@@ -24,6 +24,7 @@ from asyncrl_cli.gateway.wire import (
     MAX_CALLS,
     MAX_MESSAGES,
     MAX_TOOLS,
+    ChatBody,
     Count,
     Flag,
     GenerationRequest,
@@ -221,7 +222,7 @@ class ToolChoice(NamedTool):
         return (self.tools or []) if self.type == ALLOWED else [self]
 
 
-class ResponsesRequest(GenerationRequest):
+class ResponsesRequest(GenerationRequest, ChatBody):
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A user's text, or items: messages, calls of tools, their results, reasoning."
     )
@@ -316,8 +317,8 @@ class ResponsesRequest(GenerationRequest):
                 raise invalid_value(f"a reply with more than {MAX_CALLS} calls", "input")
         return [{"content": None, **message} for message in messages]
 
-    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
-        super().refuse_unsupported(fixed_sampling, template_kwargs)
+    def refuse_unsupported(self, fixed_sampling: bool) -> None:
+        super().refuse_unsupported(fixed_sampling)
         if LOGPROBS in (self.include or ()):
             raise unsupported("include", f"{LOGPROBS} is not supported")
         if fixed_sampling:

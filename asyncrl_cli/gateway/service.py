@@ -19,12 +19,11 @@ from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
 from asyncrl_cli.gateway.metrics import Metrics
-from asyncrl_cli.gateway.parsers import Tools
 from asyncrl_cli.gateway.reply_stream import Part
 from asyncrl_cli.gateway.session import CallOptions, Render, Rendered, Reply, Session
 from asyncrl_cli.gateway.sessions import Sessions
+from asyncrl_cli.gateway.wire import ChatBody, encoded
 from asyncrl_cli.gateway.wire import Request as Body
-from asyncrl_cli.gateway.wire import encoded
 from asyncrl_cli.records.prompt import Message
 
 Prompts = Sequence[Sequence[Reply]]
@@ -130,7 +129,7 @@ class Service:
         Raises ``ApiError`` for a model that is not served, and for a key that cannot be honoured.
         """
         self.check_model(named, body.model)
-        body.refuse_unsupported(named is not None and named.fixed_sampling, self.chat.template_kwargs)
+        body.refuse_unsupported(named is not None and named.fixed_sampling)
         return named or self.new_session()
 
 
@@ -144,13 +143,15 @@ class Prepared:
 
 
 async def render_chat(
-    session: Session, messages: Sequence[Message], tools: Tools | None, render: Render, param: str = "messages"
+    session: Session, body: ChatBody, messages: Sequence[Message], *, render: Render, param: str = "messages"
 ) -> Rendered:
     """The prompt of a conversation, which ``param`` of the request has. Raises ``ApiError``."""
-    if messages and messages[-1]["role"] == "assistant":
-        message = f"{param}: the last message must not be the assistant's: a reply cannot be prefilled or continued"
-        raise invalid_value(message, param)
-    return await session.render_chat(messages, tools, render)
+    ends_with_reply = bool(messages) and messages[-1]["role"] == "assistant"
+    if ends_with_reply != body.continues(ends_with_reply):
+        raise invalid_value(f"{param}: {body.how_to_end}", param)
+    return await session.render_chat(
+        messages, body.offered_tools(), render, variables=body.chat_template_kwargs, continues=ends_with_reply
+    )
 
 
 async def respond(

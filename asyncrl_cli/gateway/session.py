@@ -99,13 +99,15 @@ class Reply:
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A call's prompt: all its tokens, the turn that it continues (None: it begins a branch), and how its conversation
-    is found again after the reply."""
+    is found again after the reply. ``chat`` reads the reply of a chat; ``begun`` is the message that it continues."""
 
     prompt_ids: tuple[int, ...]
     after: tuple[Branch, Turn] | None = None
     tools: Tools | None = None
     messages: History | None = None
     text: str | None = None
+    chat: ChatFormat | None = None
+    begun: Message | None = None
 
     @property
     def branch(self) -> Branch | None:
@@ -218,15 +220,17 @@ class Session:
         else:
             tokens, finish = replayed
         ids = tuple(tokens.ids.tolist())
-        text = cut(self._chat.decode(ids), sampling.stop)
+        decoded = self._chat.decode(ids)
+        text = cut(decoded, sampling.stop)
         message: Message = {"role": "assistant", "content": text}
-        if asked.messages is not None:
-            message = self._chat.parse(call.prompt_ids, token_ids=ids, tools=asked.tools, stop=sampling.stop)
+        if asked.chat is not None:
+            message = asked.chat.parse(call.prompt_ids, token_ids=ids, tools=asked.tools, stop=sampling.stop)
         turn = Turn(
             end=call.first + len(ids),
             last_token=ids[-1],
-            messages=None if asked.messages is None else asked.messages.then(message),
+            messages=None if asked.messages is None else asked.messages.then(_whole(asked.begun, message)),
             text=None if asked.text is None else asked.text + self._chat.decode(ids, special=True),
+            stopped=text != decoded,
         )
         self._transcript.end(call, sampled=tokens, finish=finish, turn=turn)
         self.sampled_tokens += len(ids)
@@ -242,8 +246,8 @@ class Session:
         )
 
     def _stream(self, asked: Rendered, stop: Sequence[str]) -> FieldStream:
-        if asked.messages is not None:
-            return self._chat.stream(asked.tools, stop)
+        if asked.chat is not None:
+            return asked.chat.stream(asked.tools, stop)
         return FieldStream(self._chat.decode, lambda ids: (ids, False), stop)
 
     async def _sample(
@@ -298,34 +302,51 @@ class Session:
 
     # -- rendering a call
 
-    async def render_chat(self, messages: Sequence[Message], tools: Tools | None, render: Render) -> Rendered:
+    async def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None,
+        render: Render,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        continues: bool = False,
+    ) -> Rendered:
         """Find the branch that a conversation continues, and render what is new of it.
 
-        Raises ``ApiError`` for what cannot be rendered.
+        ``variables``: for the chat template, over the model's. ``continues``: the last message is the assistant's, and
+        the reply continues it. Raises ``ApiError`` for messages that cannot be rendered.
         """
         self._refuse_if_ended()
         tools = tools or None
         with _chat_errors():
-            conversation = await render(partial(Conversation.of, messages, tools))
+            given = {**self._chat.template_kwargs, **(variables or {})}
+            conversation = await render(partial(Conversation.of, messages, tools, given))
             self._refuse_flood(conversation.characters)
+            chat = self._chat
+            if variables or continues:
+                chat = await render(partial(chat.varied, variables or {}, continues))
+            begun = conversation.messages[-1] if continues else None
             if found := self._transcript.longest(lambda _, turn: conversation.covered_by(turn.messages)):
                 branch, turn = found
                 assert turn.messages is not None
                 covered = turn.messages.count - 1  # the tools are not a message
                 new, before = conversation.messages[covered:], conversation.messages[covered - 1]
+                known, rest = _until(branch, turn), list[int]()
                 try:
-                    rest = await render(partial(self._chat.continue_, new, tools, turn.last_token, before))
+                    if new:
+                        rest = await render(partial(chat.continue_, new, tools, turn.last_token, before))
+                    elif turn.stopped or before.get("tool_calls") or not before["content"]:
+                        raise ChatError("its message is not the end of its tokens")
+                    elif turn.last_token in chat.end_tokens:  # the sequence has an end that another one lacks
+                        known, found = known[:-1], None
                 except ChatError:
                     pass  # the template cannot continue from here: the call begins a branch
                 else:
-                    return Rendered(
-                        (*_until(branch, turn), *rest),
-                        after=found,
-                        tools=tools,
-                        messages=conversation.after(turn.messages),
-                    )
-            ids = await render(partial(self._chat.render, conversation.messages, tools))
-        return Rendered(tuple(ids), after=None, tools=tools, messages=conversation.after(None))
+                    history = conversation.after(turn.messages, continues)
+                    return Rendered((*known, *rest), found, tools=tools, messages=history, chat=chat, begun=begun)
+            ids = await render(partial(chat.render, conversation.messages, tools))
+        history = conversation.after(None, continues)
+        return Rendered(tuple(ids), tools=tools, messages=history, chat=chat, begun=begun)
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
         """As ``render_chat``, for a text to continue."""
@@ -428,6 +449,11 @@ def _until(branch: Branch, turn: Turn) -> list[int]:
     """The tokens of a sequence up to the end of a turn."""
     before: list[int] = branch.known.ids[: turn.end].tolist()
     return before
+
+
+def _whole(begun: Message | None, message: Message) -> Message:
+    """A reply as a client sends it back: together with the message that it continued."""
+    return message if begun is None else {**begun, **message, "content": begun["content"] + (message["content"] or "")}
 
 
 async def _all(replies: Sequence[Coroutine[Any, Any, Reply]]) -> list[Reply]:

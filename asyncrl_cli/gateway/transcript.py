@@ -32,13 +32,14 @@ class Turn:
     """The end of a reply, where a conversation can continue: ``end`` tokens into its branch.
 
     ``messages``, of a chat: the tools and the messages up to the reply, to be compared. ``text``, of a completion: the
-    text up to there.
+    text up to there. ``stopped``: a stop string ended the reply, so its tokens have more text than its message.
     """
 
     end: int
     last_token: int
     messages: History | None = None
     text: str | None = None
+    stopped: bool = False
 
 
 @dataclass(slots=True, eq=False)

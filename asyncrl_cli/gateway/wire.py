@@ -40,7 +40,7 @@ NO_EFFECT = frozenset(
         # caches and transport
         *("cache_control", "cache_salt", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
         *("prediction", "stream_interval", "stream_options", "include_obfuscation", "spaces_between_special_tokens"),
-        # wishes about the model's style: a chat template's settings are model.chat_template_kwargs
+        # wishes about the model's style: a chat template's settings are chat_template_kwargs
         *("reasoning", "reasoning_effort", "thinking", "effort", "verbosity", "task_budget"),
         *("parallel_tool_calls", "max_tool_calls"),
     ]
@@ -94,7 +94,6 @@ programs send them by habit."""
 _NO_FORMATS = "describe the format in the messages; for structured outputs, use `vllm serve RUN/model`"
 HINTS: Mapping[str, str] = {
     "chat_template": "set model.chat_template in the spec",
-    "chat_template_kwargs": "set model.chat_template_kwargs in the spec; a request may repeat them",
     **dict.fromkeys(("format", "output_format", "response_format", "structured_outputs"), _NO_FORMATS),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _NO_FORMATS),
 }
@@ -117,19 +116,10 @@ class Request(Wire):
         None, description="The served model, as `/v1/models` names it; optional. In sessions any name is served."
     )
 
-    def refuse_unsupported(self, fixed_sampling: bool, template_kwargs: Mapping[str, Any]) -> None:
-        """Raise ``ApiError`` for the first key that cannot be honoured.
-
-        Args:
-            fixed_sampling: the session ignores the keys of ``SAMPLING``.
-            template_kwargs: ``model.chat_template_kwargs``, which a request may repeat.
-        """
-        extra = dict(self.model_extra or {})
-        asked = extra.get("chat_template_kwargs")
-        if isinstance(asked, dict) and all(
-            key in template_kwargs and _same(value, template_kwargs[key]) for key, value in asked.items()
-        ):
-            del extra["chat_template_kwargs"]
+    def refuse_unsupported(self, fixed_sampling: bool) -> None:
+        """Raise ``ApiError`` for the first key that cannot be honoured. With ``fixed_sampling`` the session ignores the
+        keys of ``SAMPLING``."""
+        extra = self.model_extra or {}
         self._refuse(self, extra=extra, prefix="", ignored=SAMPLING.keys() if fixed_sampling else ())
         for name in type(self).model_fields:
             if isinstance(part := getattr(self, name), Settings):
@@ -143,6 +133,25 @@ class Request(Wire):
             if not any(_same(value, one) for one in neutral):
                 hint = HINTS.get(key) or did_you_mean(key, type(part).model_fields)
                 raise unsupported(prefix + key, f"{prefix}{key} is not supported" + (f"; {hint}" if hint else ""))
+
+
+class ChatBody(Request):
+    """A request about a conversation, in any API."""
+
+    how_to_end: ClassVar[str] = "the last message must not be the assistant's"
+    """The rule for the last message, for errors."""
+
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables for the chat template, over `model.chat_template_kwargs` of the spec."
+    )
+
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model sees, as chat templates know them."""
+        raise NotImplementedError
+
+    def continues(self, ends_with_reply: bool) -> bool:
+        """Whether the reply is to continue the last message; ``ends_with_reply``: that is the assistant's."""
+        return False
 
 
 class GenerationRequest(Request):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from asyncrl_cli.core.errors import DataError, RunError
-from asyncrl_cli.data.chat_template import ChatTemplate, Feature, Tools, chat_of
+from asyncrl_cli.data.chat_template import VARIABLES, ChatTemplate, Feature, Tools, chat_of
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.records.groups import Candidate
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
@@ -72,8 +72,7 @@ class PromptEncoder:
                 hint="give prompts as text, or use a tokenizer with a chat template",
             )
         try:
-            messages, tools = chat_of(prompt)
-            ids = self._encode(prompt, messages, tools)
+            ids = self._encode(prompt)
         except Exception as error:  # tokenizers can raise any exception
             reason = str(error) if isinstance(error, ChatError) else f"{type(error).__name__}: {error}"
             raise DataError(
@@ -87,16 +86,18 @@ class PromptEncoder:
             )
         return tuple(ids) if len(ids) <= self._max_tokens else None
 
-    def _encode(self, prompt: Prompt, messages: tuple[Message, ...], tools: Tools | None) -> list[int]:
+    def _encode(self, prompt: Prompt) -> list[int]:
+        messages, tools, variables = chat_of(prompt)
         text = str(prompt.content)
         templated = self.is_templated(prompt)
         if templated:
-            text = self._template.text(messages, tools, reply=True)
+            text = self._template.with_variables(variables).text(messages, tools, reply=True)
             lost = self._template.abilities().lost
             if feature := next((feature for feature in _features(messages, tools) if feature in lost), None):
                 raise ChatError(f"the row has {feature}, which the chat template does not show")
-        elif tools:
-            raise ChatError("the row has `tools`, and a prompt without the chat template cannot show them")
+        elif tools or variables:
+            column = "tools" if tools else VARIABLES
+            raise ChatError(f"the row has `{column}`, and a prompt without the chat template has no use for them")
         ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
         return ids
 

@@ -192,7 +192,8 @@ def _expanded(node: Node, shows_references: bool) -> Node:
         return node
     if (files := files_of(node.value)) == [node.value]:
         return node
-    return replace(node, value=[replace(node, value=file) for file in files], reference=None)
+    node = replace(node, reference=None)
+    return replace(node, value=[replace(node, value=file) for file in files])
 
 
 def _path_keys() -> dict[str, Callable[[str, str], bool]]:

@@ -6,8 +6,8 @@ A name may include its sections, as in `rollout.n`.
 from __future__ import annotations
 
 _KEYS = {
-    "data.train.path": "train_files dataset_name dataset dataset_path prompt_data",
-    "data.eval.path": "val_files eval_dataset",
+    "data.train.path": "train_files train_data data_files dataset_name dataset dataset_path prompt_data",
+    "data.eval.path": "val_files val_data eval_dataset",
     "data.train.config": "dataset_config",
     "data.train.split": "dataset_train_split",
     "data.eval.split": "dataset_test_split",
@@ -124,6 +124,9 @@ _KEYS = {
 
 _HINTS = {
     "all columns of a row reach the task: name it in task.options, or read it in your reward function": "label_key",
+    "an assistant message at the end of a prompt is continued by itself; remove it": (
+        "continue_final_message add_generation_prompt"
+    ),
     "prompts above rollout.max_prompt_tokens are always skipped and counted; remove it": (
         "filter_overlong_prompts truncation"
     ),

@@ -149,9 +149,9 @@ class OneCall:
         """Ask once; the task scores the reply."""
         import aiohttp
 
-        messages, tools = chat_of(prompt)
+        messages, tools, variables = chat_of(prompt)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-            await ask(http, model, messages, tools=tools or ())
+            await ask(http, model, messages, tools=tools or (), variables=variables)
         return None
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:

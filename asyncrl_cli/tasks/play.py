@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.records.prompt import Message, normalized
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step, finite
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
             metrics.update(step.metrics)
             if step.done:
                 break
+            if messages[-1]["role"] == "assistant":  # the reply continued it
+                begun = normalized(messages.pop())["content"]
+                reply = {**reply, "content": begun + (reply.get("content") or "")}
             messages += [reply, *step.messages]
     finally:
         if (close := getattr(environment, "close", None)) is not None:
@@ -97,10 +100,20 @@ def _step(environment: Environment, reply: Message) -> tuple[Step, float | None]
 
 
 async def ask(
-    http: aiohttp.ClientSession, model: ModelAccess, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
+    http: aiohttp.ClientSession,
+    model: ModelAccess,
+    messages: Sequence[Message],
+    *,
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any] | None = None,
 ) -> Message:
-    """The policy's next message, as a chat completion's ``message``. Raises ``LimitReached`` and ``RuntimeError``."""
+    """The policy's next message, as a chat completion's ``message``; it continues an assistant message at the end.
+    ``variables``: for the chat template. Raises ``LimitReached`` and ``RuntimeError``."""
     body: dict[str, Any] = {"model": model.model, "messages": messages}
+    if messages[-1]["role"] == "assistant":
+        body |= {"continue_final_message": True, "add_generation_prompt": False}
+    if variables:
+        body["chat_template_kwargs"] = variables
     if tools:
         body["tools"] = tools
     headers = {"Authorization": f"Bearer {model.api_key}"}

@@ -7,7 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
+from pyarrow import parquet
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -17,8 +19,7 @@ from asyncrl_cli.checks.prompts import (
     check_reply_end,
     check_template,
     check_template_kwargs,
-    first_prompt,
-    template_variables,
+    shown_prompt,
 )
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data import chat_template
@@ -118,13 +119,37 @@ def test_tools_calls_and_results_of_a_row_are_as_the_gateway_writes_them() -> No
     assert rendered(loaded, written).count("calc") == 1, "the split's template wrote them"
 
 
+def test_variables_of_a_row_and_a_message_at_the_end_reach_the_prompt(tmp_path: Path) -> None:
+    loaded = tokenizer()
+    quiet = Prompt("row", "2 + 2?", {"chat_template_kwargs": {"enable_thinking": False}})
+    assert rendered(loaded, quiet) == rendered(loaded, TEXT, template_kwargs={"enable_thinking": False})
+    own = {"template_kwargs": {"enable_thinking": False}}
+    assert rendered(loaded, Prompt("row", "2 + 2?", {"chat_template_kwargs": '{"enable_thinking": true}'}), **own) == (
+        rendered(loaded, TEXT)
+    )
+    begun = Prompt("row", (ASKED, {"role": "assistant", "content": "The answer is "}))
+    text = rendered(loaded, begun)
+    assert text.endswith("The answer is ") and text.count("<|im_start|>assistant") == 1
+    ids = PromptEncoder(loaded, 999).encode(begun)
+    assert list(ids or ()) == ChatFormat(loaded).render(list(begun.content))
+    rows = [{"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "b"}]
+    rows.append({"prompt": "c", "chat_template_kwargs": {"other": 1}})
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    read = read_source(SplitSpec(path="rows.parquet"), "train", tmp_path)
+    given = [prompt.fields["chat_template_kwargs"] for prompt in read]
+    assert given == [{"enable_thinking": False}, None, {"other": 1}], "no row has the variables of others"
+
+
 TEXT_ALONE = "{% for m in messages if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "content", "fields", "says"),
     [
-        ("own", (ASKED, {"role": "assistant", "content": "4"}), {}, "ends with an assistant's message"),
+        ("own", (ASKED, {"role": "assistant", "content": " "}), {}, "no text that could be continued"),
+        ("own", (ASKED, CALLED), {}, "has tool calls"),
+        ("own", "2 + 2?", {"chat_template_kwargs": {"enable_thinkin": False}}, "did you mean `enable_thinking`"),
+        (None, "2 + 2?", {"chat_template_kwargs": {"x": False}}, "no use for them"),
         ("own", "2 + 2?", {"images": ["a.png"]}, "the row has `images`"),
         ("own", "2 + 2?", {"tools": "calc"}, "`tools` are not definitions"),
         (None, "2 + 2?", {"tools": [CALC]}, "without the chat template"),
@@ -205,18 +230,20 @@ def test_rows_without_a_file_are_named_by_the_key(tmp_path: Path) -> None:
 
 def test_variables_that_the_template_does_not_read_are_refused() -> None:
     loaded = tokenizer()
-    assert template_variables(loaded) == {"enable_thinking"}
-    check_template_kwargs(loaded, {"enable_thinking": False})
+    assert ChatTemplate(loaded).variables() == {"enable_thinking"}
+    check_template_kwargs(ChatTemplate(loaded), {"enable_thinking": False})
     with pytest.raises(ConfigError, match="does not read 'enable_thinkin'") as refused:
-        check_template_kwargs(loaded, {"enable_thinkin": False})
+        check_template_kwargs(ChatTemplate(loaded), {"enable_thinkin": False})
     assert refused.value.location == "model.chat_template_kwargs.enable_thinkin"
     assert refused.value.hint == "did you mean `enable_thinking`?"
     with pytest.raises(ConfigError) as refused:
-        check_template_kwargs(tokenizer(None), {"x": 1})
+        check_template_kwargs(ChatTemplate(tokenizer(None)), {"x": 1})
     assert refused.value.hint == "remove it: the template reads no variables"
-    check_template_kwargs(tokenizer("{% unknown_tag %}{{ x }}"), {"x": 1})  # it is unknown whether it reads x
+    check_template_kwargs(
+        ChatTemplate(tokenizer("{% unknown_tag %}{{ x }}")), {"x": 1}
+    )  # it is unknown whether it reads x
     marked = "{% generation %}{{ x }}{%- endgeneration -%}{% for m in messages %}{% break %}{% endfor %}"
-    assert template_variables(tokenizer(marked)) == {"x"}
+    assert ChatTemplate(tokenizer(marked)).variables() == {"x"}
 
 
 def reply_end(loaded: Any, ends: frozenset[int]) -> Result:
@@ -240,17 +267,29 @@ def test_every_end_token_counts_and_a_template_that_ends_otherwise_is_named() ->
 
 def test_the_first_prompt_is_shown_with_its_special_tokens_and_number_of_tokens() -> None:
     loaded = tokenizer()
-    found = first_prompt([TEXT], PromptEncoder(loaded, 99), loaded)
+    found = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99), tokenizer=loaded)
     count = len(PromptEncoder(loaded, 99).encode(TEXT) or ())
     shown = json.dumps("<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
     assert found == f"{count} tokens, by the chat template: {shown}"
-    plain = first_prompt([TEXT], PromptEncoder(loaded, 99, apply_chat_template=False), loaded)
+    plain = shown_prompt([TEXT], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False), tokenizer=loaded)
     assert str(plain).endswith(' tokens, plain text: "2 + 2?"')
+    variables = {"chat_template_kwargs": {"enable_thinking": False}}
+    begun = Prompt("row", (ASKED, {"role": "assistant", "content": "It is"}), {"answer": "4", **variables})
+    first, continues, *values = str(
+        shown_prompt([TEXT, begun], 1, encoder=PromptEncoder(loaded, 99), tokenizer=loaded)
+    ).split("\n")
+    assert first.endswith('It is"') and "continues the assistant message" in continues
+    assert values == [
+        'variables of the row: {"enable_thinking": false}',
+        'fields for the task: {"answer": "4", "chat_template_kwargs": {"enable_thinking": false}}',
+    ]
 
 
 def test_a_text_that_has_the_templates_tokens_already_is_a_warning() -> None:
     loaded = tokenizer()
     twice = Prompt("twice", "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n")
-    found = first_prompt([twice], PromptEncoder(loaded, 99), loaded)
+    found = shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99), tokenizer=loaded)
     assert isinstance(found, Warned) and "apply_chat_template" in found.hint
-    assert isinstance(first_prompt([twice], PromptEncoder(loaded, 99, apply_chat_template=False), loaded), str)
+    assert isinstance(
+        shown_prompt([twice], 0, encoder=PromptEncoder(loaded, 99, apply_chat_template=False), tokenizer=loaded), str
+    )

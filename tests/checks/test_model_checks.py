@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.checks.model import check_model, check_served, check_teacher
-from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, first_prompt
+from asyncrl_cli.checks.prompts import ENOUGH, check_prompts, shown_prompt
 from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.orchestrator.evaluation import encoded
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
@@ -77,7 +77,7 @@ def test_the_time_of_a_look_is_shown_to_a_tenth_of_a_second() -> None:
 
 
 def test_a_first_prompt_that_is_skipped_is_not_a_failure() -> None:
-    found = first_prompt(prompts(BROKEN), ENCODER, ENCODER)
+    found = shown_prompt(prompts(BROKEN), 0, encoder=ENCODER, tokenizer=ENCODER)
     assert isinstance(found, Warned) and found.hint
 
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from asyncrl_cli.data import chat_template
 from asyncrl_cli.data.chat_template import Abilities, ChatTemplate, Feature, TemplateLimitError, chat_of
@@ -166,11 +168,51 @@ def test_keys_and_roles_that_a_template_knows_reach_it() -> None:
     assert knows.text([developer]) == "<developer>"
 
 
-def test_a_reply_at_the_end_is_not_followed_by_another() -> None:
-    for reply in ({"role": "assistant", "content": "There"}, called(CALLS[0])):
-        with pytest.raises(ChatError, match="ends with an assistant's message"):
-            template(CHATML).text([USER, reply], reply=True)
-        assert template(CHATML).text([USER, reply])
+TRIMS = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}<end>{% endfor %}"
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=8), st.sampled_from(["<end>", "nd>", "a", "", "\n", "é "]))
+@settings(deadline=None)
+def test_a_message_at_the_end_is_continued_after_its_last_character(text: str, end: str) -> None:
+    content = f"{text}{end}"
+    message = {"role": "assistant", "content": content}
+    for form, kept in ((template(CHATML), content), (template(TRIMS), content.strip())):
+        if not content.strip():
+            with pytest.raises(ChatError, match="no text that could be continued"):
+                form.text([USER, message], reply=True)
+            continue
+        before, _, _ = form.text([USER, {**message, "content": "REPLY"}]).rpartition("REPLY")
+        assert form.text([USER, message], reply=True) == before + kept
+
+
+def test_a_message_that_a_template_changes_or_that_has_calls_is_not_continued() -> None:
+    with pytest.raises(ChatError, match="has tool calls, or no text"):
+        template(CHATML).text([USER, called(CALLS[0], content="There")], reply=True)
+    assert template(CHATML).text([USER, called(CALLS[0])])
+    short = template("{% for m in messages %}{{ m.content.replace('_', '') }}{% endfor %}")
+    with pytest.raises(ChatError, match="changes the assistant message that is to be continued"):
+        short.text([USER, {"role": "assistant", "content": "Somewhere else"}], reply=True)
+
+
+def test_variables_of_a_row_are_over_those_of_the_model() -> None:
+    tokenizer = character_tokenizer(512)
+    tokenizer.chat_template = "{{ a }}{{ b }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    form = ChatTemplate(tokenizer, {"a": 1, "b": 2})
+    assert form.with_variables({"b": 3}).text([USER]) == "13Where?"
+    assert form.text([USER]) == "12Where?" and form.with_variables({}) is form
+    for name in ("c", "messages", "tokenize", "chat_template"):
+        with pytest.raises(ChatError, match=f"does not read '{name}'"):
+            form.with_variables({name: 1})
+
+
+def test_the_variables_of_a_row_are_an_object_or_json_text_of_one() -> None:
+    for value in ({"a": False}, '{"a": false}'):
+        assert chat_of(Prompt("u", "Where?", {"chat_template_kwargs": value}))[2] == {"a": False}
+    for nothing in (None, {}, "", "{}"):
+        assert not chat_of(Prompt("u", "Where?", {"chat_template_kwargs": nothing}))[2]
+    for wrong in ("hammer", [1], 3):
+        with pytest.raises(ChatError, match="are not an object such as"):
+            chat_of(Prompt("u", "Where?", {"chat_template_kwargs": wrong}))
 
 
 LOOPS = "{% for a in s %}{% for b in s %}{% for c in s %}{% endfor %}{% endfor %}{% endfor %}"
@@ -203,7 +245,7 @@ def test_an_operation_without_end_is_killed(text: str, monkeypatch: pytest.Monke
 
 def test_the_tools_of_a_row_are_definitions_or_json_text_of_them() -> None:
     for tools in ([CALC], '[{"type": "function", "function": {"name": "calc"}}]'):
-        messages, found = chat_of(Prompt("u", "Where?", {"tools": tools}))
+        messages, found, _ = chat_of(Prompt("u", "Where?", {"tools": tools}))
         assert messages == (USER,) and found and found[0]["function"]["name"] == "calc"
     for nothing in (None, [], "", "[]"):
         assert chat_of(Prompt("u", "Where?", {"tools": nothing, "images": nothing}))[1] is None

@@ -45,10 +45,11 @@ CHATML = (
     "{{ '\n<tool_response>\n' + message.content + '\n</tool_response>' }}"
     "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
     "{%- endif %}{% endfor %}"
-    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if quiet %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-"""Like Qwen3's: tools in the system turn, results of tools together in a user's turn, and a last reply that is rendered
-differently from earlier ones."""
+"""Like Qwen3's: tools in the system turn, results of tools together in a user's turn, a last reply that is rendered
+differently from earlier ones, and a variable."""
 
 
 @cache
@@ -99,8 +100,10 @@ async def ask_chat(
     tools: Tools | None,
     options: CallOptions,
     on_part: OnPart | None = None,
+    **more: Any,
 ) -> list[Reply]:
-    return await session.answer(await session.render_chat(messages, tools, inline), options, on_part)
+    """``more``: the variables of the template, and whether the reply continues the last message."""
+    return await session.answer(await session.render_chat(messages, tools, inline, **more), options, on_part)
 
 
 async def ask_text(

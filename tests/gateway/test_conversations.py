@@ -43,6 +43,8 @@ class Op:
     max_tokens: int | None = None
     disguise: bool = False
     tools: bool = True
+    quiet: bool = False  # a variable of the template
+    begun: str = ""  # of the reply, in the request
 
 
 OPS = st.builds(
@@ -54,6 +56,8 @@ OPS = st.builds(
     max_tokens=st.sampled_from([None, None, 1, 3, 20]),
     disguise=st.booleans(),
     tools=st.sampled_from([True, True, True, False]),
+    quiet=st.sampled_from([False, False, False, True]),
+    begun=st.sampled_from(["", "", "", "It is ", "ab", "<|im_end|> é"]),
 )
 ROUNDS = st.lists(st.lists(OPS, min_size=1, max_size=3), min_size=1, max_size=6)
 """The calls of a round run at the same time."""
@@ -62,31 +66,41 @@ ROUNDS = st.lists(st.lists(OPS, min_size=1, max_size=3), min_size=1, max_size=6)
 class Harness:
     """Makes rounds of calls in a session, like a program that knows messages but no tokens."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, chat: Any) -> None:
         self._session = session
-        self.conversations: list[tuple[Messages, bool]] = []  # each ends with a reply; and whether it has tools
+        self._chat = chat
+        self._knows_quiet = chat is byte_chat()
+        self.conversations: list[tuple[Messages, bool, bool]] = []
+        """Each ends with a reply; whether it has tools, and whether it is quiet."""
         self.replies: list[Reply] = []
 
     async def play(self, rounds: Sequence[Sequence[Op]]) -> None:
         for ops in rounds:
             asked = [self._messages(op) for op in ops]
             answers = await asyncio.gather(*map(self._call, ops, asked))
-            for (messages, tools), replies in zip(asked, answers, strict=True):
+            for op, (messages, tools, quiet), replies in zip(ops, asked, answers, strict=True):
                 self.replies += replies
-                self.conversations += [([*messages, dict(reply.message)], tools) for reply in replies]
+                for reply in replies:
+                    prompt = self._chat.decode(reply.prompt_ids, special=True)
+                    assert prompt.endswith(op.begun or ("</think>\n\n" if quiet else "")), "and nothing after it"
+                    whole = {**reply.message, "content": op.begun + (reply.message["content"] or "")}
+                    message = whole if op.begun else dict(reply.message)
+                    self.conversations.append(([*messages, message], tools, quiet))
 
-    async def _call(self, op: Op, asked: tuple[Messages, bool]) -> list[Reply]:
-        messages, tools = asked
+    async def _call(self, op: Op, asked: tuple[Messages, bool, bool]) -> list[Reply]:
+        messages, tools, quiet = asked
         sent = [disguised(message) if op.disguise else dict(message) for message in messages]
+        sent += [{"role": "assistant", "content": op.begun}] if op.begun else []
         options = CallOptions(max_tokens=op.max_tokens, n=op.n)
-        return await ask_chat(self._session, sent, [CALC] if tools else None, options)
+        more = {"variables": {"quiet": True} if quiet else None, "continues": bool(op.begun)}
+        return await ask_chat(self._session, sent, [CALC] if tools else None, options, **more)
 
-    def _messages(self, op: Op) -> tuple[Messages, bool]:
+    def _messages(self, op: Op) -> tuple[Messages, bool, bool]:
         if op.kind == "new" or not self.conversations:
-            return [{"role": "user", "content": op.text}], op.tools
-        messages, tools = self.conversations[op.of % len(self.conversations)]
+            return [{"role": "user", "content": op.text}], op.tools, self._knows_quiet and op.quiet
+        messages, tools, quiet = self.conversations[op.of % len(self.conversations)]
         if op.kind == "repeat":
-            return messages[:-1], tools
+            return messages[:-1], tools, quiet
         if op.kind == "fork":
             replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             messages = messages[: replies[op.of % len(replies)] + 1]
@@ -94,7 +108,7 @@ class Harness:
             {"role": "tool", "tool_call_id": call["id"], "content": op.text}
             for call in messages[-1].get("tool_calls", ())
         ]
-        return messages + (results or [{"role": "user", "content": op.text}]), tools
+        return messages + (results or [{"role": "user", "content": op.text}]), tools, quiet
 
 
 def disguised(message: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +143,7 @@ def play(
         recorded=recorded,
         on_segments=reported.extend,
     )
-    harness = Harness(session)
+    harness = Harness(session, chat)
     asyncio.run(harness.play(rounds))
     rollout = session.rollout()
     assert rollout is not None
@@ -153,11 +167,11 @@ def test_every_token_is_sampled_once_and_no_turn_is_tokenized_again(rounds: list
 
     # If a call's messages begin with those of an earlier turn, its prompt begins with exactly the tokens of that turn.
     exchanges = list(zip(harness.conversations, harness.replies, strict=True))
-    for index, ((messages, tools), reply) in enumerate(exchanges):
+    for index, ((messages, *setting), reply) in enumerate(exchanges):
         turns = {
             (len(before), (*earlier.prompt_ids, *earlier.token_ids))
-            for (before, had_tools), earlier in exchanges[:index]
-            if had_tools == tools and before == messages[: len(before)] and len(before) < len(messages)
+            for (before, *earlier_setting), earlier in exchanges[:index]
+            if earlier_setting == setting and before == messages[: len(before)] and len(before) < len(messages)
         }
         longest = max((length for length, _ in turns), default=0)
         tokens = [turn for length, turn in turns if length == longest]

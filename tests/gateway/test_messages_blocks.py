@@ -191,9 +191,9 @@ def test_tools_are_functions_to_templates() -> None:
 )
 def test_what_only_sessions_of_a_run_leave_out_is_refused_elsewhere(more: Any) -> None:
     with pytest.raises(ApiError, match="not supported") as raised:
-        request(**more).refuse_unsupported(fixed_sampling=False, template_kwargs={})
+        request(**more).refuse_unsupported(fixed_sampling=False)
     assert raised.value.code == "unsupported_parameter"
-    request(**more).refuse_unsupported(fixed_sampling=True, template_kwargs={})
+    request(**more).refuse_unsupported(fixed_sampling=True)
 
 
 def test_what_claude_code_sends_beside_the_conversation_is_accepted() -> None:
@@ -205,6 +205,6 @@ def test_what_claude_code_sends_beside_the_conversation_is_accepted() -> None:
         "output_config": {"effort": "high"},
         "service_tier": "auto",
     }
-    request(**neutral).refuse_unsupported(fixed_sampling=False, template_kwargs={})
+    request(**neutral).refuse_unsupported(fixed_sampling=False)
     with pytest.raises(ValidationError, match="edits of type clear_tool_uses_20250919 are not supported"):
         request(context_management={"edits": [{"type": "clear_tool_uses_20250919"}]})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
         "invalid_value",
     ),
     (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "x"}]), 400, None, "invalid_value"),
+    (CHAT, chat(chat_template_kwargs=[1]), 400, "chat_template_kwargs", "invalid_value"),
     (CHAT, chat(tools=[{"type": "function"}]), 400, "tools.0.function", "invalid_value"),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": ""}}]), 400, "tools.0.function.name", None),
     (CHAT, chat(tools=[{"type": "function", "function": {"name": "f", "parameters": 3}}]), 400, None, None),
@@ -101,13 +103,10 @@ def asked(path: str, *messages: Any, **changes: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, Any] = {
-    "add_generation_prompt": False,
     "allowed_token_ids": [1],
     "bad_words": ["x"],
     "chat_template": "{{ messages }}",
-    "chat_template_kwargs": {"enable_thinking": True},
     "container": "c",
-    "continue_final_message": True,
     "documents": [{"text": "x"}],
     "echo": True,
     "enable_thinking": False,
@@ -134,7 +133,6 @@ REFUSED: dict[str, Any] = {
 ACCEPTED: dict[str, Any] = {
     "add_generation_prompt": True,
     "cache_salt": "x",
-    "chat_template_kwargs": {"enable_thinking": False},
     "client_metadata": {"x": "y"},
     "continue_final_message": False,
     "metadata": {"run": "7"},
@@ -158,8 +156,7 @@ ACCEPTED: dict[str, Any] = {
 @pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
 def test_every_key_is_honoured_without_effect_or_refused_by_name(path: str, session: str | None) -> None:
     async def test() -> None:
-        chat = ChatFormat(chat_format()._tokenizer, template_kwargs={"enable_thinking": False})
-        async with served(Engine(chat=chat)) as there:
+        async with served() as there:
             there.session("7-0")
             answer = await there.post(path, asked(path, **ACCEPTED), session)
             assert answer.status_code == 200, answer.text
@@ -214,9 +211,11 @@ def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
             long = await there.post(path, asked(path, USER | {"content": "x" * MAX_LENGTH}), "7-0")
             assert (long.status_code, "maximum context length" in long.text) == (400, True)
             prefilled = await there.post(path, asked(path, USER, REPLY), "7-0")
-            assert prefilled.status_code == 400
-            key = "input" if path == RESPONSES else "messages"
-            assert f"{key}: the last message must not be the assistant's" in prefilled.text
+            if path == MESSAGES:  # as in Anthropic's API
+                assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
+            else:
+                assert prefilled.status_code == 400
+                assert "the last message must not be the assistant's" in prefilled.text
             for model in ("gpt-4o", "claude-of-this-year", MODEL):
                 assert (await there.post(path, asked(path, model=model), "7-0")).status_code == 200
             assert (await there.post(path, asked(path, model="gpt-4o"))).status_code == 404
@@ -224,6 +223,50 @@ def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
                 await there.http.get("/sessions/7-0/v1/models/gpt-4o", headers=key_header("7-0"))
             ).status_code == 200
             assert session.failure.startswith("This model's maximum context length")
+
+    in_time(test)
+
+
+def test_an_assistant_message_at_the_end_is_continued_as_by_vllm() -> None:
+    both = {"continue_final_message": True, "add_generation_prompt": False}
+
+    async def test() -> None:
+        async with served() as there:
+            there.session("7-0")
+            answer = await there.post(CHAT, asked(CHAT, USER, REPLY, **both), "7-0")
+            assert answer.status_code == 200, answer.text
+            assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
+            for key, value in both.items():
+                alone = await there.post(CHAT, asked(CHAT, USER, REPLY, **{key: value}), "7-0")
+                assert (alone.status_code, "need each other" in alone.text) == (400, True)
+                other = await there.post(RESPONSES, asked(RESPONSES, USER, REPLY, **{key: value}), "7-0")
+                assert other.json()["error"]["message"].startswith(f"{key} is not supported")
+            users = await there.post(CHAT, asked(CHAT, USER, **both), "7-0")
+            assert (users.status_code, "to continue an assistant message at the end" in users.text) == (400, True)
+
+    in_time(test)
+
+
+@pytest.mark.parametrize("path", [*CONVERSATIONS, TEXT])
+def test_variables_of_the_template_are_the_requests(path: str) -> None:
+    tokenizer = deepcopy(chat_format()._tokenizer)
+    tokenizer.chat_template = "{{ tone }}" + tokenizer.chat_template
+
+    async def test() -> None:
+        async with served(Engine(chat=ChatFormat(tokenizer, template_kwargs={"tone": "soft "}))) as there:
+            there.session("7-0")
+            for tone in (None, "loud "):
+                more = {} if tone is None else {"chat_template_kwargs": {"tone": tone}}
+                answer = await there.post(path, asked(path, **more), "7-0")
+                if path == TEXT and tone:
+                    assert answer.json()["error"]["message"] == "chat_template_kwargs is not supported"
+                elif path != TEXT:
+                    assert answer.status_code == 200, answer.text
+                    prompt = chat_format().decode(there.engine.asked[-1].prompt_ids)
+                    assert prompt == f"{tone or 'soft '}u:hello\na:"
+            if path != TEXT:
+                wrong = await there.post(path, asked(path, chat_template_kwargs={"tine": "x"}), "7-0")
+                assert (wrong.status_code, "does not read 'tine': did you mean `tone`?" in wrong.text) == (400, True)
 
     in_time(test)
 

@@ -18,7 +18,17 @@ from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sam
 from asyncrl_cli.rollout.client import GenerationFailed
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
-from tests.gateway.conversation_stand_ins import CALC, HashModel, Record, ask_chat, ask_text, character_chat, end_of
+from tests.gateway.conversation_stand_ins import (
+    CALC,
+    HashModel,
+    Record,
+    ask_chat,
+    ask_text,
+    byte_chat,
+    byte_tokenizer,
+    character_chat,
+    end_of,
+)
 
 CHAT = character_chat()
 HELLO = [{"role": "user", "content": "hello"}]
@@ -30,8 +40,9 @@ class Model:
     """Replies with the given texts, and then the end token, if there is room. ``held`` stops replies after their first
     half."""
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, *texts: str, chat: ChatFormat = CHAT) -> None:
         self.texts = list(texts)
+        self.chat = chat
         self.requests: list[RolloutRequest] = []
         self.held: asyncio.Event | None = None
         self.fails = False
@@ -40,7 +51,7 @@ class Model:
     async def generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:
         self.requests.append(request)
         text = self.texts.pop(0)
-        full = [*CHAT.encode(text), end_of(CHAT)]
+        full = [*self.chat.encode(text), end_of(self.chat)]
         ids = np.asarray(full[: request.sampling.max_tokens], np.int32)
         half, zeros = len(ids) // 2, np.zeros(len(ids), np.float32)
         if self.held is not None:
@@ -118,6 +129,85 @@ def test_a_turn_has_one_end_and_other_tools_are_another_conversation() -> None:
     texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
     assert texts == ["helloa<eos>?b<eos>", "helloa<eos>?b<eos>?c<eos>"]
     assert [request.newest for request in model.requests] == [0, 4, 0], "versions of a sequence never decrease"
+
+
+def byte_session(*texts: str) -> Session:
+    chat = ChatFormat(byte_tokenizer(), reasoning_parser_name="qwen3")
+    model = Model(*texts, chat=chat)
+    return Session("3-1", chat, model.generate, SAMPLING, Limits(500, 50), fixed_sampling=True)
+
+
+def test_a_reply_continues_the_message_at_the_end_and_the_turn_goes_on_in_its_tokens() -> None:
+    one = session(Model("4", "no", "yes"))
+    begun = [*HELLO, {"role": "assistant", "content": "2+2="}]
+    (reply,) = run(ask_chat(one, begun, None, CallOptions(), continues=True))
+    assert (reply.message["content"], one.last_text) == ("4", "4"), "a reward reads what the model wrote"
+    later = [*HELLO, {"role": "assistant", "content": "2+2=4"}, {"role": "user", "content": "?"}]
+    more = [*later, {"role": "assistant", "content": "Well, "}]
+    (reply,) = run(ask_chat(one, more, None, CallOptions(), continues=True))
+    ended = [*later, {"role": "assistant", "content": "Well, no"}, *HELLO]
+    (reply,) = run(ask_chat(one, ended, None, CallOptions()))
+    rollout = one.rollout()
+    assert rollout is not None and not rollout.branches, "one sequence"
+    assert CHAT.decode(rollout.ids.tolist(), special=True) == "hello2+2=4<eos>?Well, no<eos>helloyes<eos>"
+
+
+def test_a_reply_that_was_cut_off_goes_on_after_its_last_token() -> None:
+    one = session(Model("ab", "cd", "ef", "gh##", "ij"))
+    (cut_off,) = run(ask_chat(one, HELLO, None, CallOptions(max_tokens=2)))
+    (ended,) = run(ask_chat(one, [*HELLO, cut_off.message], None, CallOptions(), continues=True))
+    assert ended.prompt_ids == (*cut_off.prompt_ids, *cut_off.token_ids)
+    whole = {"role": "assistant", "content": "abcd"}
+    (third,) = run(ask_chat(one, [*HELLO, whole], None, CallOptions(), continues=True))
+    assert CHAT.decode(third.prompt_ids, special=True) == "helloabcd", "without the end token of the reply"
+    rollout = one.rollout()
+    assert rollout is not None
+    texts = [CHAT.decode(sequence.ids.tolist(), special=True) for sequence in rollout.sequences]
+    assert texts == ["helloabcd<eos>", "helloabcdef<eos>"]
+    (stopped,) = run(ask_chat(one, HELLO, None, CallOptions(stop=("##",))))
+    (last,) = run(ask_chat(one, [*HELLO, stopped.message], None, CallOptions(), continues=True))
+    assert CHAT.decode(last.prompt_ids) == "hellogh", "the stop string is not part of the message"
+
+
+CALLING = {"content": "x", "tool_calls": [{"function": {"name": "calc"}}]}
+
+
+@pytest.mark.parametrize("message", [{"content": " "}, {"content": None}, CALLING])
+def test_a_message_without_text_or_with_calls_is_not_continued(message: dict[str, Any]) -> None:
+    one = session(Model())
+    with pytest.raises(ApiError, match="tool calls, or no text that could be continued") as error:
+        run(ask_chat(one, [*HELLO, {"role": "assistant", **message}], None, CallOptions(), continues=True))
+    assert error.value.status == 400
+
+
+def test_variables_of_a_call_are_part_of_its_conversation() -> None:
+    one = byte_session("a", "b", "<think>x</think>c", "<think>x</think>d")
+    conversation: list[Any] = list(HELLO)
+    ends = []
+    for variables in ({"quiet": True}, {"quiet": True}, {"quiet": False}, None):
+        (reply,) = run(ask_chat(one, conversation, None, CallOptions(), variables=variables))
+        conversation += [reply.message, {"role": "user", "content": "?"}]
+        ends.append(byte_chat().decode(reply.prompt_ids, special=True).endswith("</think>\n\n"))
+    assert ends == [True, True, False, False]
+    rollout = one.rollout()
+    assert rollout is not None
+    sampled = [int((sequence.versions != CONTEXT).sum()) for sequence in rollout.sequences]
+    assert len(sampled) == 3 and sampled[0] == 4, "only equal variables continue"
+    with pytest.raises(ApiError, match="does not read 'quite': did you mean `quiet`"):
+        run(ask_chat(one, HELLO, None, CallOptions(), variables={"quite": True}))
+    with pytest.raises(ApiError, match="does not read 'chat_template'"):
+        run(ask_chat(one, HELLO, None, CallOptions(), variables={"chat_template": "{{ 1 }}"}))
+
+
+def test_a_reply_has_reasoning_unless_variables_or_the_continued_message_rule_it_out() -> None:
+    text = "<think>x</think>c"
+    one = byte_session(text, text, text)
+    (plain,) = run(ask_chat(one, HELLO, None, CallOptions()))
+    assert (plain.message["reasoning_content"], plain.message["content"]) == ("x", "c")
+    (quiet,) = run(ask_chat(one, HELLO, None, CallOptions(), variables={"quiet": True}))
+    begun = [*HELLO, {"role": "assistant", "content": "So"}]
+    (continued,) = run(ask_chat(one, begun, None, CallOptions(), continues=True))
+    assert {quiet.message["content"], continued.message["content"]} == {text}
 
 
 def test_texts_continue_in_token_space() -> None:
