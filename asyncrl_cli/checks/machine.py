@@ -298,6 +298,29 @@ def check_notify(spec: ExperimentSpec) -> Result:
     return "off" if webhook is None and spec.notify.command is None else "configured"
 
 
+def check_upload(spec: ExperimentSpec) -> Result:
+    """Whether fsspec has the file system of `checkpoints.upload`, or its command's program exists."""
+    target = spec.checkpoints.upload
+    if target is None:
+        return "off"
+    protocol, is_url, _ = target.partition("://")
+    if not is_url or not re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol):
+        if missing := _missing_program(target):
+            return Warned(f"there is no program {missing}", "correct checkpoints.upload, or install it")
+        return "a command"
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"fsspec cannot write {protocol}:// here: {error}",
+            location="checkpoints.upload",
+            hint=f"install the package of {protocol}://, or give a command",
+        ) from None
+    return f"{protocol}://"
+
+
 def _missing_program(command: str) -> str | None:
     """The program of a shell command if the shell cannot find it; None if it is found, or cannot be determined."""
     first = re.match(r"\s*([\w./+-]+)(?=\s|$|[;|&<>])", command)

@@ -125,6 +125,7 @@ class StartChecks:
         yield Check("packages", machine.check_packages)
         yield Check("tracking", self._tracking)
         yield Check("notify", lambda: machine.check_notify(spec))
+        yield Check("upload", lambda: machine.check_upload(spec))
         yield Check("engine arguments", self._engine_names)
         yield Check("task and data", self._task)
         experiment = self._experiment

@@ -34,6 +34,8 @@ class Stored:
     """Greedy held-out accuracies."""
     saved: Mapping[int, float]
     """Unix times. A copied folder has the time of its copy, the journal does not."""
+    uploads: Mapping[int, str]
+    """`done`, or why the last upload failed, of those that were tried."""
     retention: CheckpointSpec
     """The rules of the run's spec."""
 
@@ -50,6 +52,7 @@ class Stored:
             "saved_at": self.saved.get(checkpoint.step, checkpoint.saved_at),
             "damages": [asdict(damage) for damage in verify(checkpoint, contents=False)],
             "accuracy": self.accuracies.get(checkpoint.step),
+            "upload": self.uploads.get(checkpoint.step),
             "kept": list(self.reasons(self.retention)[checkpoint.step]),
         }
 
@@ -58,10 +61,14 @@ def stored(run: RunDirectory) -> Stored:
     """Read a run's checkpoints. Raises ``RunError``, and ``JournalError`` for a damaged journal; it may be missing."""
     greedy: dict[int, float] = {}
     saved: dict[int, float] = {}
+    uploads: dict[int, str] = {}
     if (run.path / FILE).is_file():
         with reading(run.path / FILE) as connection:
             greedy = accuracies(connection)
-            saved = {one.after_step: one.at for one in events.Checkpoint.read(connection)}
+            for one in events.Checkpoint.read(connection):
+                saved[one.after_step] = one.at
+                if one.uploaded_at is not None or one.upload_failure:
+                    uploads[one.after_step] = one.upload_failure or "done"
     try:  # this section alone: others may refer to environment variables that are set only where the run trains
         retention = CheckpointSpec.model_validate(resolved_spec(run)["checkpoints"])
     except (KeyError, ValidationError):
@@ -75,6 +82,7 @@ def stored(run: RunDirectory) -> Stored:
         checkpoints=tuple(complete_checkpoints(run.path / "checkpoints")),
         accuracies=greedy,
         saved=saved,
+        uploads=uploads,
         retention=retention,
     )
 
@@ -92,11 +100,15 @@ def list_page(found: Stored) -> Page:
             duration(now - row["saved_at"]),
             f"{len(row['damages'])} damaged" if row["damages"] else "ok",
             "-" if row["accuracy"] is None else f"{row['accuracy']:.3f}",
+            *(() if found.retention.upload is None else ({None: "-", "done": "done"}.get(row["upload"], "failed"),)),
             ", ".join(row["kept"]) or NOT_KEPT,
         )
         for row in rows
     ]
-    return Page(document, table(("step", "size", "age", "files", "greedy", "kept because"), cells, left=(3, 5)))
+    header = ["step", "size", "age", "files", "greedy", "kept because"]
+    if found.retention.upload is not None:
+        header.insert(5, "upload")
+    return Page(document, table(header, cells, left=(3, *range(5, len(header)))))
 
 
 def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
@@ -115,6 +127,7 @@ def show_page(found: Stored, checkpoint: Checkpoint) -> Page:
         f"trainer     {counted(trainer.ranks, 'rank')}, ZeRO-{trainer.zero_stage}, {trainer.dtype}",
         f"greedy      {'not evaluated' if row['accuracy'] is None else format(row['accuracy'], '.3f')}",
         f"kept        {', '.join(row['kept']) or NOT_KEPT}",
+        f"upload      {row['upload'] or 'none'}",
         f"files       {'; '.join(map(str, verify(checkpoint, contents=False))) or 'ok'}",
         "",
         *table(("file", "size"), [(name, decimal(size)) for name, size in files.items()]),

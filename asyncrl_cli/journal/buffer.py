@@ -217,6 +217,11 @@ class Buffer:
             self._book.journal.checkpoint_removed(old)
         await self._commit()
 
+    async def uploaded(self, step: int, failure: str) -> None:
+        """Record that a checkpoint was uploaded, or why not."""
+        self._book.journal.uploaded(step, failure)
+        await self._commit()
+
     async def evaluated(self, result: Mapping[str, Any]) -> None:
         """Record an evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         self._book.journal.evaluated(result)

@@ -236,15 +236,20 @@ class Publish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(Event):
-    """A checkpoint is complete; it took ``seconds``, and was removed at the unix time ``removed_at``, if it was."""
+    """A checkpoint is complete; it took ``seconds``, and was removed at the unix time ``removed_at``, if it was.
+    ``uploaded_at`` and ``upload_failure``: when `checkpoints.upload` had copied it, or why it failed the last time."""
 
     name = "checkpoint"
-    query = "SELECT at, step, folder, seconds, removed_at FROM checkpoints WHERE at > :since"
+    query = (
+        "SELECT at, step, folder, seconds, removed_at, uploaded_at, upload_failure FROM checkpoints WHERE at > :since"
+    )
 
     after_step: int
     folder: str
     seconds: float
     removed_at: float | None
+    uploaded_at: float | None
+    upload_failure: str
 
 
 @dataclass(frozen=True, slots=True)

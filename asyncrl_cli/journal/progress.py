@@ -99,6 +99,12 @@ def kept_checkpoints(connection: sqlite3.Connection) -> set[int]:
     return {step for (step,) in connection.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
 
 
+def checkpoints_to_upload(connection: sqlite3.Connection) -> set[int]:
+    """Steps with a checkpoint that is there and was not uploaded."""
+    query = "SELECT step FROM checkpoints WHERE removed_at IS NULL AND uploaded_at IS NULL"
+    return {step for (step,) in connection.execute(query)}
+
+
 # -- groups and their prompts
 
 

@@ -282,6 +282,11 @@ class Journal(JournalFile):
     def checkpoint_removed(self, step: int) -> None:
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
+    def uploaded(self, step: int, failure: str) -> None:
+        """A checkpoint was uploaded, or not because of ``failure``."""
+        at = None if failure else time.time()
+        self._note("UPDATE checkpoints SET uploaded_at = ?, upload_failure = ? WHERE step = ?", at, failure, step)
+
     def evaluated(self, result: Mapping[str, Any]) -> None:
         """An evaluation (the fields of ``monitors.base.EvaluationResult``)."""
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")

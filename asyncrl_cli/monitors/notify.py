@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -22,6 +20,7 @@ from asyncrl_cli.monitors.base import Ending, Monitor
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import Notice, NotifySpec
 from asyncrl_cli.system.reaper import MARK
+from asyncrl_cli.system.user_command import run_command
 
 WEBHOOK_S = 10.0
 COMMAND_S = 30.0
@@ -32,7 +31,6 @@ which limits the wait for each byte."""
 AT_ONCE = 20
 """Largest number of concurrent deliveries; further notices are not sent."""
 FROM_ENVIRONMENT = "env:"
-COMMAND = "ASYNCRL_NOTIFY_COMMAND"
 LOG = "logs/notify.log"
 """The command's output, in the run's folder."""
 
@@ -135,23 +133,5 @@ def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:
         "ASYNCRL_RUN_ID": notice["run"],
         "ASYNCRL_MESSAGE": notice["message"],
         "ASYNCRL_FOLDER": notice["folder"],
-        COMMAND: command,
     }
-    log.parent.mkdir(exist_ok=True)
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
-        process = subprocess.Popen(
-            ["sh", "-c", f'eval "${COMMAND}"'],  # every user of the machine can read a process's arguments
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            process.communicate(json.dumps(notice).encode(), timeout=COMMAND_S)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise TimeoutError(f"the command took more than {COMMAND_S:.0f} s and was ended") from None
-    if process.returncode:
-        raise OSError(f"the command ended with {process.returncode}; its output is in {LOG}")
+    run_command(command, environment, stdin=json.dumps(notice).encode(), log=log, limit_s=COMMAND_S)

@@ -86,14 +86,21 @@ class Checkpoints:
             raise
         return final
 
-    def prune(self, accuracies: Mapping[int, float], awaited: Collection[int] = ()) -> list[int]:
+    def prune(
+        self, accuracies: Mapping[int, float], awaited: Collection[int] = (), uploading: Collection[int] = ()
+    ) -> list[int]:
         """Delete the checkpoints that the spec does not keep; returns their steps. May block.
 
-        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps with a running evaluation.
+        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps with a running evaluation;
+        ``uploading``: steps with a running upload.
         """
         found = complete_checkpoints(self._folder)
         reasons = keep_reasons(
-            [checkpoint.step for checkpoint in found], accuracies=accuracies, keep=self._retention, awaited=awaited
+            [checkpoint.step for checkpoint in found],
+            accuracies=accuracies,
+            keep=self._retention,
+            awaited=awaited,
+            uploading=uploading,
         )
         removed = [checkpoint for checkpoint in found if not reasons[checkpoint.step]]
         for checkpoint in removed:

@@ -31,6 +31,7 @@ from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.uploads import Uploads
 from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
 from asyncrl_cli.records.groups import Opening, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch
@@ -77,6 +78,7 @@ class Orchestrator:
         self._tasks = asyncio.TaskGroup()
         self._step = opening.step
         self._checkpoints = Checkpoints(run, ranks, spec)
+        self._uploads = Uploads(spec.checkpoints.upload, run, buffer, reporter.warn)
         self._steps = StepRecorder(
             spec,
             client=client,
@@ -184,9 +186,13 @@ class Orchestrator:
         what = f"the checkpoint of step {step}"
         saved = await self._watchdog.until(saving, who="the trainer", what=what, extra_s=self._ranks.saving_s)
         removed = await asyncio.to_thread(
-            self._checkpoints.prune, dict(self._evaluator.accuracies), set(self._evaluator.running)
+            self._checkpoints.prune,
+            dict(self._evaluator.accuracies),
+            set(self._evaluator.running),
+            set(self._uploads.waiting),
         )
         await self._buffer.checkpointed(step, saved.folder.name, time.monotonic() - started, removed)
+        self._uploads.begin()  # after the row that it completes
 
     async def _loop(self) -> None:
         steps, partial = self._spec.stop.total, self._spec.pipeline.partial_rollouts
@@ -194,6 +200,7 @@ class Orchestrator:
         alternating = partial or self._spec.pipeline.max_staleness == 0
         # Before any engine serves: unfinished rollouts take their slots before new groups are admitted.
         self._scheduler.resume(self._opening)
+        self._uploads.begin()  # of earlier drivers
         behind = self._step - self._trainer.step
         self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
         while self._publish_due:  # two versions if a publish was in flight when the run stopped
@@ -231,6 +238,8 @@ class Orchestrator:
         await self.checkpoint()
         self._reporter.status("saving the model")
         await self._trainer.at(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
+        self._reporter.status("waiting for uploads")
+        await self._uploads.finish()
 
     @property
     def _publish_due(self) -> bool:

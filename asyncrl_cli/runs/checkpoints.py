@@ -245,13 +245,18 @@ def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda:
 
 
 def keep_reasons(
-    steps: Collection[int], accuracies: Mapping[int, float], keep: CheckpointSpec, awaited: Collection[int] = ()
+    steps: Collection[int],
+    accuracies: Mapping[int, float],
+    keep: CheckpointSpec,
+    awaited: Collection[int] = (),
+    uploading: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
     """For every step the reasons why its checkpoint is kept; a checkpoint without a reason is removed.
 
     ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
     ones the newest counts first. The checkpoints of ``awaited`` steps, which are still being evaluated, are kept if
-    ``keep_best`` is set. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last`` is at least 1.
+    ``keep_best`` is set. Those of ``uploading`` steps are always kept. 0 turns ``keep_every`` or ``keep_best`` off;
+    ``keep_last`` is at least 1.
     """
     newest = sorted(steps, reverse=True)[: keep.keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
@@ -262,6 +267,7 @@ def keep_reasons(
             f"last {keep.keep_last}": step in newest,
             f"every {keep.keep_every}": bool(keep.keep_every) and step % keep.keep_every == 0,
             f"best {keep.keep_best}": step in best,
+            "upload running": step in uploading,
             "evaluation running": bool(keep.keep_best) and step in awaited and step not in accuracies,
         }
         reasons[step] = tuple(reason for reason, holds in held.items() if holds)

@@ -111,6 +111,7 @@ _KEYS = {
     "evaluation.every": "eval_steps eval_interval eval.interval test_freq eval_strategy",
     "checkpoints.every": "save_steps save_freq save_interval save_strategy ckpt.interval",
     "checkpoints.keep_last": "save_total_limit max_actor_ckpt_to_keep max_ckpt_num",
+    "checkpoints.upload": "default_hdfs_dir push_to_hub hub_model_id",
     "runs_dir": "output_dir save_path ckpt_path default_local_dir logging_dir",
     "name": "run_name trial_name exp_name",
     "name tracking.experiment": "experiment_name",

@@ -319,6 +319,10 @@ class CheckpointSpec(Section):
     """Also keep the checkpoints of steps that are divisible by this; 0: none."""
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the best greedy held-out accuracy at their step."""
+    upload: Text | None = None
+    """Where each complete checkpoint is copied: a URL that fsspec can write, such as `s3://bucket/folder`, or a shell
+    command with `ASYNCRL_CHECKPOINT` (the folder), `ASYNCRL_STEP` and `ASYNCRL_RUN_ID` in its environment. Training
+    does not wait for it. A copy that fails is tried again after the next checkpoint (docs/tutorial.md)."""
 
 
 class JournalSpec(Section):

@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> RunDirectory:
                 journal.execute("INSERT INTO evaluations VALUES (?, ?, 0, ?, 0, 0, 8, 0, 0)", (step, kind, value))
         for step in (10, 20, 30, 40, 50):
             saved = (step, SAVED + step, checkpoint_name(step))
-            journal.execute("INSERT INTO checkpoints VALUES (?, ?, ?, 1.0, NULL)", saved)
+            journal.execute("INSERT INTO checkpoints VALUES (?, ?, ?, 1.0, NULL, NULL, '')", saved)
     return run
 
 
@@ -95,6 +95,19 @@ def test_the_list_says_why_each_is_kept(asyncrl: Any, run: RunDirectory) -> None
     assert rows[2].endswith("0.500 every 30")
     assert "1 damaged - nothing" in rows[3]
     assert rows[4].endswith("- last 1")
+
+
+def test_uploads_are_listed(asyncrl: Any, run: RunDirectory) -> None:
+    spec = (run.path / "spec.yaml").read_text().replace("upload: null", "upload: file:///backup")
+    run.write_text("spec.yaml", spec)
+    with closing(open_for_writing(run.path / FILE)) as journal:
+        journal.execute("UPDATE checkpoints SET uploaded_at = 1 WHERE step = 20")
+        journal.execute("UPDATE checkpoints SET upload_failure = 'no space' WHERE step = 30")
+    _, out, _ = asyncrl("list")
+    header, *rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert header == "step size age files greedy upload kept because"
+    assert "0.750 done best 1" in rows[1] and "0.500 failed every 30" in rows[2] and "- - last 1" in rows[4]
+    assert "upload      no space" in asyncrl("show", "--step", "30")[1]
 
 
 def test_the_list_for_programs(asyncrl: Any, run: RunDirectory) -> None:

@@ -1,0 +1,122 @@
+"""Copies complete checkpoints elsewhere: to an fsspec URL, or by a command of the user's.
+
+Invariant: an upload delays no step and ends no run. It has its own thread; a failure is a warning and a row in the
+journal, and is tried again after the next checkpoint and when the run is resumed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from asyncrl_cli.core.background import Background
+from asyncrl_cli.core.secrets import hide
+from asyncrl_cli.journal.buffer import Buffer
+from asyncrl_cli.journal.progress import checkpoints_to_upload
+from asyncrl_cli.journal.schema import FILE, reading
+from asyncrl_cli.runs.checkpoints import FILES_FILE, Checkpoint, complete_checkpoints, verify
+from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.system.user_command import run_command
+
+URL = re.compile(r"[a-z][a-z0-9+.-]*://")
+LOG = "logs/upload.log"
+"""The command's output, in the run's folder."""
+LIMIT_S, BYTES_PER_S = 600.0, 20e6
+"""An upload, and the wait for uploads at a run's end, have this many seconds and one more per ``BYTES_PER_S``."""
+
+
+class Uploads:
+    """The uploads of one run. Use it from the event loop."""
+
+    def __init__(self, target: str | None, run: RunDirectory, buffer: Buffer, warn: Callable[[str], None]) -> None:
+        """``target``: a URL or a command (`checkpoints.upload`); None uploads nothing."""
+        self._target = target
+        self._run = run
+        self._buffer = buffer
+        self._warn = warn
+        self._loop = asyncio.get_running_loop()
+        self._background = Background("upload")
+        self._newest: asyncio.Future[None] | None = None
+        self.waiting: set[int] = set()
+        """Steps with a checkpoint that must not be deleted yet: its upload was neither done nor refused."""
+
+    def begin(self) -> None:
+        """Upload every checkpoint of the journal that was not uploaded. Returns at once."""
+        if self._target is None:
+            return
+        done = self._newest = self._loop.create_future()
+        found = complete_checkpoints(self._run.path / "checkpoints")
+        self.waiting |= {found[-1].step} if found else set()
+
+        def job() -> None:
+            try:
+                with reading(self._run.path / FILE) as connection:
+                    steps = checkpoints_to_upload(connection)
+                for checkpoint in complete_checkpoints(self._run.path / "checkpoints"):
+                    if checkpoint.step in steps:
+                        self._upload(checkpoint)
+            except Exception as error:
+                self._warn(hide(f"checkpoints.upload: {error}"))
+            finally:
+                with suppress(RuntimeError):  # the loop has ended: nobody waits
+                    self._loop.call_soon_threadsafe(done.cancel)
+
+        self._background.submit(job)
+
+    async def finish(self) -> None:
+        """Wait for the uploads that have begun, for a limited time."""
+        if self._newest is None:
+            return
+        limit_s = LIMIT_S + sum(self._size(step) for step in self.waiting) / BYTES_PER_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await asyncio.wait([self._newest])
+        except TimeoutError:
+            steps = ", ".join(map(str, sorted(self.waiting)))
+            self._warn(f"checkpoints.upload: not done after {limit_s:.0f} s for steps {steps}; copy them yourself")
+
+    def _size(self, step: int) -> int:
+        found = complete_checkpoints(self._run.path / "checkpoints")
+        return sum(checkpoint.size for checkpoint in found if checkpoint.step == step)
+
+    def _upload(self, checkpoint: Checkpoint) -> None:
+        assert self._target is not None
+        step, failure = checkpoint.step, ""
+        self.waiting.add(step)
+        try:
+            if damages := verify(checkpoint):
+                raise OSError(f"the checkpoint is damaged: {damages[0]}")
+            if URL.match(self._target):
+                copy(checkpoint.folder, f"{self._target.rstrip('/')}/{self._run.run_id}/{checkpoint.folder.name}")
+            else:
+                values = {"RUN_ID": self._run.run_id, "CHECKPOINT": str(checkpoint.folder), "STEP": str(step)}
+                environment = os.environ | {f"ASYNCRL_{name}": value for name, value in values.items()}
+                limit_s = LIMIT_S + checkpoint.size / BYTES_PER_S
+                run_command(self._target, environment, stdin=b"", log=self._run.path / LOG, limit_s=limit_s)
+        except Exception as error:  # whatever a file system raises, the run continues
+            failure = hide(str(error) or type(error).__name__)
+            self._warn(f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}")
+        finally:
+            with suppress(RuntimeError, TimeoutError):  # the loop has ended; a resume uploads it again
+                recording = self._buffer.uploaded(step, failure)
+                asyncio.run_coroutine_threadsafe(recording, self._loop).result(LIMIT_S)
+            self.waiting.discard(step)
+
+
+def copy(folder: Path, url: str) -> None:
+    """Copy a checkpoint's files below an fsspec URL, and compare their sizes. The list of files is copied last: a copy
+    without it is incomplete. Raises what the file system raises."""
+    import fsspec
+
+    files, root = fsspec.core.url_to_fs(url)
+    paths = sorted((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.name == FILES_FILE)
+    for path in paths:
+        target = f"{root}/{path.relative_to(folder).as_posix()}"
+        files.makedirs(target.rpartition("/")[0], exist_ok=True)
+        files.put_file(str(path), target)
+        if (size := files.info(target)["size"]) != path.stat().st_size:
+            raise OSError(f"{path.name} has {size} bytes at its destination, not {path.stat().st_size}")
