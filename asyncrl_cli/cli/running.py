@@ -70,7 +70,9 @@ def train(
     speed = processor_speed() if shares_host(checked) and checked.stop.total >= CALIBRATING_STEPS else None
     # After the checks: a spec that is refused leaves no folder behind (decision 0028).
     run = RunDirectory.create(checked.runs_dir, checked.name)
-    run.begin(dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed))
+    run.begin(
+        dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed, checked.model.path)
+    )
     drive(experiment, run=run, start=Start(), quiet=quiet)
 
 

@@ -71,6 +71,8 @@ def _manifest_lines(manifest: dict[str, Any]) -> Iterator[str]:
     if command := manifest.get("command"):
         yield f"command  {shlex.join([Path(command[0]).name, *command[1:]])}"
     yield f"spec     {manifest.get('spec_file', '?')}"
+    if origin := manifest.get("model_from"):
+        yield f"model    of {origin['run']}, step {origin['step']}"
     commit = f", commit {git['commit'][:12]}{' with changes' if git.get('dirty') else ''}" if git else ""
     yield f"code     asyncrl {manifest.get('asyncrl', '?')}, Python {manifest.get('python', '?')}{commit}"
     versions = [f"{name} {packages[name]}" for name in PACKAGES if name in packages]

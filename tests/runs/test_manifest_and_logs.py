@@ -12,8 +12,10 @@ import pytest
 
 from asyncrl_cli import __version__
 from asyncrl_cli.core.errors import RunError, UserError
+from asyncrl_cli.inspect.history_page import _manifest_lines
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.manifest import describe_start
+from tests.journal.recorded_run import make_run
 
 REDIRECTED = """
 import os, subprocess, sys
@@ -38,6 +40,7 @@ def test_output_goes_to_the_log_also_from_children_and_c(tmp_path: Path) -> None
 VERBOSE = """
 import sys
 from asyncrl_cli.system import logs
+from tests.journal.recorded_run import make_run
 logs.LOG_BYTES = 1000
 logs.bound_log()
 logs.redirect_output(sys.argv[1], "scorer")
@@ -101,3 +104,13 @@ def test_an_error_is_a_diagnostic_and_is_the_same_in_another_process() -> None:
     assert (str(UserError("it broke")), UserError("it broke").diagnostic()) == ("it broke", "error: it broke")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.exit_code) == (RunError, str(error), 1)
+
+
+def test_a_run_from_another_runs_model_names_the_run_and_its_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "first", step=7, steps=7)
+    (run.path / "model").mkdir()
+    manifest = describe_start(tmp_path / "spec.yaml", model=str(run.path / "model"))
+    assert manifest["model_from"] == {"run": "first", "step": 7}
+    assert "model    of first, step 7" in list(_manifest_lines(manifest))
+    for other in (None, str(tmp_path / "model"), str(run.path / "checkpoints"), "org/model"):
+        assert "model_from" not in describe_start(tmp_path / "spec.yaml", model=other)
