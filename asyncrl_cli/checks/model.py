@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,7 +234,10 @@ def check_algorithm(spec: ExperimentSpec, search_path: Path, notice: Callable[[s
         try:
             if objective.advantage is not None and ":" in algorithm.advantage:
                 rewards = torch.arange(2.0 * spec.rollout.group_size).reshape(2, -1) % 3
-                check_advantages(objective.advantage(rewards), rewards)
+                # Any metric: the names of the task's metrics are not known yet.
+                more = {"lengths": 1 + rewards.long(), "metrics": defaultdict(rewards.clone)}
+                asked = {name: more[name] for name in objective.asks}
+                check_advantages(objective.advantage(rewards=rewards, **asked), rewards)
             if ":" in algorithm.loss:
                 location = "algorithm.loss"
                 logprobs = torch.full((2, 4), -1.0, requires_grad=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import DataError, TaskError
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, missing_part
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, TaskMix, scores_groups, task_of
 from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
@@ -59,6 +59,7 @@ def try_tasks(experiment: Experiment, thorough: bool) -> Result:
                 splits=of_task,
                 location=location,
                 thorough=thorough,
+                parts=spec.algorithm.reward_parts if location == "task" else (),
             )
         except TaskError as error:
             if any(":" in use for use in (task.use or "", *(member.use for member in task.mix))):
@@ -81,10 +82,12 @@ def try_task(
     *,
     location: str,
     thorough: bool,
+    parts: Iterable[str] = (),
 ) -> str:
     """Call the rewards and environments of a task on the first rows of each split; returns what was called.
 
-    Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, else at ``location``.
+    Raises ``TaskError`` for the first failure, at the line of the user's code if it is known, else at ``location``, and
+    in a thorough trial of rewards ``ConfigError`` for one of the reward's ``parts`` that no response has.
     """
     scored: list[Response] = []
     played: list[Prompt] = []
@@ -105,11 +108,17 @@ def try_task(
     if not scored and not played:
         return "not tried"
     try:
-        known = asyncio.run(_try(spec, search_path=search_path, scored=scored, played=played, location=location))
+        results = asyncio.run(_try(spec, search_path=search_path, scored=scored, played=played, location=location))
     except ProcessLost as lost:
         raise TaskError(f"the trial of the task failed: {lost}", location=location, hint=HINT) from None
     called = {"rewards": len(scored), "environments": len(played)}
     text = f"called on the first rows: {', '.join(f'{name} ({count})' for name, count in called.items() if count)}"
+    known = [result for result in results if result.reward is not None]
+    reported = {name for result in known for name in result.metrics}
+    if thorough and known and not played and not spec.mix:
+        for name in parts:
+            if name not in (REWARD, *reported):
+                raise missing_part(name, reported, "no response of the trial")
     return text if known or not scored else f"{text}; {ALL_NONE}"
 
 
@@ -137,21 +146,21 @@ def _responses(prompt: Prompt) -> list[str]:
 
 async def _try(
     spec: TaskSpec, search_path: Path, scored: Sequence[Response], played: Sequence[Prompt], location: str
-) -> bool:
-    """Whether any response got a reward. Raises ``TaskError`` for a failure."""
-    known = False
+) -> list[Scored]:
+    """The results of ``scored``. Raises ``TaskError`` for a failure."""
+    results = []
     if scored:
         async with _process(Load(spec, search_path=search_path, work=Work.PLAIN, blocked_s=BLOCKED_S)) as process:
             for response in scored:
                 result = await process.score(response, reward_limit_s(spec, response[0]))
                 _refuse(result, location, f"called with the response {response[1]!r}")
                 scores = result if isinstance(result, tuple) else (result,)
-                known = known or any(isinstance(one, Scored) and one.reward is not None for one in scores)
+                results += [one for one in scores if isinstance(one, Scored)]
     if played:
         async with _process(Load(spec, search_path=search_path, work=Work.EPISODES, blocked_s=BLOCKED_S)) as process:
             for prompt in played:
                 _refuse((await process.play(prompt, None)).score, location, "called with an empty reply")
-    return known
+    return results
 
 
 @asynccontextmanager

@@ -293,8 +293,11 @@ def _task(s: Source) -> dict[str, Any]:
     given = s.get("reward_funcs")
     names = [str(name) for name in given] if isinstance(given, list) else [str(given)] if given else []
     # TRL's comparison of mathematical answers is the task `math`.
+    task: dict[str, Any] = dict.fromkeys(
+        ("algorithm.reward_parts", "algorithm.reward_aggregation", "task.options.field")
+    )
     if names == ["accuracy_reward"]:
-        return {"task.use": "math", "task.options.field": "solution"}
+        return task | {"task.use": "math", "task.options.field": "solution"}
     if s.get("reward_model_name_or_path", "reward_model_path"):
         s.remark("task.use", "there is no reward model: call one from a reward function, or use the task `judge`")
     names = names or ["my_reward"]
@@ -305,7 +308,13 @@ def _task(s: Source) -> dict[str, Any]:
     ]
     weights = s.get("reward_weights")
     weights = weights if isinstance(weights, list) and len(weights) == len(names) else [1.0] * len(names)
-    functions = ", ".join(f"({name.rpartition('.')[2]}, {weight})" for name, weight in zip(names, weights, strict=True))
+    weighted = [(name.rpartition(".")[2], weight) for name, weight in zip(names, weights, strict=True)]
+    functions = ", ".join(f"({name}, {weight})" for name, weight in weighted)
+    apart = s.get("multi_objective_aggregation") == "normalize_then_sum"
+    total = "sum(weight * score for (_, weight), score in zip(functions, row) if score is not None)"
+    measured = "{f.__name__: score for (f, _), score in zip(functions, row) if score is not None}"
+    result = f"RewardResult({total},\n                             {measured})" if apart else total
+    imports += ["from asyncrl_cli.tasks.base import RewardResult"] if apart else []
     s.remark(
         "task.use",
         "write rewards.py beside this file:\n"
@@ -313,10 +322,12 @@ def _task(s: Source) -> dict[str, Any]:
         + "\n\n    def rewards(prompts, completions, **columns):\n"
         f"        functions = [{functions}]\n"
         "        scores = [f(prompts=prompts, completions=completions, **columns) for f, _ in functions]\n"
-        "        return [sum(weight * score for (_, weight), score in zip(functions, row) if score is not None)\n"
-        "                for row in zip(*scores)]",
+        f"        return [{result}\n                for row in zip(*scores)]",
     )
-    return {"task.use": "rewards:rewards", "task.options.field": None}
+    if apart:
+        found = {name: float(weight) for name, weight in weighted}
+        task |= {"algorithm.reward_parts": found, "algorithm.reward_aggregation": "normalize_then_sum"}
+    return task | {"task.use": "rewards:rewards"}
 
 
 def _data(s: Source) -> dict[str, Any]:

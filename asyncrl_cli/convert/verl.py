@@ -151,6 +151,8 @@ ROWS = [
     Row("algorithm.adv_estimator", "algorithm.preset", "a name: what it decides is written below"),
     Row("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage"),
     Row("algorithm.adv_estimator", "algorithm.whiten_advantages", "in verl a part of gae and REINFORCE++"),
+    Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "algorithm.reward_parts"),
+    Row("algorithm.adv_estimator", "algorithm.reward_aggregation"),
     Row("algorithm.gamma", "algorithm.gamma"),
     Row("algorithm.lam", "algorithm.gae_lambda"),
     Row(f"{A}policy_loss.loss_mode", "algorithm.loss"),
@@ -330,7 +332,7 @@ OTHERS = [
     needless("data.val_batch_size data.return_* data.*num_workers data.validation_shuffle data.*_workers data.use_shm "
              "data.filter_prompts data.enable_thinking_mode data.*tokenized*",
              "prompts get the chat template; longer ones are skipped"),
-    lost("algorithm.use_pf_ppo algorithm.gdpo_*", "no PF-PPO and no GDPO"),
+    lost("algorithm.use_pf_ppo", "no PF-PPO"),
     lost(f"{CORRECTION}rollout_is_batch_normalize", "weights are not normalized over the batch"),
     lost("algorithm.filter_groups.metric", "groups are compared by their rewards", "seq_reward", "seq_final_reward",
          "score", when=lambda s: s.flag("algorithm.filter_groups.enable")),

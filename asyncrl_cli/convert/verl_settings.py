@@ -36,6 +36,7 @@ ESTIMATORS = {
     "gae": ("ppo", "gae"),
     "grpo": ("grpo", "group_norm"),
     "grpo_vectorized": ("grpo", "group_norm"),
+    "gdpo": ("grpo", "group_norm"),
     "rloo": ("rloo", "leave_one_out"),
     "rloo_vectorized": ("rloo", "leave_one_out"),
     "reinforce_plus_plus": ("reinforce_pp", "none"),
@@ -109,6 +110,7 @@ def settings(s: Source) -> dict[str, Any]:
         "algorithm.preset": loss if estimator[0] == "grpo" and loss != "clip" else estimator[0],
         "algorithm.advantage": _advantage(s, estimator[1]),
         "algorithm.whiten_advantages": s.get("algorithm.adv_estimator") in WHITENED,
+        **_parts(s),
         "algorithm.loss": loss,
         # Ratios are not negative: a lower bound above 1 below them is none.
         "algorithm.clip_low": min(s.number(f"{A}clip_ratio_low", f"{A}clip_ratio"), 1.0),
@@ -286,6 +288,20 @@ def _advantage(s: Source, name: str) -> str:
         relative = "an advantage relative to the group needs a rollout.group_size of 2 or more"
         s.remark("algorithm.advantage", relative)
     return name
+
+
+def _parts(s: Source) -> dict[str, Any]:
+    """GDPO's rewards, by their keys in the dict that the reward function returns."""
+    if s.get("algorithm.adv_estimator") != "gdpo":
+        return {"algorithm.reward_parts": None, "algorithm.reward_aggregation": None}
+    names = [str(name) for name in s.get("algorithm.gdpo_reward_keys") or []]
+    weights = s.get("algorithm.gdpo_reward_weights") or [1.0] * len(names)
+    if not names or len(names) != len(weights):
+        s.remark("algorithm.reward_parts", "name each metric of the reward function and its weight")
+    return {
+        "algorithm.reward_parts": {name: float(weight) for name, weight in zip(names, weights, strict=False)} or None,
+        "algorithm.reward_aggregation": "normalize_then_sum",
+    }
 
 
 def _kl(s: Source) -> dict[str, Any]:

@@ -52,13 +52,14 @@ class SessionOpening:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """A session's result: its rollout (None: nothing was sampled), the text of its last reply, and the first limit that
-    refused a call."""
+    """A session's result: its rollout (None: nothing was sampled), the text of its last reply, the first limit that
+    refused a call, and where each reply ends (``Session.replies``)."""
 
     number: int
     rollout: Rollout | None = None
     last_text: str = ""
     failure: str = ""
+    replies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,13 @@ class GatewayActor:
     def _end(self, number: int) -> None:
         name, session = self._by_number.pop(number)
         self._sessions.close(name)
-        end = SessionEnd(number, rollout=session.rollout(), last_text=session.last_text, failure=session.failure)
+        end = SessionEnd(
+            number,
+            rollout=session.rollout(),
+            last_text=session.last_text,
+            failure=session.failure,
+            replies=session.replies(),
+        )
         # After the cancellations of its calls, which are reported in the loop's next turn: the driver must know them
         # before the session's end.
         asyncio.get_running_loop().call_soon(self._transfer.ended, end)

@@ -167,6 +167,10 @@ class Session:
         """Everything that was sampled and answered, with all branches; None when there is nothing."""
         return self._transcript.rollout(self._chat.decode)
 
+    def replies(self) -> tuple[tuple[int, int], ...]:
+        """For each complete reply, in their order, its sequence in ``rollout`` and the token before which it ends."""
+        return self._transcript.replies()
+
     # -- a call
 
     async def answer(self, asked: Rendered, options: CallOptions, on_part: OnPart | None = None) -> list[Reply]:

@@ -90,6 +90,7 @@ class Transcript:
         self._rollout_id = rollout_id
         self._on_segments = on_segments
         self._branches: list[Branch] = []
+        self._replies: list[tuple[Branch, int]] = []  # the branch and end of each complete reply, in their order
         # Recorded branches that no call has begun yet: tokens, and how many of them were reported under that number.
         self._recorded = {number: TokenSequence.join(segments) for number, segments in recorded.items()}
         self._reported = {number: len(tokens.ids) for number, tokens in self._recorded.items()}
@@ -152,6 +153,7 @@ class Transcript:
             branch.known = replace(branch.known, experts=filled(branch.known.experts, join_experts(given)))
         branch.end, branch.finish, branch.busy = end, finish, False
         branch.turns.append(turn)
+        self._replies.append((branch, end))
         self._report(branch, end)
 
     def abandon(self, call: Call, keep: bool) -> None:
@@ -180,6 +182,11 @@ class Transcript:
             for number, branch in enumerate(branch for branch in self._branches if branch.end)
         ]
         return replace(rollouts[0], branches=tuple(rollouts[1:])) if rollouts else None
+
+    def replies(self) -> tuple[tuple[int, int], ...]:
+        """For each complete reply, in their order, its sequence in ``rollout`` and the token before which it ends."""
+        numbers = {id(branch): number for number, branch in enumerate(one for one in self._branches if one.end)}
+        return tuple((numbers[id(branch)], end) for branch, end in self._replies)
 
     def _new(self, prompt: NDArray[np.int32]) -> Branch:
         """The next branch, with the recorded tokens of one that begins with this prompt, whatever its number."""

@@ -293,6 +293,8 @@ def _rollout_lines(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]],
     if rollout.metrics:
         measured = ", ".join(f"{name} {number(value)}" for name, value in sorted(rollout.metrics.items()))
         yield from paragraph(f"metrics: {measured}", "  ")
+    if len(rollout.turns) > 1:
+        yield from paragraph(f"rewards of its turns: {', '.join(number(turn.reward) for turn in rollout.turns)}", "  ")
     if rollout.tokens and not rollout.segments:
         yield "  (its tokens were dropped: journal.keep)"
     for sequence in sequences:
@@ -337,7 +339,7 @@ def _size(sequences: Sequence[Sequence[_Part]]) -> str:
 
 
 def _rollout_document(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part]]) -> dict[str, Any]:
-    facts = ("tokens", "finish_reason", "reward", "failure", "masked", "metrics", "recorded_at")
+    facts = ("tokens", "finish_reason", "reward", "turns", "failure", "masked", "metrics", "recorded_at")
     return {
         "rollout": rollout.rollout_id,
         **{name: getattr(rollout, name) for name in facts},

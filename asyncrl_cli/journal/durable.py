@@ -30,7 +30,7 @@ from asyncrl_cli.records.groups import (
     Waiting,
 )
 from asyncrl_cli.records.prompt import prompt_from
-from asyncrl_cli.records.rewards import RewardFailure
+from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, part_of_reward
 from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -91,9 +91,7 @@ class DurableLedger:
                     location=str(path),
                     hint="resume without this change; it is possible once these groups are trained",
                 ) from None
-            self._rewards: dict[int, dict[int, float | None]] = {
-                group_id: self._recorded_rewards(group_id) for group_id in self.ledger.running
-            }
+            self._scores = {group_id: self._recorded_scores(group_id) for group_id in self.ledger.running}
 
     def start(self, kind: str, note: str) -> None:
         """Note that this process begins to write: the kind (``train`` or ``resume``) and the settings."""
@@ -131,7 +129,7 @@ class DurableLedger:
             self.journal.check_prompt(candidate)
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
-            self._rewards[entry.group_id] = {}
+            self._scores[entry.group_id] = {}
             groups.append(
                 Group(entry.group_id, version=entry.version, prompt=candidate.prompt, prompt_ids=candidate.prompt_ids)
             )
@@ -163,8 +161,8 @@ class DurableLedger:
         finished, rejected, solved = [], [], []
         for outcome in outcomes:
             group_id, index = group_and_index(outcome.rollout_id)
-            rewards = self._rewards.get(group_id)
-            if rewards is None or index in rewards:
+            scores = self._scores.get(group_id)
+            if scores is None or index in scores:
                 continue
             if outcome.rollout_id not in recorded:
                 self.journal.scored(outcome)
@@ -173,17 +171,17 @@ class DurableLedger:
                 self._reject(group_id, "failed")
                 rejected.append((group_id, "failed"))
                 continue
-            rewards[index] = outcome.score.reward
-            if len(rewards) < self._settings.group_size:
+            scores[index] = outcome.score
+            if len(scores) < self._settings.group_size:
                 continue
-            known = [reward for reward in rewards.values() if reward is not None]
+            known = [score for score in scores.values() if score.reward is not None]
             if len(known) < min(FEWEST_SCORED, self._settings.group_size):
                 self._reject(group_id, "unscored")
                 rejected.append((group_id, "unscored"))
                 continue
-            if min(known) >= CORRECT:
+            if all((score.reward or 0.0) >= CORRECT for score in known):
                 solved.append(group_id)
-            if self._settings.reject_uniform and are_equal(known):
+            if self._settings.reject_uniform and all(map(are_equal, self._compared(known))):
                 self._reject(group_id, "uniform")
                 rejected.append((group_id, "uniform"))
                 continue
@@ -201,7 +199,7 @@ class DurableLedger:
             entry = self.ledger.requeue(group_id)
             self.journal.requeued(group_id, entry)
             self._forget(group_id)
-            self._rewards[entry.group_id] = {}
+            self._scores[entry.group_id] = {}
             started.append((group_id, entry.group_id, entry.version))
         return started
 
@@ -251,16 +249,30 @@ class DurableLedger:
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
         return prompts[self.journal.read(progress.newest_serial) :]
 
-    def _recorded_rewards(self, group_id: int) -> dict[int, float | None]:
+    def _recorded_scores(self, group_id: int) -> dict[int, Scored]:
         rollouts = self.journal.read(read_rollouts, group_id)
-        return {index: row.reward for index, row in rollouts.items() if row.judged}
+        return {index: Scored(row.reward, row.measured()) for index, row in rollouts.items() if row.judged}
+
+    def _compared(self, scores: Sequence[Scored]) -> list[list[float]]:
+        """The numbers of a group in which its rollouts have to differ. A part that a rollout lacks is left out, or
+        adds nothing to the sum, as in training (``StepRewards``)."""
+        weights = self._settings.reward_parts or {REWARD: 1.0}
+        parts = [[part_of_reward(name, one.reward, one.metrics) for one in scores] for name in weights]
+        if self._settings.parts_apart:
+            return [[value for value in part if value is not None] for part in parts]
+        return [
+            [
+                sum(w * (value or 0.0) for w, value in zip(weights.values(), of_one, strict=True))
+                for of_one in zip(*parts, strict=True)
+            ]
+        ]
 
     def _is_unfinished(self, sequence_id: str) -> bool:
         group_id, index = group_and_index(sequence_id)
-        return index not in self._rewards.get(group_id, (index,)) and (group_id, index) not in self._finished
+        return index not in self._scores.get(group_id, (index,)) and (group_id, index) not in self._finished
 
     def _forget(self, group_id: int) -> None:
-        del self._rewards[group_id]
+        del self._scores[group_id]
         self._finished -= {(group_id, index) for index in range(self._settings.group_size)}
 
     def _reject(self, group_id: int, reason: str) -> None:

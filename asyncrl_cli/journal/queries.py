@@ -26,6 +26,7 @@ from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, 
 from asyncrl_cli.journal.schema import JournalError, reading
 from asyncrl_cli.records.generation import Segment, branch_id, training_rollout_id
 from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import Turn
 
 T = TypeVar("T")
 
@@ -350,6 +351,7 @@ class RolloutRecord:
     masked: bool
     metrics: Mapping[str, float]
     recorded_at: float
+    turns: tuple[Turn, ...]
     segments: tuple[Segment, ...]
 
 
@@ -382,6 +384,7 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
             masked=bool(row_of.masked),
             metrics=row_of.measured(),
             recorded_at=row_of.recorded_at,
+            turns=row_of.rewarded_turns(),
             segments=tuple(
                 segment
                 for branch, sequence in joined(tokens.segments.get(index, {})).items()

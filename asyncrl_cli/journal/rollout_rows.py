@@ -26,6 +26,7 @@ from asyncrl_cli.records.generation import (
 )
 from asyncrl_cli.records.groups import Candidate, Group
 from asyncrl_cli.records.prompt import Prompt, prompt_from
+from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 PROMPT = -1
@@ -48,6 +49,7 @@ class RolloutRow(NamedTuple):
     metrics: str | None
     masked: int
     """1: the task has judged the rollout and cannot score it."""
+    turns: str | None
     oldest: int | None
     newest: int | None
     recorded_at: float
@@ -61,6 +63,10 @@ class RolloutRow(NamedTuple):
         """``metrics``, as the task reported them."""
         measured: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
         return measured
+
+    def rewarded_turns(self) -> tuple[Turn, ...]:
+        """``turns``, in their order."""
+        return tuple(Turn(*turn) for turn in json.loads(self.turns)) if self.turns else ()
 
 
 _ROLLOUT_COLUMNS = ", ".join(RolloutRow._fields)
@@ -97,6 +103,7 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
         if group_id < int(pruned_to):
             raise LookupError(f"the tokens of step {step} are pruned")
     measured = tuple(row.measured() for row in rows.values())
+    turns = tuple(row.rewarded_turns() for row in rows.values())
     return TrainingGroup(
         group_id,
         group.prompt.uid,
@@ -104,6 +111,7 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
         rollouts=tuple(_rollout(group, index=index, row=row, tokens=tokens) for index, row in rows.items()),
         rewards=rewards,
         metrics=measured if any(measured) else (),
+        turns=turns if any(turns) else (),
     )
 
 

@@ -3,7 +3,8 @@
     groups       one row per admitted group: its prompt with its serial number and the position of the data loader after
                  it (NULL for a prompt that runs again), and its state
     rollouts     one row per recorded rollout; no large values, to keep scans fast. ``masked`` is 1 when the task has
-                 judged it and cannot score it; its reward stays NULL
+                 judged it and cannot score it; its reward stays NULL. ``turns`` of an environment's episode is a JSON
+                 list with [reward, branch, end] of each reply (``records.rewards.Turn``)
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
                  version changes; version -1 is for context, which was not sampled
     experts      the experts that an engine chose for the tokens of a segment, where they are recorded: the row has the
@@ -65,7 +66,7 @@ TABLES = """
     CREATE TABLE rollouts (
         group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, tokens INTEGER NOT NULL, finish_reason TEXT,
         reward REAL, failure TEXT, oldest INTEGER, newest INTEGER, recorded_at REAL NOT NULL, metrics TEXT,
-        scored_at REAL, masked INTEGER NOT NULL DEFAULT 0, crc INTEGER,
+        scored_at REAL, masked INTEGER NOT NULL DEFAULT 0, turns TEXT, crc INTEGER,
         PRIMARY KEY (group_id, rollout_index)
     ) WITHOUT ROWID;
     CREATE TABLE segments (

@@ -60,27 +60,27 @@ _SEGMENT = """
 """
 _ROLLOUT = """
     INSERT INTO rollouts
-        (group_id, rollout_index, tokens, finish_reason, reward, failure, metrics, masked, oldest, newest, scored_at,
-         recorded_at, crc)
-    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+        (group_id, rollout_index, tokens, finish_reason, reward, failure, metrics, masked, turns, oldest, newest,
+         scored_at, recorded_at, crc)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET tokens = excluded.tokens, finish_reason = excluded.finish_reason,
         reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
-        masked = excluded.masked, scored_at = excluded.scored_at,
+        masked = excluded.masked, turns = excluded.turns, scored_at = excluded.scored_at,
         oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at, crc = excluded.crc
 """
 _SCORE = """
     INSERT INTO rollouts
-        (group_id, rollout_index, tokens, reward, failure, metrics, masked, scored_at, recorded_at, crc)
-    VALUES (?, ?, 0, ?, ?, ?, ?, ?7, ?7, ?)
+        (group_id, rollout_index, tokens, reward, failure, metrics, masked, turns, scored_at, recorded_at, crc)
+    VALUES (?, ?, 0, ?, ?, ?, ?, ?, ?8, ?8, ?)
     ON CONFLICT DO UPDATE SET reward = excluded.reward, failure = excluded.failure, metrics = excluded.metrics,
-        masked = excluded.masked, scored_at = excluded.scored_at,
+        masked = excluded.masked, turns = excluded.turns, scored_at = excluded.scored_at,
         crc = row_crc(group_id, rollout_index, tokens, finish_reason, excluded.reward, excluded.failure,
-            excluded.metrics, excluded.masked, oldest, newest)
+            excluded.metrics, excluded.masked, excluded.turns, oldest, newest)
 """
 
-Verdict = tuple[float | None, str | None, str | None, int]
-"""The columns ``reward``, ``failure``, ``metrics`` and ``masked``."""
-UNJUDGED: Verdict = (None, None, None, 0)
+Verdict = tuple[float | None, str | None, str | None, int, str | None]
+"""The columns ``reward``, ``failure``, ``metrics``, ``masked`` and ``turns``."""
+UNJUDGED: Verdict = (None, None, None, 0, None)
 
 
 class _Piece(NamedTuple):
@@ -358,11 +358,12 @@ class Journal(JournalFile):
 
 def _verdict(score: Scored | RewardFailure) -> Verdict:
     if isinstance(score, RewardFailure):
-        return None, _storable(str(score)) or None, None, 0
+        return None, _storable(str(score)) or None, None, 0, None
     metrics = json.dumps(dict(score.metrics)) if score.metrics else None
     if score.reward is None:
-        return None, None, metrics, 1
-    return float(score.reward) + 0.0, None, metrics, 0  # SQLite has no -0.0
+        return None, None, metrics, 1, None
+    turns = json.dumps(score.turns) if score.turns else None
+    return float(score.reward) + 0.0, None, metrics, 0, turns  # SQLite has no -0.0
 
 
 # -- what SQLite can store: one value that it cannot store would make the commit fail, also for other callers

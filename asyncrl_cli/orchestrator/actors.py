@@ -150,6 +150,8 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         reject_uniform=spec.algorithm.uniform_groups == "reject",
         note_solved=spec.data.filter is not None,
         ahead=pipeline.ahead,
+        reward_parts=spec.algorithm.reward_parts,
+        parts_apart=spec.algorithm.parts_apart,
     )
 
 

@@ -25,7 +25,7 @@ from asyncrl_cli.orchestrator.gateway_client import GatewayClient, GatewayLost, 
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Segment
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.inputs import EpisodeSpec, TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -237,6 +237,12 @@ class Episodes:
         if score is None:
             assert rollout is not None
             (score,) = await self._scoring.score([(prompt, end.last_text, rollout.finished)])
+        if isinstance(score, Scored) and score.turns:
+            if len(score.turns) != len(end.replies):
+                reason = f"the environment of prompt {prompt.uid!r} took {len(score.turns)} steps after"
+                return rollout, RewardFailure(f"{reason} {len(end.replies)} replies of the model")
+            turns = (Turn(turn.reward, *place) for turn, place in zip(score.turns, end.replies, strict=True))
+            score = replace(score, turns=tuple(turns))
         return rollout, score
 
     async def _generate(self, request: RolloutRequest, on_segments: OnSegments | None = None) -> Rollout:

@@ -46,6 +46,10 @@ class BufferSettings:
     """Whether ``Opening.solved`` is filled. That reads the entire history."""
     ahead: int | None = None
     """Number of batches of finished groups at which admission stops; None: no limit."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Weights of the parts of the reward by which ``reject_uniform`` compares; empty: by the reward alone."""
+    parts_apart: bool = False
+    """Whether it compares each part instead of their weighted sum."""
 
 
 @dataclass(frozen=True, slots=True)

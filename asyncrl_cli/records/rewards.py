@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from asyncrl_cli.core.errors import ConfigError
+
+REWARD = "reward"
+"""The name of a task's own reward in ``algorithm.reward_parts``, next to the names of metrics."""
+
+
+class Turn(NamedTuple):
+    """One reply of the model in an episode of an environment, with its own reward (``Step.reward``).
+
+    The reply's tokens end before token ``end`` of the rollout's sequence ``branch``.
+    """
+
+    reward: float
+    branch: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +32,8 @@ class Scored:
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    turns: tuple[Turn, ...] = ()
+    """The turns of an environment's episode in their order; ``reward`` is the sum of theirs. Empty for other tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,3 +46,17 @@ class RewardFailure:
 
     def __str__(self) -> str:
         return f"{self.location}: {self.reason}" if self.location else self.reason
+
+
+def part_of_reward(name: str, reward: float | None, metrics: Mapping[str, float] | None) -> float | None:
+    """The value of one of ``algorithm.reward_parts`` for a rollout; None when it is masked or does not have it."""
+    return reward if reward is None or name == REWARD else (metrics or {}).get(name)
+
+
+def missing_part(name: str, known: Iterable[str], nothing: str) -> ConfigError:
+    """The error for one of ``algorithm.reward_parts`` that ``nothing`` has, such as "no rollout of the first batch"."""
+    return ConfigError(
+        f"{nothing} has the metric {name!r}; the task reports {', '.join((REWARD, *sorted(known)))}",
+        location=f"algorithm.reward_parts.{name}",
+        hint="use one of these names, or have the task report it for every response: RewardResult(reward, metrics)",
+    )

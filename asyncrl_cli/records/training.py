@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.rewards import Turn
 
 CORRECT = 1.0
 """A reward of at least this counts as correct in the accuracies shown."""
@@ -22,8 +23,8 @@ FEWEST_SCORED = 2
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Whether all of these rewards are equal: a group with them gives no learning signal."""
-    first, *others = rewards
+    """Whether all of these rewards are equal: a group with them gives no learning signal. None are."""
+    first, *others = [*rewards] or [0.0]
     return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
 
 
@@ -51,6 +52,8 @@ class TrainingGroup:
     rollouts: tuple[Rollout, ...]
     rewards: tuple[float | None, ...]
     metrics: tuple[Mapping[str, float], ...] = ()
+    turns: tuple[tuple[Turn, ...], ...] = ()
+    """The turns of each rollout, if the task is an environment; empty otherwise."""
 
     @property
     def known_rewards(self) -> list[float]:

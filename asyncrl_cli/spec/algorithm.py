@@ -44,6 +44,8 @@ CorrectionName = Literal[
 ]
 GAE = "gae"
 """The advantage estimator that needs a critic."""
+TURN_BASELINES = ("turn_norm", "turn_mean")
+"""Advantage estimators that compare a turn with the same turn of the group's other rollouts."""
 
 _ALL_GROUPS_TEACH = {"uniform_groups": "train"}
 PRESETS: dict[str, dict[str, Any]] = {
@@ -164,15 +166,23 @@ class AlgorithmSpec(Section):
     preset: AlgorithmName = "grpo"
     """The algorithm. `ppo` has a critic. `distill` (on-policy distillation) needs `reference_path`: the reverse KL
     divergence to this teacher replaces the reward."""
-    advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", "none", GAE)] = _algorithm(
-        "advantage", "group_norm"
+    advantage: Annotated[str, _Named("group_norm", "group_mean", "leave_one_out", *TURN_BASELINES, "none", GAE)] = (
+        _algorithm("advantage", "group_norm")
     )
-    """The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `none` (the reward
-    itself), `gae` (by a critic), or `module:function` of rewards [groups, group_size]."""
+    """The advantage estimator: `group_norm` (GRPO), `group_mean` (Dr. GRPO), `leave_one_out` (RLOO), `turn_norm` and
+    `turn_mean` (the rewards from a turn of an environment on, compared with the group's), `none` (the rewards that
+    follow), `gae` (by a critic), or `module:function` of rewards, and of lengths and metrics if it has parameters with
+    these names."""
+    reward_parts: dict[Text, float] = Field(default_factory=dict)
+    """Weights by which a rollout's reward is made of its metrics, by their names; `reward` is the task's own reward.
+    Default: the task's own reward alone. Accuracies and evaluations always use the task's own reward."""
+    reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
+    """How `reward_parts` are combined. `sum_then_normalize`: their weighted sum replaces the reward.
+    `normalize_then_sum`: each part is normalized within its group, the weighted sum over the step's rollouts (GDPO)."""
     whiten_advantages: bool = _algorithm("whiten_advantages", False)
     """Normalize the advantages of all tokens of a batch to mean 0 and deviation 1."""
     gamma: Fraction = _algorithm("gamma", 1.0)
-    """Discount per token, for `gae` and for a KL penalty in the reward."""
+    """Discount per token with `none` and `gae`, per turn with `turn_norm` and `turn_mean`."""
     gae_lambda: Fraction = 1.0
     """The lambda of GAE."""
     loss: Annotated[str, _Named("clip", "gspo", "cispo", "sapo")] = _algorithm("loss", "clip")
@@ -217,14 +227,20 @@ class AlgorithmSpec(Section):
     mask_truncated: bool = False
     """Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."""
     uniform_groups: Literal["skip", "train", "reject"] = _algorithm("uniform_groups", "skip")
-    """Groups whose rewards are all equal: `skip` excludes their tokens from the loss, `train` keeps them (they count in
-    the mean), `reject` replaces the group by one of another prompt (dynamic sampling)."""
+    """Groups whose rewards are all equal (with `normalize_then_sum`: equal in each part): `skip` excludes their tokens
+    from the loss, `train` keeps them (they count in the mean), `reject` replaces the group by one of another prompt
+    (dynamic sampling)."""
     critic: CriticSpec = Field(default_factory=CriticSpec)
     """The critic of `advantage: gae`."""
     router_replay: bool = False
     """For a mixture of experts: record which experts the engine chose for each token, and have the trainer use the same
     (rollout routing replay, R3). The trainer computes their weights, so the router is trained. Each token takes one
     byte more for each expert that it uses in each layer."""
+
+    @property
+    def parts_apart(self) -> bool:
+        """Whether each of the reward's parts is normalized on its own."""
+        return bool(self.reward_parts) and self.reward_aggregation == "normalize_then_sum"
 
     @property
     def needs_critic(self) -> bool:

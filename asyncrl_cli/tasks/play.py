@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.records.prompt import Message, normalized
+from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step, finite
 
 if TYPE_CHECKING:
@@ -31,16 +32,18 @@ class LimitReached(Exception):
     """The policy may not be asked any more."""
 
 
-async def play(environment: Environment, model: ModelAccess, http: aiohttp.ClientSession) -> RewardResult:
-    """One episode. The rewards of all steps add up, and so do their metrics, by name.
+async def play(
+    environment: Environment, model: ModelAccess, http: aiohttp.ClientSession
+) -> tuple[RewardResult, tuple[Turn, ...]]:
+    """Play one episode; returns its reward with metrics, and its turns, which have no place yet. The rewards of all
+    steps add up, and so do their metrics, by name.
 
     At a limit the episode ends without another step, with the reward so far. Raises what the environment raises, and
     ``RuntimeError`` for an answer of the server that is neither a reply nor a limit.
     """
     LOOP.set(asyncio.get_running_loop())
     tools = _tools(environment)
-    reward: float | None = 0.0
-    metrics = Counter[str]()
+    rewards, metrics = list[float | None](), Counter[str]()
     try:
         messages = await asyncio.to_thread(_reset, environment)
         while True:
@@ -49,7 +52,7 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
             except LimitReached:
                 break
             step, number = await asyncio.to_thread(_step, environment, reply)
-            reward = None if reward is None or number is None else reward + number
+            rewards.append(number)
             metrics.update(step.metrics)
             if step.done:
                 break
@@ -60,7 +63,10 @@ async def play(environment: Environment, model: ModelAccess, http: aiohttp.Clien
     finally:
         if (close := getattr(environment, "close", None)) is not None:
             await asyncio.to_thread(close)
-    return RewardResult(reward, metrics)
+    scored = [reward for reward in rewards if reward is not None]
+    if len(scored) < len(rewards):
+        return RewardResult(None, metrics), ()
+    return RewardResult(sum(scored, 0.0), metrics), tuple(map(Turn, scored))
 
 
 def try_environment(environment: Environment) -> RewardResult:

@@ -19,11 +19,14 @@ from torch import Tensor
 from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.algorithms.advantages import (
+    BASELINES_OF_TURNS,
     Moments,
+    advantages_of_parts,
     gae,
-    last_token_rewards,
     of_scored,
+    rewards_at_turn_ends,
     rewards_to_go,
+    turn_advantages,
     whiten,
 )
 from asyncrl_cli.train.algorithms.objective import Objective
@@ -31,6 +34,7 @@ from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks, sum_ove
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow
+from asyncrl_cli.train.step_rewards import StepRewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,11 @@ Parts = list[tuple[PaddedRows, Precomputed]]
 """This rank's micro-batches of a step."""
 
 
-def precompute(learner: Learner, minibatches: Sequence[Minibatch], rewards: Tensor, keep_old_logprobs: bool) -> None:
+def precompute(
+    learner: Learner, minibatches: Sequence[Minibatch], rewards: StepRewards, keep_old_logprobs: bool
+) -> None:
     """Fill in what every micro-batch of the step needs before its update; collective over the ranks.
 
-    ``rewards``: float64 [groups, group_size], of all rollouts of the step; NaN where one is masked.
     ``keep_old_logprobs``: updates after the first one need log-probs under the weights at the start of the step. The
     first one computes its own, so its minibatch needs them only if it is trained again (``epochs``). Raises
     ``ValueError`` when a user's function returned something else than advantages.
@@ -107,7 +112,6 @@ def precompute(learner: Learner, minibatches: Sequence[Minibatch], rewards: Tens
                 )
                 minibatch.precomputed.append(precomputed)
                 parts.append((padded, precomputed))
-        rewards = rewards.to(engine.device)
         group = data_group(trainer)
         if learner.objective.advantage is None:
             _by_token(algorithm, parts, rewards)
@@ -121,26 +125,45 @@ def precompute(learner: Learner, minibatches: Sequence[Minibatch], rewards: Tens
                 one.advantages = whiten(one.advantages, padded.response_mask, of_step)
 
 
-def _by_rollout(objective: Objective, parts: Parts, rewards: Tensor, group: Any) -> None:
-    """Every token has its rollout's advantage; a penalty in the reward is summed over the rollout first."""
+def _by_rollout(objective: Objective, parts: Parts, rewards: StepRewards, group: Any) -> None:
+    """Every token has its rollout's advantage, or its turn's; a penalty in the reward is summed over them first."""
+    penalties = torch.zeros_like(rewards.turns)
     if any(one.penalties is not None for _, one in parts):
-        of_rollouts = torch.zeros_like(rewards).flatten()
+        of_turns = penalties.flatten(0, 1).to(parts[0][1].advantages.device)
         for padded, one in parts:
             assert one.penalties is not None
-            of_rollouts.index_add_(0, padded.rollouts, one.penalties.sum(dim=1))
+            for turn in range(of_turns.shape[1]):  # sums of rows: single tokens would be added in no fixed order
+                of_rows = one.penalties.masked_fill(padded.turns != turn, 0.0).sum(dim=1)
+                of_turns[:, turn].index_add_(0, padded.rollouts, of_rows)
         # A group's rollouts are on several ranks: its baseline needs the penalties of all of them.
-        rewards = rewards - sum_over_ranks(of_rollouts, group).view_as(rewards)
-    assert objective.advantage is not None
-    advantages = of_scored(objective.advantage, rewards).flatten().float()
+        penalties = sum_over_ranks(of_turns, group).cpu().view_as(penalties)
+    advantages = _advantages(objective, rewards, penalties).flatten(0, 1).float()
     for padded, one in parts:
-        one.advantages = advantages[padded.rollouts][:, None] * padded.response_mask
+        at_tokens = advantages.to(padded.turns.device)[padded.rollouts[:, None], padded.turns]
+        one.advantages = at_tokens * padded.response_mask
 
 
-def _by_token(algorithm: AlgorithmSpec, parts: Parts, rewards: Tensor) -> None:
-    """Every row is an episode: its rollout's reward at its last token, penalties where they arise."""
+def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -> Tensor:
+    """[groups, group_size, turns] like ``penalties``, which are subtracted from the rewards."""
+    algorithm = objective.algorithm
+    assert objective.advantage is not None
+    if algorithm.advantage in BASELINES_OF_TURNS:
+        return turn_advantages(rewards.turns - penalties, algorithm.gamma, objective.advantage)
+    if algorithm.parts_apart:
+        of_rollouts = advantages_of_parts(rewards.parts, list(algorithm.reward_parts.values()))
+    else:
+        more = {"lengths": rewards.lengths, "metrics": rewards.metrics}
+        asked = {name: more[name] for name in objective.asks}
+        of_rollouts = of_scored(objective.advantage, rewards.rollouts - penalties.sum(dim=2), asked)
+    return of_rollouts[..., None].expand(penalties.shape)
+
+
+def _by_token(algorithm: AlgorithmSpec, parts: Parts, rewards: StepRewards) -> None:
+    """Every row is an episode: the rewards of its rollout's turns at their last tokens, penalties where they arise."""
+    turns = rewards.turns.flatten(0, 1)
     for padded, one in parts:
         mask = padded.response_mask
-        token_rewards = last_token_rewards(rewards.flatten()[padded.rollouts].float(), mask)
+        token_rewards = rewards_at_turn_ends(turns.to(mask.device)[padded.rollouts], padded.turns, mask).float()
         if one.penalties is not None:
             token_rewards = token_rewards - one.penalties.float()
         if one.values is None:

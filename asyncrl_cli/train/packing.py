@@ -13,20 +13,20 @@ The plan depends on the lengths alone and is the same on every machine.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from asyncrl_cli.records.experts import UNKNOWN
-from asyncrl_cli.records.generation import Rollout, TokenSequence
+from asyncrl_cli.records.generation import Rollout, TokenSequence, sequence_of
+from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.algorithms.advantages import overlong_penalty, uniform_groups
 
 DUMMY_TOKENS = 2
 """Length of the row that stands for an empty micro-batch: the shortest with a token to predict."""
@@ -40,6 +40,7 @@ class TrainingRow:
     version: int  # the weight version that trains it
     on_policy: bool  # whether the step starts with the very weights that the tokens of this version were sampled with
     rollout: int  # index in the step, from which the row has its reward
+    turns: NDArray[np.int32]  # for each token the index of its turn in the rollout; 0 where turns are not recorded
 
     def __len__(self) -> int:
         """Tokens of prompt and response together."""
@@ -60,6 +61,7 @@ class PaddedRows:
     versions_behind: Tensor  # int16; how many versions older than the one that trains it a token is; 0 outside the mask
     on_policy: Tensor  # bool; whether the weights at the start of the step are those a token was sampled with
     rollouts: Tensor  # int64, [rows]; 0 in the row of an empty micro-batch
+    turns: Tensor  # int64, [rows, T]; the index of a token's turn in its rollout
     experts: Tensor | None = None  # uint8 or int32, [rows, T, layers · k] (records/experts.py); None: not recorded
 
     @property
@@ -75,19 +77,6 @@ class PaddedRows:
         return PaddedRows(**moved)
 
 
-def shaped_rewards(batch: TrainingBatch, spec: ExperimentSpec) -> Tensor:
-    """The rewards that the step learns from, float64 [groups, group_size]: the recorded ones times ``reward_coef``,
-    less the penalty of responses that come near their limit. A masked rollout has NaN."""
-    algorithm, most = spec.algorithm, spec.rollout.max_response_tokens
-    recorded = [[math.nan if reward is None else reward for reward in group.rewards] for group in batch.groups]
-    rewards = algorithm.reward_coef * torch.tensor(recorded, dtype=torch.float64)
-    if not algorithm.overlong_penalty:
-        return rewards
-    lengths = [[longest_response(rollout) for rollout in group.rollouts] for group in batch.groups]
-    buffer = max(1, round(algorithm.overlong_buffer * most))
-    return rewards - algorithm.overlong_penalty * overlong_penalty(torch.tensor(lengths), most, buffer)
-
-
 def longest_response(rollout: Rollout) -> int:
     """Tokens of the longest response that one call of the policy gave, in any of the rollout's sequences."""
     longest = 0
@@ -97,7 +86,7 @@ def longest_response(rollout: Rollout) -> int:
     return longest
 
 
-def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -> list[list[TrainingRow]]:
+def training_rows(batch: TrainingBatch, uniform: Tensor, spec: ExperimentSpec) -> list[list[TrainingRow]]:
     """The rows of each group that there is something to learn from, in the order of rollouts and their sequences.
 
     A token is on-policy when it was sampled with the very weights that the trainer has at the start of the step.
@@ -105,15 +94,16 @@ def training_rows(batch: TrainingBatch, rewards: Tensor, spec: ExperimentSpec) -
     sampled tokens of the sequence must have that version: in a sequence that began under an older one, later tokens
     depend on keys and values of the older weights.
 
-    Returns a list for each group (all have ``group_size`` rollouts); empty where all ``shaped_rewards`` are equal and
-    the spec skips such groups. Masked rollouts have no rows. A row's ``rollout`` is its index in ``rewards.flatten()``.
+    Returns a list for each group (all have ``group_size`` rollouts); empty for those that are ``uniform`` (bool,
+    [groups]) if the spec skips such groups. Masked rollouts have no rows. A row's ``rollout`` is its index among all
+    rollouts of the step.
     """
-    skipped = uniform_groups(rewards) if spec.algorithm.uniform_groups == "skip" else rewards.new_zeros(len(rewards))
-    return [[] if skipped[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]
+    skips = spec.algorithm.uniform_groups == "skip"
+    return [[] if skips and uniform[index] else list(_rows(batch, index, spec)) for index in range(len(batch.groups))]
 
 
 def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[TrainingRow]:
-    rollouts, rewards = batch.groups[group].rollouts, batch.groups[group].rewards
+    rollouts, rewards, turns = batch.groups[group].rollouts, batch.groups[group].rewards, batch.groups[group].turns
     at_a_version = batch.step % spec.pipeline.publish_every == 0
     for index, rollout in enumerate(rollouts):
         if rewards[index] is None or (spec.algorithm.mask_truncated and not rollout.finished):
@@ -125,7 +115,25 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
             exact = at_a_version and (one_version or spec.pipeline.weight_update != "keep")
             read = sequence.slice(0, np.flatnonzero(sampled)[-1] + 1)  # nothing follows from later tokens
             tokens = TokenSequence.context(sequence.prompt_ids, sequence.prompt_experts).extended(read)
-            yield TrainingRow(tokens, version=batch.version, on_policy=exact, rollout=group * len(rollouts) + index)
+            yield TrainingRow(
+                tokens,
+                version=batch.version,
+                on_policy=exact,
+                rollout=group * len(rollouts) + index,
+                turns=_turn_of_tokens(turns[index] if turns else (), sequence, len(tokens.ids)),
+            )
+
+
+def _turn_of_tokens(turns: Sequence[Turn], sequence: Rollout, tokens: int) -> NDArray[np.int32]:
+    """The index of the turn that ends with or after each of the first ``tokens`` tokens of a sequence and its prompt;
+    the last turn's after that."""
+    branch = sequence_of(sequence.rollout_id)[-1]
+    own = [(len(sequence.prompt_ids) + turn.end, index) for index, turn in enumerate(turns) if turn.branch == branch]
+    ends, numbers = np.array([*own, (tokens, max(0, len(turns) - 1))], np.int32).T
+    found: NDArray[np.int32] = numbers[
+        np.minimum(np.searchsorted(ends, np.arange(tokens), side="right"), len(ends) - 1)
+    ]
+    return found
 
 
 def count_tokens(rows: Sequence[TrainingRow]) -> int:
@@ -210,6 +218,7 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
     versions_behind = np.zeros(shape, np.int16)
     on_policy = np.zeros(shape, np.bool_)
     rollouts = np.zeros(shape[0], np.int64)
+    turns = np.zeros(shape, np.int64)
     known = next((row.tokens.experts for row in rows if row.tokens.experts is not None), None)
     experts = None if known is None else np.full((*shape, known.shape[1]), UNKNOWN, known.dtype)
     for index, row in enumerate(rows):
@@ -222,6 +231,7 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
         versions_behind[index, :end] = np.where(sampled, row.version - tokens.versions, 0)
         on_policy[index, :end] = row.on_policy & (tokens.versions == row.version)
         rollouts[index] = row.rollout
+        turns[index, :end] = row.turns
         if experts is not None and tokens.experts is not None:
             experts[index, :end] = tokens.experts
     if experts is not None and experts.dtype != np.uint8:
@@ -233,5 +243,6 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
         versions_behind=torch.from_numpy(versions_behind),
         on_policy=torch.from_numpy(on_policy),
         rollouts=torch.from_numpy(rollouts),
+        turns=torch.from_numpy(turns),
         experts=None if experts is None else torch.from_numpy(experts),
     )

@@ -24,9 +24,9 @@ from asyncrl_cli.train.packing import (
     count_tokens,
     pad_rows,
     plan_microbatches,
-    shaped_rewards,
     training_rows,
 )
+from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
 
@@ -37,8 +37,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     """
     started, processor = time.monotonic(), time.process_time()
     spec, trainer = learner.spec, learner.spec.trainer
-    rewards = shaped_rewards(batch, spec)
-    rows = training_rows(batch, rewards, spec)
+    rewards = StepRewards.of(batch, spec)
+    rows = training_rows(batch, rewards.uniform, spec)
     size = len(batch.groups) // trainer.minibatches
     minibatches = [
         _minibatch(learner, [row for group in rows[first : first + size] for row in group])
@@ -52,6 +52,8 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
 
     sums: UpdateSums | None = None
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
+    if spec.algorithm.reward_parts:
+        metrics["train/missing_parts"] = float(rewards.missing)
     is_first = True
     for minibatch in minibatches * trainer.epochs:
         shape = trainer.schedule

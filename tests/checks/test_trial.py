@@ -10,7 +10,7 @@ import pytest
 from asyncrl_cli.checks.finding import Finding
 from asyncrl_cli.checks.start import StartChecks
 from asyncrl_cli.checks.trial import try_task
-from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.errors import ConfigError, TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.load import load_spec
@@ -22,6 +22,8 @@ from asyncrl_cli.tasks.tools import ToolTask
 def fine(prompt, response):
     print("a reward prints")
     return float(response == prompt["answer"])
+def parts(prompt, response):
+    return {"score": 1.0, "format": 0.5}
 def nothing(prompt, response):
     return None
 def group(prompt, responses):
@@ -78,6 +80,21 @@ def test_what_works_is_counted(folder: Path, capfd: pytest.CaptureFixture[str]) 
     assert tried(folder, "Guess") == "called on the first rows: environments (3)"
     assert tried(folder, "Guess", thorough=False) == tried(folder, "agent") == "not tried"
     assert capfd.readouterr().out == "", "what rewards print would be between the checks"
+
+
+def test_parts_of_the_reward_that_no_response_has_are_refused(folder: Path) -> None:
+    spec = TaskSpec(use="tried_task:parts")
+
+    def trial(*parts: str, thorough: bool = True) -> str:
+        task = load_task(spec, folder)
+        return try_task(task, spec, folder, [ROWS], location="task", thorough=thorough, parts=parts)
+
+    assert trial("reward", "format") == "called on the first rows: rewards (6)"
+    assert trial("fromat", thorough=False), "one response says too little"
+    with pytest.raises(ConfigError, match="no response of the trial has the metric 'fromat'") as refused:
+        trial("reward", "fromat")
+    assert "the task reports reward, format" in refused.value.message
+    assert refused.value.location == "algorithm.reward_parts.fromat"
 
 
 @pytest.mark.parametrize(

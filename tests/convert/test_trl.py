@@ -234,3 +234,14 @@ def test_what_is_lost_is_marked_and_what_is_off_is_not() -> None:
     conversion = converted("grpo", *BASE, "--top_p", "0.9", "--min_p", "null", "--load_in_4bit", "--my_own", "1")
     assert sorted(name for names in conversion.lost.values() for name in names) == ["load_in_4bit", "top_p"]
     assert "min_p" in conversion.unused and conversion.unknown == ["my_own"]
+
+
+def test_rewards_that_are_normalized_one_by_one_are_parts(home: Path) -> None:
+    rewards = ["--reward_funcs", "think_format_reward", "mine.answer", "--reward_weights", "0.5", "1"]
+    conversion = converted("grpo", *BASE, *rewards, "--multi_objective_aggregation", "normalize_then_sum")
+    text = spec_text(conversion, "test", Path())
+    algorithm = load_spec("spec.yaml", data=text.encode()).spec.algorithm
+    assert algorithm.reward_parts == {"think_format_reward": 0.5, "answer": 1.0} and algorithm.parts_apart
+    assert "RewardResult(sum(" in text and "{f.__name__: score" in text
+    plain = load_spec("spec.yaml", data=spec_text(converted("grpo", *BASE, *rewards), "test", Path()).encode()).spec
+    assert plain.algorithm.reward_parts == {}, "the adapter adds them up"

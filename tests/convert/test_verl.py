@@ -330,3 +330,12 @@ def test_further_held_out_files_are_sets_of_their_own(home: Path) -> None:
         "math": files[1],
         "math2": files[2],
     }
+
+
+def test_gdpos_rewards_are_parts(home: Path) -> None:
+    keys = (*GRPO, "algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=['format','answer']")
+    found = spec_of(*keys, "+algorithm.gdpo_reward_weights=[0.5,1.0]")
+    assert found["algorithm.reward_parts"] == {"format": 0.5, "answer": 1.0}
+    assert (found["algorithm.reward_aggregation"], found["algorithm.advantage"]) == ("normalize_then_sum", "group_norm")
+    assert spec_of(*keys)["algorithm.reward_parts"] == {"format": 1.0, "answer": 1.0}
+    assert spec_of(*GRPO)["algorithm.reward_parts"] == {}

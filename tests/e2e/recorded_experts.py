@@ -25,8 +25,8 @@ def check_recorded_experts(run: Path, folder: Path) -> None:
     assert spec.model.init is not None
     with reading(run / FILE) as connection:
         batch = read_batch(connection, 0)
-    rewards = torch.rand(len(batch.groups), len(batch.groups[0].rollouts))
-    padded = pad_rows([row for group in training_rows(batch, rewards, spec) for row in group])
+    uniform = torch.zeros(len(batch.groups), dtype=torch.bool)
+    padded = pad_rows([row for group in training_rows(batch, uniform, spec) for row in group])
     build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
     policy = Policy(AutoModelForCausalLM.from_pretrained(folder), 1.0, router_replay=True)
     own: dict[int, torch.Tensor] = {}

@@ -224,6 +224,8 @@ def test_texts_continue_in_token_space() -> None:
     first_sequence, branch = rollout.sequences
     assert first_sequence.ids.tolist() == [*third.prompt_ids, *third.token_ids]
     assert branch.ids.tolist() == [*fourth.prompt_ids, *fourth.token_ids]
+    for (number, end), reply in zip(one.replies(), (first, second, third, fourth), strict=True):
+        assert rollout.sequences[number].ids[:end].tolist() == [*reply.prompt_ids, *reply.token_ids]
     assert (rollout.finish_reason, branch.finish_reason) == ("stop", "length")
     # The text does not contain the end token, so a text that continues it is another conversation.
     text = CHAT.decode(third.prompt_ids) + "ghi"

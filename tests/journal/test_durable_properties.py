@@ -48,7 +48,7 @@ from asyncrl_cli.records.generation import (
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import BufferSettings, Candidate, LedgerState, OnStale, Outcome, Settled
-from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 
@@ -168,8 +168,12 @@ class Crashes(RuleBasedStateMachine):
     def score(self, data: st.DataObject, rewards: list[float | None]) -> None:
         names = data.draw(st.permutations(self._unscored()))
         metrics = [{"turns": float(at)} if at % 2 else {} for at in range(len(names))]
-        judged = zip(names, rewards, metrics, strict=False)
-        self._call("score", [Outcome(name, Scored(reward, measured)) for name, reward, measured in judged])
+        turns = [(Turn(0.1, 0, 2), Turn(-0.1, 1, 5)) if at % 3 == 1 else () for at in range(len(names))]
+        judged = zip(names, rewards, metrics, turns, strict=False)
+        scores = [
+            (name, Scored(reward, measured, () if reward is None else of)) for name, reward, measured, of in judged
+        ]
+        self._call("score", [Outcome(name, score) for name, score in scores])
 
     @precondition(lambda self: self._running() or self._unscored())
     @rule(data=st.data())
@@ -300,8 +304,8 @@ class Crashes(RuleBasedStateMachine):
                     for one, prefix in known.prefixes.items()
                     if _rollout_of(one) == name
                 }
-            assert self.book._recorded_rewards(group_id) == {
-                group_and_index(name)[1]: scored.reward
+            assert self.book._recorded_scores(group_id) == {
+                group_and_index(name)[1]: replace(scored, turns=())
                 for name, scored in known.scores.items()
                 if group_and_index(name)[0] == group_id
             }
@@ -400,8 +404,10 @@ class Crashes(RuleBasedStateMachine):
             scores = [self.known.scores[name] for name in self._names(group_id)]
             rewards = tuple(score.reward for score in scores)
             metrics = tuple(score.metrics for score in scores)
+            turns = tuple(score.turns for score in scores)
             uid = self.known.uids[group_id]
-            groups.append(TrainingGroup(group_id, uid, version, rollouts, rewards, metrics if any(metrics) else ()))
+            found = TrainingGroup(group_id, uid, version, rollouts, rewards, metrics if any(metrics) else ())
+            groups.append(replace(found, turns=turns) if any(turns) else found)
         return TrainingBatch(batch.step, batch.version, tuple(groups))
 
     def _names(self, *group_ids: int) -> list[str]:

@@ -425,6 +425,25 @@ def test_rewards_that_differ_by_rounding_are_uniform(path: Path) -> None:
     assert (settled.rejected, settled.finished) == (((0, "uniform"),), (1,))
 
 
+@pytest.mark.parametrize(("apart", "uniform"), [(False, {0, 1}), (True, {0})])
+def test_groups_are_uniform_by_the_rewards_that_they_learn_from(path: Path, apart: bool, uniform: set[int]) -> None:
+    by_parts = replace(SETTINGS, reward_parts={"reward": 1.0, "format": 0.5}, parts_apart=apart)
+    book = DurableLedger.begin(path, by_parts, "train", "")
+    book.admit([*candidates(1, 2), Candidate(3, Prompt("p3", "x"), (1,), {"epoch": 0, "position": 3})])
+    names = [f"{group}-{index}" for group in range(3) for index in range(2)]
+    book.record([rollout(name) for name in names])
+    made = [(1.0, 0.0), (1.0, 0.0), (1.0, 0.0), (0.5, 1.0), (1.0, 0.0), (1.0, 0.1)]
+    scores = [Scored(reward, {"format": value}) for reward, value in made]
+    first = [Outcome(name, score) for name, score in zip(names, scores, strict=True)]
+    book.score(first[::2])
+    commit(book)
+    book = DurableLedger.begin(path, by_parts, "resume", "")  # the others come after a restart
+    settled = book.score(first[1::2])
+    assert dict(settled.rejected) == dict.fromkeys(uniform, "uniform")
+    assert set(settled.finished) == {0, 1, 2} - uniform
+    assert settled.solved == (0, 2), "solved is by the task's own reward"
+
+
 def test_opening_a_journal_again_keeps_its_rows(path: Path) -> None:
     one_step(opened(path))
     with closing(open_for_writing(path)) as connection:

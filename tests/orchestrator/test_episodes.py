@@ -24,7 +24,7 @@ from asyncrl_cli.orchestrator.episodes import Episodes, _KnownTokens
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutRequest, Sampling, Segment, TokenSequence
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.records.rewards import RewardFailure, Scored
+from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
 from asyncrl_cli.rollout.continuation import split_by_version
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.tasks.base import ModelAccess
@@ -165,6 +165,21 @@ def test_an_episode_is_one_rollout_with_its_score() -> None:
         assert {request.priority for request in harness.model.asked} == {12}
         assert {request.sampling.max_tokens for request in harness.model.asked} == {8}
         assert len(harness.sessions) == harness.episodes.resting == 0
+
+    run(test())
+
+
+def test_turns_get_the_place_of_their_reply_also_after_a_restart() -> None:
+    async def test() -> None:
+        steps = Played(Scored(1.0, turns=(Turn(0.25), Turn(0.75))))
+        harness = Harness(turns(1, failed("lost", Retry.RESUME)), turns(2, steps))
+        rollout, score = await harness.run()
+        assert rollout is not None
+        ends = np.flatnonzero(np.diff(rollout.sampled.astype(int), append=0) == -1) + 1
+        assert isinstance(score, Scored)
+        assert score.turns == (Turn(0.25, 0, ends[0]), Turn(0.75, 0, ends[1]))
+        _, score = await Harness(turns(1, steps)).run()
+        assert isinstance(score, RewardFailure) and "took 2 steps after 1 replies" in score.reason
 
     run(test())
 

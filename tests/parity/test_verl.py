@@ -23,7 +23,14 @@ from verl.utils.torch_functional import masked_whiten
 from verl.workers.config import ActorConfig
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
-from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, Moments, gae, last_token_rewards, rewards_to_go, whiten
+from asyncrl_cli.train.algorithms.advantages import (
+    ADVANTAGES,
+    Moments,
+    gae,
+    rewards_at_turn_ends,
+    rewards_to_go,
+    whiten,
+)
 from asyncrl_cli.train.algorithms.corrections import correct
 from asyncrl_cli.train.algorithms.kl import KL
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, Aggregation, policy_loss
@@ -45,6 +52,10 @@ def rewards(seed: int) -> Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=(ROWS // GROUP, GROUP)).astype(np.float32))
 
 
+def at_last_tokens(scores: Tensor, mask: Tensor) -> Tensor:
+    return rewards_at_turn_ends(scores.flatten()[:, None], torch.zeros(mask.shape, dtype=torch.int64), mask)
+
+
 @pytest.mark.parametrize(
     ("name", "theirs", "options"),
     [
@@ -61,7 +72,7 @@ def test_advantages_of_groups(
     scores = rewards(seed)
     (mask,) = case(seed, spread, "mask")
     mask[:, 0] = True
-    expected, _ = theirs(last_token_rewards(scores.flatten(), mask), mask.float(), GROUPS, **options)
+    expected, _ = theirs(at_last_tokens(scores, mask), mask.float(), GROUPS, **options)
     found = ADVANTAGES[name](scores).flatten()[:, None] * mask
     same(f"advantage `{name}`", f"verl `{theirs.__name__}`", found, expected)
 
@@ -93,7 +104,7 @@ def test_advantages_of_tokens(same: Same, seed: int, spread: float) -> None:
     theirs = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage
     scores = rewards(seed)
     mask[:, 0] = True
-    expected, _ = theirs(last_token_rewards(scores.flatten(), mask), mask.float(), GROUPS)
+    expected, _ = theirs(at_last_tokens(scores, mask), mask.float(), GROUPS)
     of_tokens = ADVANTAGES["group_mean"](scores).flatten()[:, None] * mask
     found = whiten(of_tokens, mask, Moments.of(of_tokens, mask))
     same("advantage `group_mean`, whitened", f"verl `{theirs.__name__}`", found, expected)

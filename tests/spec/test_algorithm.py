@@ -19,6 +19,7 @@ from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.problems import SpecError
 
 QUICKSTART = "specs/quickstart.yaml"
+PARTS = ("algorithm.reward_parts={reward: 1.0, format: 0.5}", "algorithm.reward_aggregation=normalize_then_sum")
 TEACHER = ("algorithm.preset=distill", "algorithm.reference_path=./specs")
 
 
@@ -77,6 +78,15 @@ def test_keys_beside_a_preset_win_and_keys_below_it_are_dropped(tmp_path: Path) 
         ),
         (["algorithm.correction.preset=geometric", "algorithm.correction.reject_by=null"], "without reject_by"),
         (["rollout.group_size=1"], "compares the rollouts of a group"),
+        (["rollout.group_size=1", "algorithm.advantage=turn_mean"], "advantage turn_mean compares the rollouts"),
+        (["algorithm.reward_parts={reward: 1.0, format: 0}"], "has no effect with weight 0"),
+        (["algorithm.reward_aggregation=normalize_then_sum"], "has no effect without algorithm.reward_parts"),
+        ([*PARTS, "algorithm.advantage=turn_norm"], "and advantage turn_norm does not"),
+        ([*PARTS, "algorithm.overlong_penalty=1.0"], "belongs to a single reward"),
+        ([*PARTS, "algorithm.kl_coef=0.1", "algorithm.kl_placement=reward"], "belongs to a single reward"),
+        ([*PARTS, "algorithm.reward_coef=2.0"], "belongs to a single reward"),
+        (["algorithm.multi_objective_aggregation=x"], "did you mean `algorithm.reward_aggregation`"),
+        (["algorithm.reward_weights=[1.0]"], "algorithm.reward_parts"),
         (["algorithm.router_replay=true"], "the experts of qwen3 cannot be replayed"),
         (["algorithm.preset=distill"], "missing: distill learns from a teacher"),
         (["algorithm.reference_path=./specs"], "has no effect: kl_coef is 0"),
@@ -114,6 +124,7 @@ def test_advantages_without_a_group_take_groups_of_one(preset: str) -> None:
             ["algorithm.preset=reinforce_pp", "algorithm.uniform_groups=skip"],
             "equal rewards have gradients",
         ),
+        (["algorithm.advantage=turn_norm", "algorithm.uniform_groups=skip"], "equal rewards have gradients"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "gradient of zero"),
         (["algorithm.reference_update_every=5"], "there is no reference"),
         (["algorithm.preset=sapo", "algorithm.dual_clip=3.0"], "without loss: clip or gspo"),

@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from asyncrl_cli.core.errors import TaskError
@@ -37,8 +40,16 @@ def reply_with(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
 def playing(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200) -> tuple[RewardResult, list[Any]]:
     """Play an episode with these answers; the last one has ``status`` if it has an ``error``. Returns the result, and
     the requests."""
+    (result, turns), sent = played(environment, answers, status)
+    if turns:
+        assert sum(turn.reward for turn in turns) == result.reward
+    return result, sent
 
-    async def scene() -> tuple[RewardResult, list[Any]]:
+
+def played(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200) -> Any:
+    """As ``playing``, with the episode's turns."""
+
+    async def scene() -> Any:
         left, sent = list(answers), []
 
         async def answer(request: web.Request) -> web.Response:
@@ -122,6 +133,19 @@ def test_turns_alternate_and_rewards_add_up() -> None:
         )
     ]
     assert all(body["model"] == "policy" and "tools" not in body for body in sent)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.floats(-10, 10) | st.integers(-3, 3), min_size=1, max_size=6))
+def test_every_turn_keeps_its_reward_and_they_sum_to_the_rollouts(rewards: list[float]) -> None:
+    left = list(rewards)
+    environment = SimpleNamespace(
+        reset=lambda: [{"role": "user", "content": "begin"}],
+        step=lambda reply: Step([{"role": "user", "content": "on"}], left.pop(0), not left),
+    )
+    (result, turns), _ = played(environment, [reply_with("a")] * len(rewards))
+    assert [turn.reward for turn in turns] == rewards
+    assert sum(turn.reward for turn in turns) == result.reward
 
 
 @pytest.mark.parametrize("code", sorted(LIMITS))

@@ -13,9 +13,11 @@ from hypothesis.extra import numpy as arrays
 
 from asyncrl_cli.train.algorithms.advantages import (
     ADVANTAGES,
+    advantages_of_parts,
     check_advantages,
     of_scored,
     overlong_penalty,
+    turn_advantages,
     uniform_groups,
 )
 
@@ -139,3 +141,96 @@ def test_the_overlong_lose_as_dapo_says(length: int, maximum: int, share: float)
     found = overlong_penalty(torch.tensor([[length]]), maximum, buffer)
     assert (found.shape, found.dtype) == ((1, 1), torch.float32)
     assert found.item() == pytest.approx(-penalty, rel=1e-6)
+
+
+TURNS = st.lists(  # of a group: the rewards of each rollout's turns
+    st.lists(st.sampled_from([0.0, 1.0]) | st.floats(-3, 3), min_size=1, max_size=4), min_size=1, max_size=5
+)
+
+
+def padded(groups: list[list[list[float]]]) -> torch.Tensor:
+    most = max(len(turns) for group in groups for turns in group)
+    return torch.tensor([[turns + [torch.nan] * (most - len(turns)) for turns in group] for group in groups]).double()
+
+
+@settings(deadline=None)
+@given(group=TURNS, gamma=st.sampled_from([1.0, 0.5, 0.0]), scale=st.booleans())
+def test_turns_are_compared_with_the_same_turn_of_others_that_have_it(
+    group: list[list[float]], gamma: float, scale: bool
+) -> None:
+    baseline = ADVANTAGES["group_norm" if scale else "group_mean"]
+    found = turn_advantages(padded([group]), gamma, baseline)[0].numpy()
+    for turn in range(found.shape[1]):
+        having = [index for index, turns in enumerate(group) if len(turns) > turn]
+        to_go = np.array([sum(gamma**k * r for k, r in enumerate(group[index][turn:])) for index in having])
+        # 1e-9 decides whether rewards are equal; around it the two may disagree.
+        spread = np.abs(to_go - to_go[0]).max()
+        if not 1e-12 < spread < 1e-6:
+            expected = to_go - to_go.mean() if not scale else group_norm(to_go) if spread else np.zeros(len(to_go))
+            np.testing.assert_allclose(found[having, turn], expected, rtol=1e-5, atol=1e-6)
+        assert not np.delete(found[:, turn], having).any()
+
+
+@settings(deadline=None)
+@given(rewards=REWARDS)
+def test_rollouts_of_one_turn_have_the_advantages_of_their_group(rewards: np.ndarray) -> None:
+    rows, baseline = torch.from_numpy(rewards), ADVANTAGES["group_norm"]
+    assert torch.equal(turn_advantages(rows[..., None], 0.5, baseline)[..., 0], baseline(rows))
+
+
+def test_ending_and_continuing_for_the_same_return_are_equally_good() -> None:
+    """A rollout gets 1 in its only turn, or in its second one. With a baseline for each turn's own reward, the first
+    turn of the longer rollout would be worse: 0 - 0.5 there, and 1 - 1 in the turn that only it has."""
+    assert not turn_advantages(padded([[[1.0], [0.0, 1.0]]]), 1.0, ADVANTAGES["group_mean"]).any()
+
+
+def test_masked_rollouts_have_no_turn() -> None:
+    turns, baseline = padded([[[1.0, 0.0], [0.0, 3.0], [2.0]], [[0.0], [5.0], [5.0]]]), ADVANTAGES["group_mean"]
+    masked = turns.clone()
+    masked[0, 1] = torch.nan
+    found = turn_advantages(masked, 1.0, baseline)
+    assert not found[0, 1].any()
+    assert torch.equal(found[0, [0, 2]], turn_advantages(turns[:1, [0, 2]], 1.0, baseline)[0])
+
+
+@settings(deadline=None)
+@given(
+    parts=arrays.arrays(np.float64, (3, 4, 5), elements=st.sampled_from([0.0, 0.5, 1.0, 1.0, np.nan])),
+    weights=st.lists(st.sampled_from([0.3, 1.0, -2.0]), min_size=3, max_size=3),
+)
+def test_parts_are_normalized_one_by_one_as_gdpo_says(parts: np.ndarray, weights: list[float]) -> None:
+    total = np.zeros(parts.shape[1:])
+    for weight, part in zip(weights, parts, strict=True):
+        for group, values in enumerate(part):
+            has = ~np.isnan(values)
+            if has.sum() > 1 and np.ptp(values[has]) > 0:
+                total[group, has] += weight * group_norm(values[has])
+    known = total[~np.isnan(parts).all(axis=0)]
+    expected = (total - total.mean()) / ((known.std(ddof=1) if len(known) > 1 else 0.0) + 1e-6)
+    found = advantages_of_parts(torch.from_numpy(parts), weights).numpy()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+    assert abs(total.mean()) < 1e-9, "so the mean over the batch need not be subtracted"
+
+
+def test_a_part_of_small_numbers_is_not_hidden_by_one_of_large_numbers() -> None:
+    parts = torch.tensor([[[10.0, 0.0, 10.0, 0.0]], [[0.0, 0.1, 0.1, 0.0]]], dtype=torch.float64)
+    apart = advantages_of_parts(parts, [1.0, 1.0])[0]
+    assert apart[:2].tolist() == pytest.approx([0, 0], abs=1e-4)
+    summed = ADVANTAGES["group_norm"](parts.sum(dim=0))[0]
+    assert summed[0] > 0.8 > -0.8 > summed[1]
+
+
+def test_a_function_gets_the_lengths_and_metrics_of_the_scored_rollouts() -> None:
+    rewards = torch.tensor([[1.0, torch.nan, 0.0], [2.0, 3.0, 4.0]])
+    lengths = torch.tensor([[10, 20, 30], [40, 50, 60]])
+    metrics = {"format": torch.tensor([[0.5, 0.6, torch.nan], [0.1, 0.2, 0.3]])}
+    seen = []
+
+    def function(rewards: torch.Tensor, lengths: torch.Tensor, metrics: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append((lengths.tolist(), metrics["format"].nan_to_num(-1).tolist()))
+        return rewards / lengths
+
+    found = of_scored(function, rewards, {"lengths": lengths, "metrics": metrics})
+    assert [where for where, _ in seen] == [[[10, 30]], [[40, 50, 60]]]
+    assert seen[0][1][0] == pytest.approx([0.5, -1])
+    assert found[0].tolist() == pytest.approx([0.1, 0.0, 0.0])

@@ -14,6 +14,7 @@ from asyncrl_cli.spec.algorithm import AlgorithmSpec
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
+from asyncrl_cli.train.step_rewards import StepRewards
 
 
 class Policy:
@@ -39,11 +40,24 @@ def test_a_distilled_tokens_advantage_is_the_teachers_log_prob_less_its_own() ->
         policy = type("Fixed", (), {"device": torch.device("cpu"), "__call__": lambda *_: own})()
         learner = Learner(spec, 0, objective, policy, SkipLimit(0), lambda ids, mask: theirs)
         one = minibatch(0)
-        precompute(learner, [one], torch.zeros(1, 1).double(), keep_old_logprobs=False)
+        precompute(learner, [one], rewards(torch.zeros(1, 1)), keep_old_logprobs=False)
         expected = (theirs - own).double()
         if whitens:
             expected = (expected - expected.mean()) / expected.std()
         torch.testing.assert_close(one.precomputed[0].advantages, expected.float())
+
+
+def rewards(rollouts: Tensor) -> StepRewards:
+    """The rewards of rollouts without metrics, of one turn each."""
+    exact = rollouts.double()
+    return StepRewards(
+        rollouts=exact,
+        turns=exact[..., None],
+        parts=exact[None],
+        metrics={},
+        lengths=torch.ones_like(exact).long(),
+        uniform=torch.zeros(len(exact), dtype=torch.bool),
+    )
 
 
 def minibatch(number: int, empty: bool = False) -> Minibatch:
@@ -53,6 +67,7 @@ def minibatch(number: int, empty: bool = False) -> Minibatch:
         replayed={},
         behaviour_logprobs=torch.zeros(1, 3),
         rollouts=torch.tensor([number]),
+        turns=torch.zeros(1, 3).long(),
     )
     row: Any = object()
     return Minibatch([] if empty else [row], [padded])
@@ -77,7 +92,7 @@ def test_the_first_minibatch_is_scored_only_if_that_is_used(
     reference = (lambda ids, mask: torch.zeros(ids.shape)) if in_reward else None
     spec: Any = SimpleNamespace(trainer=SimpleNamespace(epochs=epochs, sequence_parallel=1))
     learner = Learner(spec, 0, objective, policy, SkipLimit(0), reference)
-    precompute(learner, minibatches, torch.rand(2, 2).double(), keep_old_logprobs=True)
+    precompute(learner, minibatches, rewards(torch.rand(2, 2)), keep_old_logprobs=True)
     assert policy.scored == scored
     for number, one in enumerate(minibatches):
         assert [before.old_logprobs is not None for before in one.precomputed] == [number in scored][: len(one.rows)]

@@ -103,7 +103,8 @@ def row(prompt: int, response: int, seed: int = 0, sampled: list[bool] | None = 
             versions,
         )
     )
-    return TrainingRow(tokens, 9, bool(generator.random() < 0.5), int(generator.integers(100)))
+    turns = np.sort(generator.integers(0, 4, prompt + response)).astype(np.int32)
+    return TrainingRow(tokens, 9, bool(generator.random() < 0.5), int(generator.integers(100)), turns)
 
 
 @settings(deadline=None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from matrices import SIZES, Matrices, matrices, tensors, with_garbage
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl_cli.train.algorithms.advantages import Moments, gae, last_token_rewards, rewards_to_go, whiten
+from asyncrl_cli.train.algorithms.advantages import Moments, gae, rewards_at_turn_ends, rewards_to_go, whiten
 
 DECAYS = st.sampled_from([0.0, 0.5, 0.99, 1.0])
 
@@ -116,14 +116,52 @@ def test_rows_of_8192_tokens_take_few_operations_and_no_row_depends_on_the_paddi
 
 @settings(deadline=None)
 @given(seed=SIZES["seed"], rows=SIZES["rows"], tokens=SIZES["tokens"])
-def test_the_reward_is_at_the_last_token_that_counts(seed: int, rows: int, tokens: int) -> None:
+def test_a_single_reward_is_at_the_last_token_that_counts(seed: int, rows: int, tokens: int) -> None:
     case = rewards_and_values(seed, rows, tokens)
     mask, rewards = case["mask"], case["rewards"][:, 0]
     expected = np.zeros(mask.shape, dtype=np.float32)
     for row in np.flatnonzero(mask.any(axis=1)):
         expected[row, np.flatnonzero(mask[row])[-1]] = rewards[row]
-    found = last_token_rewards(torch.from_numpy(rewards), torch.from_numpy(mask))
+    turns = torch.zeros(mask.shape, dtype=torch.int64)
+    found = rewards_at_turn_ends(torch.from_numpy(rewards)[:, None], turns, torch.from_numpy(mask))
     np.testing.assert_array_equal(found.numpy(), expected)
+
+
+@settings(deadline=None)
+@given(
+    seed=SIZES["seed"],
+    rows=st.integers(1, 3),
+    turns=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), min_size=1, max_size=6),
+    gamma=st.sampled_from([1.0, 0.9]),
+)
+def test_from_each_token_on_the_rewards_are_those_of_its_turn_and_all_later_ones(
+    seed: int, rows: int, turns: list[tuple[int, int]], gamma: float
+) -> None:
+    """``turns``: the row and the sampled tokens of each turn of one rollout; context comes in between."""
+    random = np.random.default_rng(seed)
+    rewards = random.normal(size=len(turns))
+    tokens: list[list[int]] = [[] for _ in range(rows)]  # the turn of each token, -1 for context
+    for number, (row, count) in enumerate(turns):
+        tokens[row % rows] += [-1] * int(random.integers(3)) + [number] * count
+    longest = max(map(len, tokens)) + 1
+    of_tokens = torch.tensor([row + [-1] * (longest - len(row)) for row in tokens])
+    mask = of_tokens >= 0
+    given_turns = torch.where(mask, of_tokens, 0)
+    padded = torch.from_numpy(np.append(rewards, np.nan)).expand(rows, -1)
+    found = rewards_at_turn_ends(padded, given_turns, mask)
+    assert not found[~mask].any()
+    to_go = rewards_to_go(found, mask, 1.0)
+    later = np.append(rewards[::-1].cumsum()[::-1], 0.0)
+    torch.testing.assert_close(to_go, torch.from_numpy(later[of_tokens.numpy()]), rtol=1e-9, atol=1e-9)
+    if rows == 1 and gamma < 1:  # in one row each turn's reward is at its last token, and the discount applies
+        last = {turn: place for place, turn in enumerate(of_tokens[0].tolist()) if turn >= 0}
+        for turn, place in last.items():
+            assert found[0, place].item() == pytest.approx(rewards[turn], abs=1e-9)
+        discounted = rewards_to_go(found, mask, gamma)[0]
+        sampled = [place for place in range(longest) if mask[0, place]]
+        steps = {place: step for step, place in enumerate(sampled)}
+        first = sum(gamma ** steps[last[turn]] * rewards[turn] for turn in range(len(turns)))
+        assert discounted[sampled[0]].item() == pytest.approx(first, abs=1e-9)
 
 
 @settings(deadline=None)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from test_train_episodes import BATCH, CONFIG, OneRank, experiment, sequence
 
+from asyncrl_cli.checks.model import check_algorithm
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.generation import Rollout
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
@@ -24,8 +25,9 @@ from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.policy import Policy, ValueModel
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.old_logprobs import Learner
-from asyncrl_cli.train.packing import longest_response, shaped_rewards, training_rows
+from asyncrl_cli.train.packing import longest_response, training_rows
 from asyncrl_cli.train.step import train_batch
+from asyncrl_cli.train.step_rewards import StepRewards
 
 
 def model(folder: Path, seed: int) -> Any:
@@ -320,15 +322,37 @@ def test_overlong_responses_lose_reward_and_truncated_ones_may_be_masked() -> No
     recorded = torch.tensor([group.rewards for group in batch.groups], dtype=torch.float64)
     lengths = torch.tensor([[len(rollout.ids) for rollout in group.rollouts] for group in batch.groups])
     expected = recorded - ((lengths - 5).clamp(min=0) / 5).double()
-    torch.testing.assert_close(shaped_rewards(batch, spec), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(StepRewards.of(batch, spec).rollouts, expected, rtol=1e-6, atol=1e-6)
     assert longest_response(BATCH.groups[0].rollouts[0]) == 2
 
     group = batch.groups[0]
     truncated = replace(group, rollouts=(replace(group.rollouts[0], finish_reason="length"), *group.rollouts[1:]))
     spec = experiment_of(algorithm={"mask_truncated": True})
     one = replace(batch, groups=(truncated,))
-    rows = training_rows(one, shaped_rewards(one, spec), spec)[0]
+    rows = training_rows(one, StepRewards.of(one, spec).uniform, spec)[0]
     assert [row.rollout for row in rows] == [1, 2, 3]
+
+
+def of_tokens(rewards: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return rewards
+
+
+def of_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    return lengths.double()
+
+
+def of_all(rewards: torch.Tensor, metrics: dict[str, torch.Tensor], scale: float = 2.0) -> torch.Tensor:
+    return (rewards - rewards.mean(dim=1, keepdim=True)) * metrics["certain"] * scale
+
+
+def test_a_users_advantage_function_gets_what_its_parameters_name(models: Any) -> None:
+    batch = batch_of(2)
+    measured = tuple(replace(group, metrics=({"certain": 0.5},) * len(group.rollouts)) for group in batch.groups)
+    assert check_algorithm(experiment_of(algorithm={"advantage": "test_step:of_all"}), Path(__file__).parent, print)
+    found, _ = step(models, experiment_of(algorithm={"advantage": "test_step:of_all"}), replace(batch, groups=measured))
+    same, _ = step(models, experiment_of(algorithm={"advantage": "group_mean"}), batch)
+    assert found.abs().max() > 1e-6
+    torch.testing.assert_close(found, same, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +361,11 @@ def test_overlong_responses_lose_reward_and_truncated_ones_may_be_masked() -> No
         ({"loss": "no_such_module:f"}, r"algorithm.loss: no module 'no_such_module'.*put no_such_module.py"),
         ({"advantage": "test_step:nothing"}, r"algorithm.advantage: module test_step .* has no 'nothing'"),
         ({"advantage": "test_step:VARIANTS"}, "is not a function .got list"),
+        (
+            {"advantage": "test_step:of_tokens"},
+            "of_tokens has the parameter 'tokens', which is not known",
+        ),
+        ({"advantage": "test_step:of_lengths"}, "of_lengths has no parameter 'rewards'"),
     ],
 )
 def test_functions_that_cannot_be_had_are_named(algorithm: dict[str, str], words: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncrl_cli.records.generation import CONTEXT, Rollout, branch_id
+from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -23,8 +24,9 @@ from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.model.router_replay import replayed_routers
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.old_logprobs import Learner
-from asyncrl_cli.train.packing import TrainingRow, count_tokens, pad_rows, shaped_rewards, training_rows
+from asyncrl_cli.train.packing import TrainingRow, count_tokens, pad_rows, training_rows
 from asyncrl_cli.train.step import train_batch
+from asyncrl_cli.train.step_rewards import StepRewards
 
 CONFIG = {
     "hidden_size": 32,
@@ -73,7 +75,7 @@ BATCH = TrainingBatch(4, 4, (TrainingGroup(0, "a", 3, ROLLOUTS, (1.0, 0.0, 0.0, 
 
 
 def rows_of(batch: TrainingBatch, spec: ExperimentSpec) -> list[TrainingRow]:
-    return [row for rows in training_rows(batch, shaped_rewards(batch, spec), spec) for row in rows]
+    return [row for rows in training_rows(batch, StepRewards.of(batch, spec).uniform, spec) for row in rows]
 
 
 def test_rows_are_sequences_up_to_the_last_sampled_token() -> None:
@@ -169,13 +171,34 @@ def gradient(policy: Policy, spec: ExperimentSpec, batch: TrainingBatch) -> tupl
     return found.clone(), report.trained_tokens, report.metrics["train/loss"]
 
 
+TURNS = (
+    (Turn(0.5, 0, 4), Turn(-1.0, 0, 8), Turn(1.5, 1, 3)),
+    (Turn(0.0, 0, 2),),
+    (Turn(0.0, 0, 4),),
+    (),
+)
+"""The turns of ``ROLLOUTS``: the rewards from each of the first one's on are 1, 0.5 and 1.5."""
+ADVANTAGES: dict[str, list[list[float]]] = {
+    "turn_mean": [[0.625, 0.625, 0.0, 0.0], [0.0, 0.0], [-0.375, -0.375], [-0.375]],
+    "none": [[1.0, 1.0, 0.5, 0.5], [1.5, 1.5], [0.0, 0.0], [0.0]],
+}
+"""By estimator, of the sampled tokens of each sequence that has some. Only the first rollout has a second turn."""
+
+
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation: str) -> None:
-    spec = experiment(algorithm={"aggregation": aggregation}, pipeline={"weight_update": "recompute"})
-    advantages = torch.tensor([1.0, 0.0, 0.0, 0.5])
-    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-6)
-    sequences = [(one, a) for rollout, a in zip(ROLLOUTS, advantages, strict=True) for one in rollout.sequences]
-    sequences = [(one, advantage) for one, advantage in sequences if one.sampled.any()]
+@pytest.mark.parametrize("estimator", ["group_norm", "turn_mean", "none"])
+def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation: str, estimator: str) -> None:
+    algorithm = {"aggregation": aggregation, "advantage": estimator, "uniform_groups": "train"}
+    spec = experiment(algorithm=algorithm, pipeline={"weight_update": "recompute"})
+    rewards = torch.tensor([1.0, 0.0, 0.0, 0.5])
+    of_groups = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    each = [(one, a) for rollout, a in zip(ROLLOUTS, of_groups, strict=True) for one in rollout.sequences]
+    sequences = [(one, advantage.expand(int(one.sampled.sum()))) for one, advantage in each if one.sampled.any()]
+    batch = BATCH
+    if estimator in ADVANTAGES:
+        known = map(torch.tensor, ADVANTAGES[estimator])
+        sequences = [(one, advantages) for (one, _), advantages in zip(sequences, known, strict=True)]
+        batch = replace(BATCH, groups=(replace(BATCH.groups[0], turns=TURNS),))
     policy.zero_grad()
     tokens = sum(int(one.sampled.sum()) for one, _ in sequences)
     by_hand = torch.zeros(())
@@ -187,11 +210,11 @@ def test_the_gradient_is_that_of_the_sampled_tokens(policy: Policy, aggregation:
         behaviour = torch.tensor(one.logprobs)[not one.prompt_ids :]
         # Also for on-policy tokens, because the recorded log-probs here are random: the difference is not rounding.
         weights = (logprobs.detach() - behaviour).exp().clamp(max=2.0)
-        terms = (-advantage * weights * (logprobs - logprobs.detach()).exp())[sampled]
+        terms = -advantage * (weights * (logprobs - logprobs.detach()).exp())[sampled]
         by_hand = by_hand + (terms.sum() / tokens if aggregation == "token_mean" else terms.mean() / len(sequences))
     by_hand.backward()
     expected = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]).clone()
-    found, trained, loss = gradient(policy, spec, BATCH)
+    found, trained, loss = gradient(policy, spec, batch)
     assert trained == tokens == 9
     assert loss == pytest.approx(by_hand.item(), abs=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
+from asyncrl_cli.spec.algorithm import GAE, TURN_BASELINES, AlgorithmSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.rules.model import MIXTURES
@@ -75,7 +75,7 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
     if spec.rollout.group_size == 1:
         message = f"the rewards of a group of one are always equal, so {algorithm.uniform_groups} excludes every group"
         yield Problem("algorithm.uniform_groups", message, "set it to train, or raise rollout.group_size")
-    elif algorithm.advantage in ("none", GAE) and algorithm.uniform_groups == "skip":
+    elif algorithm.advantage in ("none", GAE, *TURN_BASELINES) and algorithm.uniform_groups == "skip":
         message = (
             f"with advantage {algorithm.advantage}, groups with equal rewards have gradients, and skip excludes them"
         )
@@ -85,10 +85,36 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
 @rule
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
     """An advantage relative to the group needs a `group_size` of 2 or more."""
-    if spec.algorithm.advantage in GROUP_BASELINES and spec.rollout.group_size < 2:
+    if spec.algorithm.advantage in (*GROUP_BASELINES, *TURN_BASELINES) and spec.rollout.group_size < 2:
         message = f"advantage {spec.algorithm.advantage} compares the rollouts of a group, and 1 is too few"
         hint = "raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae"
         yield Problem("rollout.group_size", message, hint)
+
+
+@rule
+def reward_parts(spec: ExperimentSpec) -> Iterator[Problem]:
+    """Parts of the reward that are normalized one by one need the baseline that normalizes, and no penalty that belongs
+    to the sum."""
+    algorithm = spec.algorithm
+    key = "algorithm.reward_aggregation"
+    for name, weight in algorithm.reward_parts.items():
+        if not weight:
+            yield Problem(f"algorithm.reward_parts.{name}", "has no effect with weight 0", "raise it, or remove it")
+    if algorithm.reward_aggregation == "normalize_then_sum" and not algorithm.reward_parts:
+        yield Problem(key, "has no effect without algorithm.reward_parts", "set algorithm.reward_parts, or remove it")
+    if not algorithm.parts_apart:
+        return
+    if algorithm.advantage != "group_norm":
+        message = f"normalizes each part within its group, and advantage {algorithm.advantage} does not"
+        yield Problem(key, message, "set algorithm.advantage to group_norm, or this to sum_then_normalize")
+    one = "belongs to a single reward, and normalize_then_sum has several"
+    if algorithm.overlong_penalty:
+        hint = "set it to 0, and report the length as a metric with its own weight in algorithm.reward_parts"
+        yield Problem("algorithm.overlong_penalty", one, hint)
+    if algorithm.kl_coef and algorithm.kl_placement == "reward":
+        yield Problem("algorithm.kl_placement", one, "set it to loss, with kl_estimator k2 or k3")
+    if algorithm.reward_coef != 1:
+        yield Problem("algorithm.reward_coef", one, "remove it, and change the weights in algorithm.reward_parts")
 
 
 @rule

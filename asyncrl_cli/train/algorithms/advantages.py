@@ -1,8 +1,9 @@
 """Advantages: computes from the rewards of a step how much better than expected each sampled token was.
 
 With a group as the baseline (GRPO, Dr. GRPO, RLOO) an ``AdvantageFunction`` compares a rollout with the others of its
-prompt, and every token of the rollout has the result. Without one (REINFORCE++) and with a critic (PPO) the rewards are
-carried back along the tokens of a row: ``rewards_to_go`` and ``gae``. ``whiten`` then scales over the whole step.
+prompt, and every token of the rollout has the result; ``turn_advantages`` compares turn by turn. Without one
+(REINFORCE++) and with a critic (PPO) the rewards are carried back along the tokens of a row: ``rewards_to_go`` and
+``gae``. ``whiten`` then scales over the whole step.
 
 Matrices of rewards are [groups, group_size]; matrices of tokens are right-padded, [rows, tokens]. Only tokens
 that count (mask true: the policy sampled them) are steps of an episode. Others, such as a tool's answer, are skipped:
@@ -15,8 +16,9 @@ included. Everything is computed in float64 and returned in the dtype of the fir
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +32,9 @@ DEVIATION_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
 """Added to the variance that whitening divides by."""
 
-AdvantageFunction = Callable[[Tensor], Tensor]
-"""Takes rewards [groups, rollouts], floating point; returns advantages of the same shape and dtype. A user's own
-function has this signature, too; ``of_scored`` checks its result."""
+AdvantageFunction = Callable[..., Tensor]
+"""Takes ``rewards`` [groups, rollouts], floating point, by name; returns advantages of the same shape and dtype. A
+user's own function may also ask for ``lengths`` and ``metrics``; ``of_scored`` checks its result."""
 
 
 def uniform_groups(rewards: Tensor) -> Tensor:
@@ -76,22 +78,32 @@ ADVANTAGES: dict[str, AdvantageFunction] = {
 }
 """The functions by their names in a spec; ``none`` and ``gae`` are the functions ``rewards_to_go`` and ``gae``, which
 work on tokens."""
+BASELINES_OF_TURNS: dict[str, AdvantageFunction] = {"turn_norm": group_norm, "turn_mean": group_mean}
+"""The baseline of ``turn_advantages`` by the estimator's name in a spec."""
 
 
-def of_scored(function: AdvantageFunction, rewards: Tensor) -> Tensor:
+def of_scored(function: AdvantageFunction, rewards: Tensor, more: Mapping[str, Any] | None = None) -> Tensor:
     """The advantages of rewards [groups, group_size] in which NaN marks a masked rollout, of the same shape and dtype.
 
     A masked rollout has 0, and the others have what a group without it has: the function is called once for each number
-    of scored rollouts, with the groups that have this many. Raises ``ValueError`` as ``check_advantages`` does.
+    of scored rollouts, with the groups that have this many. ``more`` are further arguments by name: tensors like the
+    rewards, or mappings of names to such tensors. Raises ``ValueError`` as ``check_advantages`` does.
     """
     scored = ~rewards.isnan()
     counts = scored.sum(dim=1)
     advantages = torch.zeros_like(rewards)
     for count in sorted({*counts.tolist()} - {0}):
         chosen = scored & (counts == count)[:, None]
-        known = rewards[chosen].view(-1, count)
-        advantages[chosen] = check_advantages(function(known), known).flatten()
+        given = _chosen({"rewards": rewards, **(more or {})}, chosen, count)
+        advantages[chosen] = check_advantages(function(**given), given["rewards"]).flatten()
     return advantages
+
+
+def _chosen(values: Mapping[str, Any], chosen: Tensor, count: int) -> dict[str, Any]:
+    return {
+        name: _chosen(value, chosen, count) if isinstance(value, Mapping) else value[chosen].view(-1, count)
+        for name, value in values.items()
+    }
 
 
 def check_advantages(result: object, rewards: Tensor) -> Tensor:
@@ -126,16 +138,60 @@ def overlong_penalty(lengths: Tensor, max_tokens: int, buffer_tokens: int) -> Te
     return (over / buffer_tokens).clamp(0.0, 1.0).float()
 
 
-def last_token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """A rollout's reward at the last token of its row that counts, and 0 elsewhere.
+def rewards_at_turn_ends(rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor:
+    """The reward of each turn at its last token that counts, and 0 elsewhere.
 
-    ``rewards``: [rows], floating point; ``mask``: bool, [rows, tokens]. Returns [rows, tokens] in the dtype of
-    ``rewards``. A row without a token that counts has no reward.
+    A rollout may have several rows. The rewards of turns in other rows are added to the last turn before them, so the
+    rewards from a token on are those of its turn and of all later turns. A row without a token that counts has none.
+
+    ``rewards``: [rows, turns] of each row's rollout, floating point, NaN after its last turn; ``turns``: int64
+    [rows, tokens], the turn of each token, which never decreases along a row; ``mask``: bool [rows, tokens]. Returns
+    [rows, tokens] in the dtype of ``rewards``.
     """
-    check_shapes(mask)
-    remaining = mask.flip(1).cumsum(dim=1).flip(1)  # tokens that count, from here on
-    last = mask & (remaining == 1)
-    return torch.where(last, rewards[:, None], torch.zeros_like(rewards[:, None]))
+    check_shapes(mask, turns)
+    to_go = rewards.nan_to_num().flip(1).cumsum(dim=1).flip(1)
+    to_go = torch.nn.functional.pad(to_go, (0, 1))  # nothing follows the last turn
+    after = to_go.shape[1] - 1
+    order = (~mask).int().argsort(dim=1, stable=True)  # tokens that count come first in each row
+    packed = turns.masked_fill(~mask, after).gather(1, order)
+    following = torch.nn.functional.pad(packed[:, 1:], (0, 1), value=after)
+    found = to_go.gather(1, packed) - to_go.gather(1, following)
+    return torch.zeros_like(found).scatter_(1, order, found)
+
+
+def turn_advantages(rewards: Tensor, gamma: float, baseline: AdvantageFunction) -> Tensor:
+    """The rewards from each turn on, compared with the same turn of the group's other rollouts that have it.
+
+    G_k = r_k + γ·G_{k+1}, and ``baseline`` (``group_norm`` or ``group_mean``) over the G_k of a group. Subtracting a
+    baseline of each single r_k before they are summed would be biased: it has as many terms as the rollout has turns,
+    and the policy decides how many (verl, issue 7244). Here turn k has one baseline, which does not depend on what
+    follows.
+
+    ``rewards``: [groups, group_size, turns], floating point, NaN after a rollout's last turn. Returns advantages like
+    it, 0 where there is no turn. A turn that no other rollout of the group has gets 0.
+    """
+    groups, size, count = rewards.shape
+    to_go = rewards.nan_to_num().double()
+    for turn in reversed(range(count - 1)):
+        to_go[..., turn] += gamma * to_go[..., turn + 1]
+    by_turn = to_go.masked_fill(rewards.isnan(), float("nan")).transpose(1, 2).reshape(groups * count, size)
+    return of_scored(baseline, by_turn).view(groups, count, size).transpose(1, 2).to(rewards.dtype)
+
+
+def advantages_of_parts(parts: Tensor, weights: Sequence[float]) -> Tensor:
+    """Σ w·``group_norm`` of each part, divided by (its deviation over all rollouts + 1e-6).
+
+    GDPO, arXiv 2601.05242: each reward is normalized within the group, the weighted sum over the batch. The sum's mean
+    over the batch is 0 and is not subtracted, because the mean of every group is 0.
+
+    ``parts``: [parts, groups, group_size], floating point, NaN where a rollout does not have one: it adds nothing to
+    this rollout, and the part's baseline is computed from the others. Returns [groups, group_size].
+    """
+    total = sum(weight * of_scored(group_norm, part) for weight, part in zip(weights, parts, strict=True))
+    assert isinstance(total, Tensor)
+    known = total[~parts.isnan().all(dim=0)]
+    deviation = known.std() if len(known) > 1 else known.new_zeros(())
+    return total / (deviation + DEVIATION_FLOOR)
 
 
 def rewards_to_go(token_rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.spec.algorithm import GAE, AlgorithmSpec
-from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, AdvantageFunction
+from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, BASELINES_OF_TURNS, AdvantageFunction
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
 
@@ -20,12 +20,16 @@ Function = TypeVar("Function")
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The functions that an ``AlgorithmSpec`` names. ``advantage`` is None where a group is not the baseline."""
+    """The functions that an ``AlgorithmSpec`` names.
+
+    ``advantage`` is None where a group is not the baseline. ``asks`` are its arguments besides the rewards.
+    """
 
     algorithm: AlgorithmSpec
     advantage: AdvantageFunction | None
     loss: PolicyLoss
     kl: KLEstimator
+    asks: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, algorithm: AlgorithmSpec, search_path: Path) -> Objective:
@@ -33,15 +37,10 @@ class Objective:
 
         Raises ``ConfigError`` when one cannot be imported, or does not take the arguments that it is called with.
         """
-        advantage = None
+        advantage: AdvantageFunction | None = None
+        asks: tuple[str, ...] = ()
         if algorithm.advantage not in ("none", GAE):
-            advantage = _function(
-                ADVANTAGES,
-                name=algorithm.advantage,
-                location="algorithm.advantage",
-                search_path=search_path,
-                arguments=("rewards",),
-            )
+            advantage, asks = _advantage(algorithm.advantage, search_path)
         loss = _function(
             POLICY_LOSSES,
             name=algorithm.loss,
@@ -49,11 +48,37 @@ class Objective:
             search_path=search_path,
             arguments=LOSS_ARGUMENTS,
         )
-        return cls(algorithm, advantage, loss, KL[algorithm.kl_estimator])
+        return cls(algorithm, advantage, loss, KL[algorithm.kl_estimator], asks)
 
 
 LOSS_ARGUMENTS = ("logprobs", "proximal_logprobs", "advantages", "mask", "settings")
 """The names of the arguments of a ``PolicyLoss``."""
+
+
+REWARDS, FURTHER = "rewards", ("lengths", "metrics")
+"""The parameters that a user's ``AdvantageFunction`` must have, and may have."""
+
+
+def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[str, ...]]:
+    """The function, and which of ``FURTHER`` it takes."""
+    location = "algorithm.advantage"
+    hint = f"name a function f({REWARDS}); it may also have the parameters {' and '.join(FURTHER)}"
+    if known := (ADVANTAGES | BASELINES_OF_TURNS).get(name):
+        return known, ()
+    function = _imported(name, location=location, search_path=search_path, hint=hint)
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a builtin without a signature: the first call will show
+        return function, ()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)}
+    needed = [one.name for one in named.values() if one.default is one.empty]
+    if unknown := next((one for one in needed if one not in (REWARDS, *FURTHER)), None):
+        message = f"{name} has the parameter {unknown!r}, which is not known"
+        raise ConfigError(message, location=location, hint=hint)
+    if REWARDS not in named and not takes_all:
+        raise ConfigError(f"{name} has no parameter {REWARDS!r}", location=location, hint=hint)
+    return function, tuple(further for further in FURTHER if takes_all or further in named)
 
 
 def _function(
@@ -62,13 +87,7 @@ def _function(
     if name in known:
         return known[name]
     hint = f"name a function f({', '.join(arguments)})"
-    function = import_named(name, folder=search_path, location=location, hint=hint)
-    if not callable(function):
-        raise ConfigError(
-            f"{name} is not a function (got {type(function).__name__})",
-            location=location,
-            hint=hint,
-        )
+    function = _imported(name, location=location, search_path=search_path, hint=hint)
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:
@@ -80,3 +99,14 @@ def _function(
     except ValueError:  # a builtin without a signature: the first call will show
         pass
     return function  # type: ignore[no-any-return]
+
+
+def _imported(name: str, location: str, search_path: Path, hint: str) -> Any:
+    function = import_named(name, folder=search_path, location=location, hint=hint)
+    if not callable(function):
+        raise ConfigError(
+            f"{name} is not a function (got {type(function).__name__})",
+            location=location,
+            hint=hint,
+        )
+    return function

@@ -1,0 +1,104 @@
+"""The rewards that a step learns from, as tensors: of rollouts, of their turns, and of the reward's parts.
+
+Every tensor is on the CPU, has a row for each group and an entry for each rollout (all groups have ``group_size``
+rollouts), and is float64 unless its field says otherwise. NaN stands for a reward that does not exist: all rewards of a
+masked rollout, a metric that the task did not report, the turns after a rollout's last one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from asyncrl_cli.records.rewards import REWARD, missing_part, part_of_reward
+from asyncrl_cli.records.training import TrainingBatch
+from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.algorithms.advantages import overlong_penalty, uniform_groups
+from asyncrl_cli.train.packing import longest_response
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRewards:
+    """The rewards of all rollouts of a step."""
+
+    rollouts: Tensor
+    """[groups, group_size]: ``reward_coef`` times the recorded rewards or the weighted sums of their parts, less the
+    penalty of responses that come near their limit."""
+    turns: Tensor
+    """[groups, group_size, turns]: they sum to ``rollouts``. A rollout without recorded turns has one. What a rollout's
+    reward has besides its turns (parts, a penalty) is added to its last turn."""
+    parts: Tensor
+    """[parts, groups, group_size], in the order of ``algorithm.reward_parts``."""
+    metrics: Mapping[str, Tensor]
+    """The task's metrics by name, each [groups, group_size]."""
+    lengths: Tensor
+    """int64 [groups, group_size]: sampled tokens of all sequences of a rollout."""
+    uniform: Tensor
+    """bool [groups]: the rewards of a group, or each of their parts where they are normalized one by one, are equal."""
+
+    @classmethod
+    def of(cls, batch: TrainingBatch, spec: ExperimentSpec) -> StepRewards:
+        """The rewards of a batch.
+
+        Raises ``ConfigError`` when no rollout of the run's first batch has one of ``algorithm.reward_parts``. A mix has
+        tasks that may have other metrics, so there only the metric ``train/missing_parts`` shows it.
+        """
+        algorithm, groups, own = spec.algorithm, batch.groups, _part(REWARD, batch)
+        weights = {name: algorithm.reward_coef * w for name, w in (algorithm.reward_parts or {REWARD: 1.0}).items()}
+        parts = torch.stack([_part(name, batch) for name in weights])
+        names = sorted({name for group in groups for measured in group.metrics for name in measured})
+        for name, part in zip(weights, parts, strict=True):
+            if name != REWARD and part.isnan().all() and batch.step == 0 and not spec.task.mix:
+                raise missing_part(name, names, "no rollout of the first batch")
+        rewards = torch.zeros_like(own).masked_fill(own.isnan(), math.nan)
+        for weight, part in zip(weights.values(), parts, strict=True):
+            rewards += weight * part.nan_to_num()
+        if algorithm.overlong_penalty:
+            most = spec.rollout.max_response_tokens
+            longest = torch.tensor([[longest_response(rollout) for rollout in group.rollouts] for group in groups])
+            buffer = max(1, round(algorithm.overlong_buffer * most))
+            rewards -= algorithm.overlong_penalty * overlong_penalty(longest, most, buffer)
+        return cls(
+            rollouts=rewards,
+            turns=_turns(batch, rewards, weight=weights.get(REWARD, 0.0)),
+            parts=parts,
+            metrics={name: _part(name, batch) for name in names},
+            lengths=torch.tensor([[len(rollout.sampled_versions) for rollout in group.rollouts] for group in groups]),
+            uniform=torch.stack(
+                [uniform_groups(one) for one in (parts if algorithm.parts_apart else rewards[None])]
+            ).all(dim=0),
+        )
+
+    @property
+    def missing(self) -> int:
+        """Parts that rollouts with a reward do not have."""
+        return int((self.parts.isnan() & ~self.rollouts.isnan()).sum())
+
+
+def _part(name: str, batch: TrainingBatch) -> Tensor:
+    values = [
+        [part_of_reward(name, reward, metrics) for reward, metrics in zip_longest(group.rewards, group.metrics)]
+        for group in batch.groups
+    ]
+    known = [[math.nan if value is None else value for value in row] for row in values]
+    return torch.tensor(known, dtype=torch.float64)
+
+
+def _turns(batch: TrainingBatch, rewards: Tensor, weight: float) -> Tensor:
+    """``StepRewards.turns``; ``weight`` is the own reward's."""
+    most = max((len(turns) for group in batch.groups for turns in group.turns), default=1)
+    found = np.full((*rewards.shape, max(1, most)), np.nan)
+    for number, group in enumerate(batch.groups):
+        for index, turns in enumerate(group.turns or [()] * len(group.rollouts)):
+            reward = rewards[number, index].item()
+            own = [weight * turn.reward for turn in turns] or [0.0]
+            if not math.isnan(reward):
+                found[number, index, : len(own)] = own
+                found[number, index, len(own) - 1] += reward - sum(own)
+    return torch.from_numpy(found)
