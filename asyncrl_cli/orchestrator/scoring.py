@@ -35,9 +35,7 @@ class Scoring:
     Both methods raise ``UserError`` when the task cannot be loaded (any more), and when too many actors were lost.
     """
 
-    def __init__(
-        self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget, loaded: object = None
-    ) -> None:
+    def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget, loaded: object) -> None:
         """``loaded``: the task itself, which decides whether responses are scored together."""
         self._loaded = loaded
         self._actor = SupervisedActor("scorer", name=SCORER, make=make_actor, start=_start, budget=budget)

@@ -72,6 +72,7 @@ STALENESS = "Staleness of groups (versions)"
 LEARNING_RATE = "Learning rate"
 PANELS = (
     Panel(LEARNING, "Reward", {"reward/mean": "mean", "reward/correct": "share correct"}),
+    Panel(LEARNING, "Masked rollouts (reward None)", {"reward/masked_rollouts": "masked"}),
     Panel(LEARNING, "Response length (tokens)", {"response/tokens_mean": "mean", "response/tokens_max": "longest"}),
     Panel(LEARNING, "Truncated responses (share)", {"response/truncated_ratio": "truncated"}),
     Panel(LEARNING, "Entropy (nats)", {"train/entropy": "entropy"}),
