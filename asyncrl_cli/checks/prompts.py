@@ -19,6 +19,7 @@ from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.conversations import DATA, RowEncoder, Rows, encode_row
 from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts
 
 SPREAD = 1000
@@ -87,6 +88,27 @@ def check_prompts(
         found += f"; {len(unusable):,} cannot be used and are skipped, such as {locate(row)}: {first.message}"
         hints.append(first.hint)
     return Warned(found, "; ".join(hints)) if hints else found
+
+
+def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float) -> Result:
+    """Rows of ``model.warm_start.data`` have replies that can be encoded. Tries as many as ``check_prompts``.
+
+    Raises ``DataError`` for a row that cannot be encoded, with its place, and if all tried are too long.
+    """
+    tried = too_long = 0
+    started = time.monotonic()
+    for index in _spread(len(rows.prompts)):
+        too_long += len(encode_row(rows, index, rows.prompts[index], encoder)[0]) > max_length
+        tried += 1
+        if time.monotonic() - started > limit_s:
+            break
+    found = f"{len(rows.prompts):,} rows, {tried:,} of them tried"
+    if not too_long:
+        return found
+    found, hint = f"{found}; {too_long:,} are longer than model.max_length and skipped", "raise model.max_length"
+    if too_long == tried >= min(ENOUGH, len(rows.prompts)):
+        raise DataError(found, location=DATA, hint=hint)
+    return Warned(found, hint)
 
 
 def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder, tokenizer: Any) -> Result:

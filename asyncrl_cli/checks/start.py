@@ -37,12 +37,15 @@ from asyncrl_cli.orchestrator.interrupts import stop_on_signals
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.engine_settings import check_engine_arguments, engine_arguments
+from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.sizing.config import load_config
 from asyncrl_cli.sizing.host import version_bytes
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.inputs import SplitSpec
+from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
+from asyncrl_cli.train.conversations import DATA, RowEncoder, Rows
+from asyncrl_cli.train.model.tokenizer import templates_texts
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
 """Seconds for trying the prompts of one split."""
@@ -136,6 +139,8 @@ class StartChecks:
         yield Check("chat template", lambda: self._chat_template(episodic), ("tokenizer",))
         setting = spec.task.special_tokens
         yield Check("special tokens", lambda: prompts.check_special_tokens(self._tokenizer, setting), ("tokenizer",))
+        if (start := spec.model.warm_start) is not None and start.data is not None:
+            yield Check(DATA, partial(self._rows, start), ("chat template",))
         if experiment is not None:
             yield from self._prompt_checks(experiment)
         if spec.algorithm.reference_path is not None:
@@ -195,8 +200,6 @@ class StartChecks:
         return f"{len(self._tokenizer):,} tokens, {template}"
 
     def _chat_template(self, episodic: bool) -> Result:
-        from asyncrl_cli.rollout.response_text import end_tokens
-
         spec, tokenizer = self._spec, self._tokenizer
         template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)
         prompts.check_template_kwargs(template, spec.model.chat_template_kwargs)
@@ -232,6 +235,19 @@ class StartChecks:
             limit_s=THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S,
             locate=partial(row_location, split, self._search_path, location, rows),
         )
+
+    def _rows(self, start: WarmStart) -> Result:
+        spec, tokenizer = self._spec, self._tokenizer
+        encoder = RowEncoder(
+            tokenizer,
+            template=ChatTemplate(tokenizer, spec.model.chat_template_kwargs),
+            texts_are_chats=spec.data.apply_chat_template and templates_texts(tokenizer),
+            ends=end_tokens(self._model_dir, tokenizer),
+            spec=start,
+        )
+        limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
+        rows = Rows.read(start, self._search_path)
+        return prompts.check_rows(rows, encoder=encoder, max_length=spec.model.max_length, limit_s=limit_s)
 
     def _shown_prompt(self, rows: Sequence[Prompt], row: int) -> Result:
         encoder = PromptEncoder.of(self._spec, self._tokenizer)

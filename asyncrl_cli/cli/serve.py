@@ -101,11 +101,12 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
     from asyncrl_cli.tasks.load import load_task
     from asyncrl_cli.train.model.initial import prepare_model
 
-    def progress(done: int, steps: int, loss: float) -> None:
+    def progress(done: int, steps: int, loss: float, _: int) -> None:
         if done % 100 == 0:
             echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
 
-    return served_spec(spec, prepare_model(spec, lambda: load_task(spec.task, path.absolute().parent), progress))
+    folder = path.absolute().parent
+    return served_spec(spec, prepare_model(spec, lambda: load_task(spec.task, folder), progress, folder))
 
 
 def _shown(served: Served, address: Address) -> str:

@@ -109,9 +109,10 @@ class TrainerRanks:
         making.add_done_callback(lambda made: made.cancelled() or made.exception())  # retrieves its error
         try:
             while not making.done():
-                done, total, loss = await wait_for(_look_at(rank_0), name, START_TIMEOUT_S)
+                done, total, loss, skipped = await wait_for(_look_at(rank_0), name, START_TIMEOUT_S)
                 if total:
-                    progress(f"warm start: {done} of {total} updates, loss {loss:.3f}")
+                    left_out = f" ({skipped:,} too long and skipped)" if skipped else ""
+                    progress(f"warm start{left_out}: {done} of {total} updates, loss {loss:.3f}")
                 await asyncio.wait([making], timeout=0.5)
             self._model_dir = str(making.result())
         except ActorDied as died:

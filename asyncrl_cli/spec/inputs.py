@@ -37,16 +37,66 @@ class ModelInit(Section):
     saved tokenizer (relative to this file)."""
 
 
-class WarmStart(Section):
-    """Supervised training on the task's demonstrations, before reinforcement learning starts.
+Sources = Annotated[
+    Annotated[Text, SystemPath, Tag("text")]
+    | Annotated[list[Annotated[Text, SystemPath]], Field(min_length=1), Tag("list")]
+    | Annotated[None, Tag("none")],
+    Discriminator(lambda value: "list" if isinstance(value, list) else "text" if value is not None else "none"),
+]
+"""One source, a list of files, or none. The discriminator keeps errors to the type that was written."""
 
-    Matrices are trained by Muon, everything else by AdamW; the loss covers the response only.
+
+class SplitSpec(Section):
+    """The prompts of one split: where they come from, and how a row becomes a prompt. See docs/data.md."""
+
+    path: Sources = None
+    """A `.jsonl`, `.json`, `.parquet` or `.csv` file, a pattern such as `data/*.parquet`, a list of files and patterns,
+    a folder that Hugging Face `datasets` saved, `hf:owner/name` (a hub id, optionally with `@revision`), or a
+    `module:function` that yields rows. Text files may end in `.gz` or `.zst`. Relative to this file. Without a path the
+    task makes its own prompts."""
+    size: Count | None = None
+    """Number of prompts: the first rows, or the number that the task generates. Default: all rows."""
+    prompt_column: Text = "prompt"
+    """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
+    uid_column: Text = "uid"
+    """The column with the unique name of each row. If there is no column `uid`, rows are named by number and content; a
+    column of another name must exist."""
+    template: str | None = None
+    r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a literal brace."""
+    system: str | None = None
+    """A system message to put before the prompt. A text prompt becomes a chat of this message and a user message."""
+    config: str | None = None
+    """The hub data set's config."""
+    split: str | None = None
+    """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The sources: one, or several files in their order. Empty if the task makes the prompts."""
+        given = [self.path] if isinstance(self.path, str) else self.path or []
+        return [file for path in given for file in files_of(path)]
+
+
+class WarmStart(Section):
+    """Supervised training (SFT) on the task's demonstrations or on rows of your own, before reinforcement learning
+    starts.
+
+    Matrices are trained by Muon, everything else by AdamW; the loss covers replies only. See docs/models.md.
     """
 
     steps: Count
     """Optimizer updates."""
+    data: SplitSpec | None = None
+    """Rows to train on instead of the task's demonstrations. `prompt_column` names the column with the conversation,
+    often `messages`; its last message is an assistant's. Rows longer than `model.max_length` are skipped and counted.
+    """
+    response_column: Text | None = None
+    """The column of `data` with the reply, as text, if `prompt_column` has only the prompt."""
+    train_on: Literal["last", "all"] = "last"
+    """The loss covers the last assistant message of a row of `data`, or all of them. Earlier turns then need a chat
+    template that renders a conversation's beginning alike however it goes on."""
     batch_size: Count = 24
-    """Demonstrations per update."""
+    """Demonstrations, or rows, per update."""
     clean_fraction: Fraction = 0.75
     """Fraction of the steps, at the beginning, that use only clean demonstrations. The others use the task's mixture.
     """
@@ -98,7 +148,7 @@ class ModelSpec(Section):
     init: ModelInit | None = None
     """Build the model from a config instead."""
     warm_start: WarmStart | None = None
-    """Train on the task's demonstrations first. The result is cached by content."""
+    """Supervised training first. The result is cached by content."""
     lora: LoraSpec | None = None
     """Train adapters instead of all weights. In saved models they are merged into the weights, and in engines, too,
     unless `serve` is `adapter`."""
@@ -132,46 +182,6 @@ class EpisodeSpec(Section):
     """Episodes that one process plays at a time; further ones wait."""
     memory_mb: MemoryMB | None = None
     """Limit of the address space of such a process, and of each process it starts, in MiB."""
-
-
-Sources = Annotated[
-    Annotated[Text, SystemPath, Tag("text")]
-    | Annotated[list[Annotated[Text, SystemPath]], Field(min_length=1), Tag("list")]
-    | Annotated[None, Tag("none")],
-    Discriminator(lambda value: "list" if isinstance(value, list) else "text" if value is not None else "none"),
-]
-"""One source, a list of files, or none. The discriminator keeps errors to the type that was written."""
-
-
-class SplitSpec(Section):
-    """The prompts of one split: where they come from, and how a row becomes a prompt. See docs/data.md."""
-
-    path: Sources = None
-    """A `.jsonl`, `.json`, `.parquet` or `.csv` file, a pattern such as `data/*.parquet`, a list of files and patterns,
-    a folder that Hugging Face `datasets` saved, `hf:owner/name` (a hub id, optionally with `@revision`), or a
-    `module:function` that yields rows. Text files may end in `.gz` or `.zst`. Relative to this file. Without a path the
-    task makes its own prompts."""
-    size: Count | None = None
-    """Number of prompts: the first rows, or the number that the task generates. Default: all rows."""
-    prompt_column: Text = "prompt"
-    """The column with the prompt: text, or a list of chat messages. All other columns reach the task."""
-    uid_column: Text = "uid"
-    """The column with the unique name of each row. If there is no column `uid`, rows are named by number and content; a
-    column of another name must exist."""
-    template: str | None = None
-    r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a literal brace."""
-    system: str | None = None
-    """A system message to put before the prompt. A text prompt becomes a chat of this message and a user message."""
-    config: str | None = None
-    """The hub data set's config."""
-    split: str | None = None
-    """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
-
-    @property
-    def paths(self) -> list[str]:
-        """The sources: one, or several files in their order. Empty if the task makes the prompts."""
-        given = [self.path] if isinstance(self.path, str) else self.path or []
-        return [file for path in given for file in files_of(path)]
 
 
 class CurriculumStage(Section):

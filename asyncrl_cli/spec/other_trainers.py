@@ -57,6 +57,8 @@ _KEYS = {
     "algorithm.entropy_coef": "entropy_coeff entropy_loss_coef ent_coef",
     "algorithm.gae_lambda": "lam lambd",
     "algorithm.reference_update_every": "sync_ref_model ref_model_sync_steps",
+    "model.warm_start.train_on": "assistant_only_loss completion_only_loss mask_history train_on_inputs",
+    "model.warm_start.response_column": "response_key output_key response_field",
     "algorithm.reference_path": (
         "ref_model_path ref.model.path teacher_model teacher_model_path teacher_model_name_or_path teacher_name_or_path"
     ),

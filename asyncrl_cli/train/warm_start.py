@@ -1,4 +1,4 @@
-"""Supervised training on a task's demonstrations, before reinforcement learning starts.
+"""Supervised training on a task's demonstrations or on rows, before reinforcement learning starts.
 
 The first ``clean_fraction`` of the updates use correct demonstrations only, which teach the skill; the rest use the
 task's mixture, after which the model applies it rarely. The loss is the mean over the response's tokens, with its end
@@ -9,16 +9,18 @@ Each thread computes the gradients of other microbatches, on one core: for small
 threads for each operation, which wait for each other thousands of times a second (decision 0080).
 
 Invariant: with the same model, task, settings and seed, the result is the same to the bit, with any number of threads.
-Demonstrations are the only randomness, and they come from one generator; gradients are added in one order.
+Demonstrations, or the order of the rows, are the only randomness, and they come from one generator; gradients are added
+in one order.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
+from asyncrl_cli.train.conversations import Example, RowEncoder, Rows, encode_rows
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
 from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts, without_progress_bars
@@ -45,16 +48,14 @@ MICROBATCH = 6
 IGNORED = -100
 """Label of a token that is not learned."""
 
-Example = tuple[list[int], int]
-"""Token ids of prompt, response and end token, and how many of them are the prompt's."""
-
-Progress = Callable[[int, int, float], None]
-"""Called after every update with the updates done, all updates, and the loss in nats a token."""
+Progress = Callable[[int, int, float, int], None]
+"""Called after every update with the updates done, all updates, the loss in nats a token, and the rows skipped because
+they are too long."""
 
 
 def warm_start(
     model_dir_in: Path,
-    task: Task,
+    source: Task | Rows,
     spec: WarmStart,
     max_length: int,
     seed: int,
@@ -66,38 +67,54 @@ def warm_start(
 ) -> None:
     """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
 
-    ``max_length`` bounds a demonstration in tokens; ``chat_template`` is a file's path, as in the spec, and
-    ``apply_chat_template`` and ``template_kwargs`` are as there. Sets the process's number of threads while it runs.
+    ``source`` has the demonstrations, or is the rows of ``spec.data``. ``max_length`` bounds one of them in tokens;
+    ``chat_template`` is a file's path, as in the spec, and ``apply_chat_template`` and ``template_kwargs`` are as
+    there. Sets the process's number of threads while it runs.
 
-    Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite.
+    Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite, and as
+    ``encode_rows``.
     """
     from transformers import AutoModelForCausalLM
 
-    if not isinstance(task, DemonstrationTask):
+    if not isinstance(source, Rows | DemonstrationTask):
         raise UserError(
             "the task has no demonstrations",
             location="model.warm_start",
-            hint="give the task a method demonstration(rng, clean), or remove model.warm_start",
+            hint="give the task a method demonstration(rng, clean), name rows in model.warm_start.data, or remove "
+            "model.warm_start",
         )
     tokenizer = load_tokenizer(model_dir_in, chat_template)
     ends = end_tokens(model_dir_in, tokenizer)
     template = ChatTemplate(tokenizer, template_kwargs)
-    chat = _Chat(tokenizer, apply_chat_template and templates_texts(tokenizer), template)
+    texts_are_chats = apply_chat_template and templates_texts(tokenizer)
+    chat = _Chat(tokenizer, texts_are_chats, template)
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     rng = random.Random(f"warm_start/{seed}")
     clean_updates = round(spec.steps * spec.clean_fraction)
 
+    skipped, drawn = 0, iter(tuple[Example]())
+    if isinstance(source, Rows):
+        encoder = RowEncoder(tokenizer, template=template, texts_are_chats=texts_are_chats, ends=ends, spec=spec)
+        encoded, skipped = encode_rows(source, encoder, max_length)
+        drawn = _shuffled(encoded, rng)
+
     def examples(update: int) -> list[Example]:
-        demonstrations = [task.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
+        if isinstance(source, Rows):
+            return list(islice(drawn, spec.batch_size))
+        demonstrations = [source.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
         return _tokenized(demonstrations, chat=chat, max_length=max_length, ends=ends)
+
+    def shown(done: int, total: int, loss: float) -> None:
+        if progress is not None:
+            progress(done, total, loss, skipped)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(_threads(model, spec), "warm start") as pool:
-            _train(model, examples=examples, pad_id=pad_id, spec=spec, pool=pool, progress=progress)
+            _train(model, examples=examples, pad_id=pad_id, spec=spec, pool=pool, progress=shown)
     finally:
         torch.set_num_threads(threads)
     save_model(model, model_dir_in, directory_out)
@@ -112,9 +129,10 @@ def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.T
     width = max(len(ids) for ids, _ in examples) - 1
     inputs = torch.full((len(examples), width), pad_id)
     labels = torch.full((len(examples), width), IGNORED)
-    for row, (ids, prompt) in enumerate(examples):
+    for row, (ids, learned) in enumerate(examples):
         inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-        labels[row, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+        following = torch.tensor(ids[1:])
+        labels[row, : len(ids) - 1] = following.where(torch.tensor(learned[1:]), IGNORED)
     return inputs, labels
 
 
@@ -143,8 +161,14 @@ def _tokenized(
                 f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
                 hint="raise model.max_length, or make demonstrations shorter by task.options",
             )
-        examples.append((ids, len(prompt)))
+        examples.append((ids, [False] * len(prompt) + [True] * (len(ids) - len(prompt))))
     return examples
+
+
+def _shuffled(examples: Sequence[Example], rng: random.Random) -> Iterator[Example]:
+    """All examples in random order, again and again."""
+    while True:
+        yield from rng.sample(examples, len(examples))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +210,7 @@ def _train(
     pad_id: int,
     spec: WarmStart,
     pool: Executor,
-    progress: Progress | None,
+    progress: Callable[[int, int, float], None],
 ) -> None:
     optimizers = _optimizers(model, spec)
     model.eval()  # without dropout: threads would share its random numbers
@@ -203,13 +227,12 @@ def _train(
                 group["lr"] = factor * group["peak"]
             optimizer.step()
             optimizer.zero_grad()
-        if progress is not None:
-            progress(update + 1, spec.steps, loss)
+        progress(update + 1, spec.steps, loss)
 
 
 def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int, pool: Executor) -> float:
     """Set the gradients of the mean loss over all response tokens of ``examples``, and return that loss."""
-    tokens = sum(len(ids) - prompt for ids, prompt in examples)
+    tokens = sum(sum(learned) for _, learned in examples)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def passes(rows: list[Example]) -> tuple[float, tuple[torch.Tensor | None, ...]]:

@@ -76,7 +76,7 @@ class TrainerWorker:
     def __init__(self, spec: ExperimentSpec, log_dir: str) -> None:
         self._spec = spec
         self._log_dir = log_dir
-        self._progress = (0, 0, 0.0)
+        self._progress = (0, 0, 0.0, 0)
         self._updates = 0
         self._listener: socket.socket | None = None
         self._base_logprobs: dict[tuple[int, ...], Any] = {}  # of the newest probe, without adapters
@@ -120,13 +120,14 @@ class TrainerWorker:
         from asyncrl_cli.tasks.load import load_task
         from asyncrl_cli.train.model.initial import prepare_model
 
-        def note(done: int, total: int, loss: float) -> None:
-            self._progress = (done, total, loss)
+        def note(done: int, total: int, loss: float, skipped: int) -> None:
+            self._progress = (done, total, loss, skipped)
 
-        return str(prepare_model(self._spec, lambda: load_task(self._spec.task, Path(search_path)), note))
+        path = Path(search_path)
+        return str(prepare_model(self._spec, lambda: load_task(self._spec.task, path), note, path))
 
-    def progress(self) -> tuple[int, int, float]:
-        """The warm start's updates done, all updates, and loss."""
+    def progress(self) -> tuple[int, int, float, int]:
+        """The warm start's updates done, all updates, loss, and rows skipped."""
         return self._progress
 
     def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:

@@ -1,14 +1,17 @@
-"""A student that starts with a bad habit reaches its teacher, by distillation on its own samples."""
+"""A student that supervised training on rows has given a bad habit reaches its teacher, by distillation on its own
+samples."""
 
 from __future__ import annotations
 
 import json
+import random
+from pathlib import Path
 from statistics import mean
 
 import pytest
 
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.train.model.initial import prepare_model
+from asyncrl_cli.train.model.initial import build_initial_model, prepare_model
 from tests.spell_backward import SpellBackward
 
 from .conftest import BASE_SPEC, Runs, rows
@@ -16,17 +19,48 @@ from .conftest import BASE_SPEC, Runs, rows
 pytestmark = pytest.mark.stack
 
 
+def write_rows(file: Path, careful: float) -> None:
+    """Conversations in which a share ``careful`` of the replies is right, and one that is too long."""
+    rng, task = random.Random(0), SpellBackward(careful=careful)
+    pairs = [task.demonstration(rng, False) for _ in range(4000)] + [("a>", "a" * 80)]
+    chats = [
+        [{"role": role, "content": text} for role, text in zip(("user", "assistant"), p, strict=True)] for p in pairs
+    ]
+    file.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+
+
 def test_a_student_reaches_its_teacher_without_rewards(shared_runs: Runs) -> None:
-    skilled = {**BASE_SPEC["model"], "warm_start": {"steps": 350, "clean_fraction": 1.0}}
-    spec = load_spec(str(shared_runs.write_spec(name="teacher", model=skilled))).spec
-    teacher = prepare_model(spec, SpellBackward, lambda *_: None)
-    run = shared_runs.train(
-        name="student",
-        algorithm={"preset": "distill", "reference_path": str(teacher)},
-        rollout={"group_size": 2},
-        pipeline={"groups_per_step": 32},
-        stop={"steps": 80},
+    init = load_spec(str(shared_runs.write_spec())).spec.model.init
+    assert init is not None
+    build_initial_model(init, BASE_SPEC["model"]["max_length"], 0, shared_runs.folder / "saved")
+    for name, careful in (("teacher", 1.0), ("student", 0.3)):
+        write_rows(shared_runs.folder / f"{name}.jsonl", careful)
+    skilled, habit = (
+        {
+            "init": None,
+            "path": "./saved",
+            "warm_start": {"steps": 350, "data": {"path": f"{name}.jsonl", "prompt_column": "messages"}},
+        }
+        for name in ("teacher", "student")
     )
+    spec = load_spec(str(shared_runs.write_spec(name="teacher", model=skilled))).spec
+    skipped: set[int] = set()
+    teacher = prepare_model(spec, SpellBackward, lambda *shown: skipped.add(shown[3]))
+    assert skipped == {1}
+    ended = shared_runs.run(
+        "train",
+        shared_runs.write_spec(
+            name="student",
+            model=habit,
+            algorithm={"preset": "distill", "reference_path": str(teacher)},
+            rollout={"group_size": 2},
+            pipeline={"groups_per_step": 32},
+            stop={"steps": 80},
+        ),
+    )
+    assert ended.code == 0, ended.out + ended.err + shared_runs.logs()
+    assert "warm start (1 too long and skipped)" in ended.out
+    run = shared_runs.newest()
     divergence = [row["train/kl_reference"] for row in rows(run, "metrics.jsonl")]
     assert mean(divergence[-10:]) < 0.25 * mean(divergence[:5])
     state = json.loads((run / "state.json").read_text())

@@ -354,7 +354,7 @@ class Rank(Actor):
     async def progress(self) -> tuple[int, int, float]:
         if self._fate.strikes("trainer", 0.01):
             self.die()
-        return 0, 0, 0.0
+        return 0, 0, 0.0, 0
 
     @remote
     async def start(self, model_dir: str, address: str, port: int, checkpoint: str | None, search_path: str) -> None:

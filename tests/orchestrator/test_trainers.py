@@ -197,7 +197,7 @@ async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
     if method == "prepare_model":
         return "/models/one"
     if method == "progress":
-        return 0, 0, 0.0
+        return 0, 0, 0.0, 0
     return None
 
 
@@ -266,11 +266,11 @@ def test_the_warm_start_shows_how_far_it_is() -> None:
         if method == "prepare_model":
             await seen.wait()
         if method == "progress":
-            return 12, 1000, 0.5
+            return 12, 1000, 0.5, 1234
         return await starts(rank, method, arguments)
 
     def show(text: str) -> None:
-        assert text == "warm start: 12 of 1000 updates, loss 0.500"
+        assert text == "warm start (1,234 too long and skipped): 12 of 1000 updates, loss 0.500"
         seen.set()
 
     async def check() -> None:

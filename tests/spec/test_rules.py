@@ -16,6 +16,7 @@ from asyncrl_cli.spec.rules.quantization import FP8_ENGINES
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
 ROOT = Path(__file__).parents[2]
+ROWS = (f"model.warm_start.data.path={ROOT}/tests/fixtures/sft.jsonl", "model.warm_start.data.prompt_column=messages")
 Write = Callable[..., Path]
 ON_GPUS = (
     *("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"),
@@ -75,6 +76,27 @@ def test_experts_are_divided_where_that_is_supported(overrides: list[str], messa
     about = [problem for problem in found if problem.path == "trainer.expert_parallel"]
     assert [problem.message[: len(message)] for problem in about] == [message] * bool(message)
     assert all(problem.hint for problem in about)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        (["model.warm_start.data.path=README.md"], "data.path", "unknown kind of file"),
+        (["model.warm_start.data.size=5"], "data", "the task makes no rows with replies"),
+        ([*ROWS, "model.warm_start.clean_fraction=0.5"], "clean_fraction", "has no effect with model.warm_start.data"),
+        (["model.warm_start.train_on=all"], "train_on", "has no effect without model.warm_start.data"),
+        (["model.warm_start.response_column=a"], "response_column", "has no effect without model.warm_start.data"),
+        ([*ROWS, "model.init=null", "model.path=./specs"], "matrix_learning_rate", "0.03 is for random weights"),
+        ([*ROWS, "model.warm_start.train_on=all"], "", ""),
+    ],
+)
+def test_rows_of_a_warm_start(overrides: list[str], path: str, words: str) -> None:
+    found = findings(ROOT / "specs/quickstart.yaml", *overrides)
+    if not path:
+        assert found == []
+        return
+    (problem,) = found
+    assert problem.path == f"model.warm_start.{path}" and words in problem.message and problem.hint
 
 
 def test_harmless_engine_arguments_are_accepted() -> None:

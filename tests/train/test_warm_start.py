@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
 from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import ModelInit, WarmStart
 from asyncrl_cli.tasks.function_task import FunctionTask
+from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.initial import build_initial_model
 from asyncrl_cli.train.model.tokenizer import CHAT_TEMPLATE, character_tokenizer
 from asyncrl_cli.train.warm_start import (
@@ -63,7 +65,7 @@ def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_pat
     spec = WarmStart(steps=40, batch_size=16, warmup_steps=5, threads=1)
     parallel = spec.model_copy(update={"threads": 3})
     threads = torch.get_num_threads()
-    calls: list[tuple[int, int, float]] = []
+    calls: list[tuple[int, int, float, int]] = []
     warm_start(initial, TASK, spec, 32, 7, tmp_path / "a", lambda *call: calls.append(call))
     assert [call[:2] for call in calls] == [(update, 40) for update in range(1, 41)]
     assert calls[0][2] > 4
@@ -76,6 +78,21 @@ def test_the_loss_falls_and_the_result_repeats_to_the_bit(initial: Path, tmp_pat
     first, same, other = (weights(tmp_path / name) for name in "abc")
     assert all(torch.equal(first[key], same[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_rows_are_learned_in_an_order_that_repeats(initial: Path, tmp_path: Path) -> None:
+    rows = Rows([Prompt(str(row), f"{row}>", {"answer": f"{row + 1}"}) for row in range(30)], str)
+    long = Prompt("long", "1" * 40, {"answer": "2"})
+    losses: dict[str, list[float]] = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        spec = WarmStart(steps=12, batch_size=8, warmup_steps=2, threads=1 + (name == "b"), response_column="answer")
+        calls: list[tuple[int, int, float, int]] = []
+        source = Rows([*rows.prompts, long], str)
+        warm_start(initial, source, spec, 32, seed, tmp_path / name, lambda *call, calls=calls: calls.append(call))
+        losses[name] = [call[2] for call in calls]
+        assert [call[3] for call in calls] == [1] * 12
+    assert losses["a"] == losses["b"] != losses["c"]
+    assert losses["a"][-1] < 0.7 * losses["a"][0]
 
 
 def test_the_result_is_a_complete_model_directory(initial: Path, tmp_path: Path) -> None:
@@ -105,19 +122,22 @@ def test_the_first_part_of_the_updates_sees_clean_demonstrations_only(initial: P
 
 
 EXAMPLE = st.lists(st.integers(3, 98), min_size=2, max_size=12).flatmap(
-    lambda ids: st.tuples(st.just(ids), st.integers(1, len(ids) - 1))
+    lambda ids: st.tuples(
+        st.just(ids),
+        st.lists(st.booleans(), min_size=len(ids) - 1, max_size=len(ids) - 1).map(lambda rest: [False, *rest]),
+    )
 )
 
 
 @given(st.lists(EXAMPLE, min_size=1, max_size=6))
 @settings(deadline=None)
-def test_labels_are_the_response_and_nothing_else(examples: list[tuple[list[int], int]]) -> None:
+def test_labels_are_the_learned_tokens_and_nothing_else(examples: list[tuple[list[int], list[bool]]]) -> None:
     inputs, labels = collate(examples, pad_id=0)
     assert inputs.shape == labels.shape == (len(examples), max(len(ids) for ids, _ in examples) - 1)
-    for (ids, prompt), seen, learned in zip(examples, inputs.tolist(), labels.tolist(), strict=True):
+    for (ids, learned), seen, row in zip(examples, inputs.tolist(), labels.tolist(), strict=True):
         assert seen == ids[:-1] + [0] * (len(seen) - len(ids) + 1)
-        assert [label for label in learned if label != IGNORED] == ids[prompt:]
-        assert learned[prompt - 1 : len(ids) - 1] == ids[prompt:]
+        expected = [token if counts else IGNORED for token, counts in zip(ids, learned, strict=True)][1:]
+        assert row == expected + [IGNORED] * (len(row) - len(expected))
 
 
 @pytest.mark.parametrize("template", [CHAT_TEMPLATE, PRINTS_JSON], ids=["its own", "prints JSON"])
@@ -127,9 +147,11 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
     task, chat = Calculator(), ChatFormat(tokenizer)
     for seed in range(8):
         messages = task.demonstration(random.Random(seed), clean=True)
-        ((ids, prompt),) = _tokenized(
+        ((ids, learned),) = _tokenized(
             [messages], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, chat.end_tokens
         )
+        prompt = learned.index(True)
+        assert all(learned[prompt:])
         assert ids[:prompt] == chat.render(messages[:-1])
         reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
         calls = [[call["function"] for call in message.get("tool_calls", ())] for message in (reply, messages[-1])]
@@ -143,10 +165,10 @@ def test_a_demonstration_ends_where_the_model_ends_a_turn() -> None:
     )
     ends = frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")})
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    ((ids, prompt),) = _tokenized([conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends)
-    assert tokenizer.decode(ids[prompt:]) == "yes#"
-    ((ids, prompt),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, ends)
-    assert tokenizer.decode(ids[prompt:]) == "yes<eos>"
+    ((ids, learned),) = _tokenized([conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends)
+    assert tokenizer.decode(ids[learned.index(True) :]) == "yes#"
+    ((ids, learned),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, ends)
+    assert tokenizer.decode(ids[learned.index(True) :]) == "yes<eos>"
     assert _tokenized([("hi", "yes")], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends) == _tokenized(
         [conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends
     ), "a text is a user's message, as in the prompts of the run"
@@ -157,7 +179,10 @@ def test_gradients_do_not_depend_on_the_grouping_by_length(initial: Path, monkey
 
     model: Any = AutoModelForCausalLM.from_pretrained(initial)
     rng = random.Random(0)
-    examples = [([rng.randrange(3, 99) for _ in range(length)], length // 2) for length in range(4, 16)]
+    examples = [
+        ([rng.randrange(3, 99) for _ in range(length)], [index >= length // 2 for index in range(length)])
+        for length in range(4, 16)
+    ]
     results = []
     for size in (12, 5, 1):
         monkeypatch.setattr("asyncrl_cli.train.warm_start.MICROBATCH", size)

@@ -31,6 +31,7 @@ from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec
 from asyncrl_cli.spec.rules.model import SIZES, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
+from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.saving import copy_generation_config, save_model
 from asyncrl_cli.train.model.tokenizer import (
     CHAT_TEMPLATE,
@@ -49,13 +50,19 @@ OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 """Keys that every transformers config takes and turns into its ``rope_parameters``."""
 
 
-def model_key(spec: ExperimentSpec) -> str:
-    """A digest of everything that decides the initial weights."""
+def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
+    """A digest of everything that decides the initial weights. ``rows``: those of ``model.warm_start.data``."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
-        deciding = {"mix"} if spec.task.mix else {"use", "options"}
-        model["task"] = spec.task.model_dump(mode="json", include=deciding)
+        if rows is not None:
+            model["rows"] = rows.digest()
+        else:
+            deciding = {"mix"} if spec.task.mix else {"use", "options"}
+            model["task"] = spec.task.model_dump(mode="json", include=deciding)
+        if spec.model.path is not None:
+            files = sorted(Path(spec.model.path).glob("*"))
+            model["files"] = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         own = spec.model.init is not None and spec.model.init.tokenizer == CHARACTERS
         if spec.data.apply_chat_template and not (own and spec.model.chat_template is None):
             model["apply_chat_template"] = True  # to demonstrations; ``CHAT_TEMPLATE`` leaves texts as they are
@@ -85,18 +92,23 @@ def model_stub(spec: ExperimentSpec, folder: Path) -> Path:
 
 
 def prepare_model(
-    spec: ExperimentSpec, load_task: Callable[[], Task], progress: Callable[[int, int, float], None]
+    spec: ExperimentSpec,
+    load_task: Callable[[], Task],
+    progress: Callable[[int, int, float, int], None],
+    search_path: Path = Path(),
 ) -> Path:
     """The folder of the initial model, made now unless it was made before.
 
-    ``load_task`` is called only for a warm start, as importing a task takes its time. Raises ``ConfigError``
-    or ``UserError``.
+    ``load_task`` is called only for a warm start on demonstrations, as importing a task takes its time. Modules of
+    functions that yield rows are in ``search_path``. Raises ``ConfigError`` or ``UserError``.
     """
     model = spec.model
     if model.init is None and model.warm_start is None:
         assert model.path is not None
         return Path(model.path)
-    final = spec.runs_dir.absolute() / "models" / model_key(spec)
+    start = model.warm_start
+    rows = Rows.read(start, search_path) if start is not None and start.data is not None else None
+    final = spec.runs_dir.absolute() / "models" / model_key(spec, rows)
     if final.is_dir():
         return final
     from asyncrl_cli.train.warm_start import warm_start
@@ -115,7 +127,7 @@ def prepare_model(
             if model.warm_start is not None:
                 warm_start(
                     initial,
-                    load_task(),
+                    load_task() if rows is None else rows,
                     model.warm_start,
                     max_length=model.max_length,
                     seed=spec.seed,

@@ -1,0 +1,138 @@
+"""Rows of ``model.warm_start.data`` as token ids, and which of them are learned.
+
+Invariant: a learned reply has the tokens that a run would have there. Text is tokenized in the same pieces as in a run:
+the prompt as the template renders it before the reply, then the reply up to its end token. A template that renders
+these pieces differently inside of the whole conversation is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
+from asyncrl_cli.data.sources import read_source, row_location
+from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.spec.inputs import WarmStart
+
+DATA = "model.warm_start.data"
+
+Example = tuple[list[int], list[bool]]
+"""Token ids, and for each whether it is learned; the first one is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows to learn from. ``locate`` gives the place of a row, counted from 0."""
+
+    prompts: Sequence[Prompt]
+    locate: Callable[[int], str]
+
+    @classmethod
+    def read(cls, spec: WarmStart, base: Path) -> Rows:
+        """The rows of ``spec.data``; paths and modules start from ``base``. Raises ``DataError``."""
+        assert spec.data is not None
+        prompts = read_source(spec.data, "train", base)
+        return cls(prompts, partial(row_location, spec.data, base, DATA, prompts))
+
+    def digest(self) -> str:
+        """A digest of all rows and their order."""
+        found = hashlib.sha256()
+        for prompt in self.prompts:
+            found.update(json.dumps(asdict(prompt), sort_keys=True).encode())
+        return found.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class RowEncoder:
+    """Encodes rows with a model's tokenizer and template. ``ends`` are the tokens at which engines end a reply;
+    ``texts_are_chats``: prompts that are texts become users' messages."""
+
+    tokenizer: Any
+    template: ChatTemplate
+    texts_are_chats: bool
+    ends: frozenset[int]
+    spec: WarmStart
+
+    def encode(self, prompt: Prompt) -> Example:
+        """The tokens up to the last learned one. Raises ``ChatError`` for a row that has no reply, or that the template
+        does not render as a run would."""
+        ids: list[int] = []
+        learned: list[bool] = []
+        pieces = self._pieces(prompt)
+        for number, (context, templated, reply) in enumerate(pieces, start=1):
+            before = self.tokenizer(context, add_special_tokens=not templated)["input_ids"]
+            tokens = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
+            end = next((index for index, token in enumerate(tokens) if token in self.ends), None)
+            if end is None and number < len(pieces):
+                raise ChatError("the chat template ends a reply with another token than the model; use train_on: last")
+            if end is None:
+                end, tokens = len(tokens), [*tokens, self.tokenizer.eos_token_id]
+            # Text of a template after the end of a turn, often a newline, is never sampled: engines stop there.
+            after = tokens[end + 1 :] if number < len(pieces) else []
+            ids += [*before, *tokens[: end + 1], *after]
+            learned += [False] * len(before) + [True] * (end + 1) + [False] * len(after)
+        if learned[0]:
+            raise ChatError("there is no text before the reply")
+        return ids, learned
+
+    def _pieces(self, prompt: Prompt) -> list[tuple[str, bool, str]]:
+        """The text before each learned reply, whether the template wrote it, and the reply with its end."""
+        messages, tools, variables = chat_of(prompt)
+        if (column := self.spec.response_column) is not None:
+            reply = prompt.fields.get(column)
+            if not isinstance(reply, str) or not reply:
+                raise ChatError(f"the row has no text in the column `{column}`")
+            if isinstance(prompt.content, str) and not self.texts_are_chats:
+                return [(prompt.content, False, reply)]
+            messages = (*messages, {"role": "assistant", "content": reply})
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not replies or replies[-1] != len(messages) - 1 or len(messages) == 1:
+            raise ChatError("the conversation does not end with an assistant's message after another message")
+        learned = replies if self.spec.train_on == "all" else replies[-1:]
+        if any(index - 1 in replies for index in learned):
+            raise ChatError("two messages of an assistant follow one another: join them")
+        template = self.template.with_variables(variables)
+        full = template.text(messages, tools)
+        pieces, at = [], 0
+        for index in learned:
+            before = template.text(messages[:index], tools, reply=True)
+            through = template.text(messages[: index + 1], tools)
+            if not (through.startswith(before) and full.startswith(through) and at <= len(before)):
+                advice = ": use train_on: last" if index < len(messages) - 1 else ""
+                fault = f"the chat template renders the first {index} messages differently once later ones are there"
+                raise ChatError(fault + advice)
+            pieces.append((full[at : len(before)], True, full[len(before) : len(through)]))
+            at = len(through)
+        return pieces
+
+
+def encode_rows(rows: Rows, encoder: RowEncoder, max_length: int) -> tuple[list[Example], int]:
+    """The examples of at most ``max_length`` tokens, and the number of rows that were longer.
+
+    Raises ``DataError`` for a row that cannot be encoded, with its place, and if none is short enough.
+    """
+    examples = []
+    for index, prompt in enumerate(rows.prompts):
+        example = encode_row(rows, index, prompt, encoder)
+        if len(example[0]) <= max_length:
+            examples.append(example)
+    if not examples:
+        message = f"all {len(rows.prompts):,} rows are longer than model.max_length {max_length}"
+        raise DataError(message, location=DATA, hint="raise model.max_length, or shorten the rows")
+    return examples, len(rows.prompts) - len(examples)
+
+
+def encode_row(rows: Rows, index: int, prompt: Prompt, encoder: RowEncoder) -> Example:
+    """The example of row ``index``. Raises ``DataError`` with its place."""
+    try:
+        return encoder.encode(prompt)
+    except ChatError as error:
+        hint = "correct or remove the row; with a prompt and a reply in two columns, set response_column"
+        raise DataError(str(error), location=rows.locate(index), hint=hint) from error
