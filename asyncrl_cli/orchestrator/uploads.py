@@ -101,9 +101,13 @@ class Uploads:
             failure = hide(str(error) or type(error).__name__)
             self._warn(f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}")
         finally:
-            with suppress(RuntimeError, TimeoutError):  # the loop has ended; a resume uploads it again
-                recording = self._buffer.uploaded(step, failure)
+            recording = self._buffer.uploaded(step, failure)
+            try:
                 asyncio.run_coroutine_threadsafe(recording, self._loop).result(LIMIT_S)
+            except RuntimeError:  # the loop has ended; a resume uploads it again
+                recording.close()
+            except TimeoutError:
+                self._warn(f"checkpoints.upload: the journal does not answer; step {step} may be uploaded again")
             self.waiting.discard(step)
 
 
