@@ -39,6 +39,7 @@ LONG = (
     "e2e/gateway/test_episodes.py",
     "e2e/gateway/test_serve.py",
     "e2e/test_ends.py",
+    "e2e/test_experiments.py",
     "e2e/faults/test_elastic_engines.py",
     "e2e/saved_model/test_saved_model.py",
     "e2e/faults/test_killed_parts.py",
