@@ -238,7 +238,8 @@ class Orchestrator:
         await self.checkpoint()
         self._reporter.status("saving the model")
         await self._trainer.at(self._step, lambda: self._ranks.save_model(self._run.path / MODEL))
-        self._reporter.status("waiting for uploads")
+        if self._uploads.waiting:
+            self._reporter.status("waiting for uploads")
         await self._uploads.finish()
 
     @property
