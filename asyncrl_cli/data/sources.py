@@ -107,7 +107,6 @@ def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt
 
 
 def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
-    # The paths of a loaded spec are absolute; a pattern in another one starts at ``base``.
     given = [spec.path] if isinstance(spec.path, str) else spec.path or []
     located = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in given]
     sources = SplitSpec(path=located).paths

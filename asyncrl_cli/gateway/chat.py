@@ -67,7 +67,7 @@ class ChatFormat:
         self._reads_tools = tool_parser_name in (None, HERMES)
         self._calls = LAYOUTS.get(tool_parser_name or HERMES)
         self._named_form = FORMS.get(reasoning_parser_name or "")
-        self._reasoning_parser_name = reasoning_parser_name
+        self._parser_name = reasoning_parser_name
         self._reasoning = None
         if reasoning_parser_name is not None and self._named_form is None:
             self._reasoning = vllm_reasoning_parser(reasoning_parser_name, tokenizer, self.template_kwargs)
@@ -94,10 +94,8 @@ class ChatFormat:
         other.__dict__.pop("_form", None)  # it follows from the variables
         if continues:
             other._named_form = other._reasoning = None
-        elif self._reasoning is not None and self._reasoning_parser_name is not None:
-            other._reasoning = vllm_reasoning_parser(
-                self._reasoning_parser_name, self._tokenizer, other.template_kwargs
-            )
+        elif self._reasoning is not None and self._parser_name is not None:
+            other._reasoning = vllm_reasoning_parser(self._parser_name, self._tokenizer, other.template_kwargs)
         _ = other._form  # in this thread: variables decide how long a template takes
         return other
 

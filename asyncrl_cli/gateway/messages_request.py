@@ -203,7 +203,6 @@ class CountRequest(ChatBody):
         return ends_with_reply  # as in Anthropic's API
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees, in the shape that chat templates know."""
         if self.tool_choice and self.tool_choice.type == "none":
             return None
         return [_function(tool) for tool in self.tools or () if tool.custom] or None

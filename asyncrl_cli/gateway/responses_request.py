@@ -277,7 +277,6 @@ class ResponsesRequest(GenerationRequest, ChatBody):
         return own
 
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees, as chat templates know them."""
         choice, own = self.tool_choice, self.own_tools()
         if choice == "none":
             return None

@@ -20,10 +20,16 @@ from pydantic import BaseModel
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Step
+from asyncrl_cli.tasks.mix import OneCall
 from asyncrl_cli.tasks.play import LIMITS, play, try_environment
 from asyncrl_cli.tasks.tools import Tool, ToolEnvironment, ToolTask
 
 REFUSED = {"error": {"message": "too long", "type": "invalid_request_error", "param": None}}
+
+
+BEGUN = {"role": "assistant", "content": "It is "}
+ROW = Prompt("row", ({"role": "user", "content": "begin"}, BEGUN), {"chat_template_kwargs": {"quiet": True}})
+CONTINUED = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def reply_with(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
@@ -68,6 +74,8 @@ def played(environment: Any, answers: Sequence[dict[str, Any]], status: int = 20
         access = ModelAccess(f"http://127.0.0.1:{port}/sessions/1-0/v1", "key", "policy", "1-0")
         try:
             async with aiohttp.ClientSession() as http:
+                if isinstance(environment, OneCall):
+                    return await environment.run(ROW, access), sent
                 return await play(environment, access, http), sent
         finally:
             await server.cleanup()
@@ -95,6 +103,34 @@ class Unsure:
 
 def test_a_step_without_a_reward_masks_the_rollout() -> None:
     assert playing(Unsure(), [reply_with(text) for text in "abc"])[0] == RewardResult(None, {"turns": 3.0})
+
+
+class Begins:
+    """Begins each of the policy's two messages."""
+
+    def __init__(self) -> None:
+        self.replies: list[Any] = []
+
+    def reset(self) -> Sequence[Message]:
+        return [{"role": "user", "content": "begin"}, BEGUN]
+
+    def step(self, reply: Message) -> Step:
+        self.replies.append(reply["content"])
+        return Step([{"role": "user", "content": "?"}, BEGUN], 1.0, len(self.replies) == 2)
+
+
+def test_a_reply_and_the_message_that_it_continues_are_one_message() -> None:
+    environment = Begins()
+    _, sent = playing(environment, [reply_with("a"), reply_with("b")])
+    assert environment.replies == ["a", "b"], "the environment reads what the policy wrote"
+    assert all(CONTINUED.items() <= body.items() for body in sent)
+    assert [message["content"] for message in sent[1]["messages"]] == ["begin", "It is a", "?", "It is "]
+
+
+def test_one_call_has_the_variables_and_the_begun_message_of_its_row() -> None:
+    _, (body,) = playing(OneCall(None), [reply_with("a")])
+    assert body["messages"][-1] == BEGUN and CONTINUED.items() <= body.items()
+    assert body["chat_template_kwargs"] == {"quiet": True}
 
 
 class Count:
