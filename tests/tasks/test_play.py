@@ -128,7 +128,7 @@ def test_a_reply_and_the_message_that_it_continues_are_one_message() -> None:
 
 
 def test_one_call_has_the_variables_and_the_begun_message_of_its_row() -> None:
-    _, (body,) = playing(OneCall(None), [reply_with("a")])
+    _, (body,) = played(OneCall(None), [reply_with("a")])
     assert body["messages"][-1] == BEGUN and CONTINUED.items() <= body.items()
     assert body["chat_template_kwargs"] == {"quiet": True}
 
