@@ -64,7 +64,7 @@ def spec_of(folder: Path, width: int, layers: int) -> dict[str, Any]:
 def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path) -> None:
     """Start the server and the clients, and print the times."""
     from asyncrl_cli.orchestrator.interrupts import Interrupted
-    from asyncrl_cli.orchestrator.serving import Address, served_spec
+    from asyncrl_cli.orchestrator.serving import Address, served_folder
     from asyncrl_cli.orchestrator.serving import serve as run_server
     from asyncrl_cli.records.generation import Rollout, RolloutRequest
     from asyncrl_cli.rollout import client, worker
@@ -118,7 +118,7 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
 
     model = prepare_model(spec, lambda: None, lambda *_: None)  # type: ignore[arg-type,return-value]
     try:
-        run_server(served_spec(spec, model), ready, print, print)
+        run_server(served_folder(spec, model, logs=folder, what=spec.name), ready, print, print)
     except Interrupted:
         pass
     finally:

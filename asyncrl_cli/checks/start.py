@@ -54,6 +54,10 @@ PROMPT_CHECKS = frozenset(
     {"task and data", "model files", "tokenizer", "chat template", "data.train", "data.eval", *SHOWN_PROMPTS}
 )
 """The checks that show what the model gets as a prompt."""
+TRAINING_CHECKS = frozenset(
+    {"memory", "runs folder", "tracking", "notify", "data.train", "memory with weights", "algorithm"}
+)
+"""The checks that an evaluation without training does not need."""
 CLUSTER_CHECKS = frozenset({"model files", "tokenizer", "model", "cluster"})
 """The checks of the cluster's hosts, and those that determine the model's size, which the hosts' memory depends on."""
 
@@ -69,15 +73,17 @@ class StartChecks:
         notice: Callable[[str], None],
         thorough: bool = False,
         references: Mapping[tuple[str, ...], str] | None = None,
+        training: bool = True,
     ) -> None:
         """``search_path``: the folder of the user's own modules. ``notice`` is called with a text when something takes
         long. ``references``: the references of ``LoadedSpec``; without them, temporary files would contain values from
-        the environment."""
+        the environment. Without ``training``: the checks of an evaluation by engines alone."""
         self._spec = spec
         self._search_path = search_path
         self._notice = notice
         self._thorough = thorough
         self._references = references or {}
+        self._training = training
         self._open = ExitStack()
         self._folder = Path()
         self._model_dir = ""
@@ -99,6 +105,8 @@ class StartChecks:
         """The experiment, ready to run; ``notice`` gets warnings. Raises the first failure, as a mistake of the spec
         (exit code 2): nothing was started."""
         for check in self._checks():
+            if check.name in TRAINING_CHECKS and not self._training:
+                continue
             try:
                 finding = run_check(check)
             except UserError as error:
@@ -106,8 +114,10 @@ class StartChecks:
                 raise
             if finding.status is Status.WARNING:
                 self._notice(str(finding))
-        refuse(self._hosts(), self._notice)
         assert self._experiment is not None
+        if not self._training:
+            return self._experiment
+        refuse(self._hosts(), self._notice)
         if self._spec.cluster.address is None:
             return self._experiment
         return replace(self._experiment, examiner=partial(Newcomers, self._spec, self._replica_bytes))
@@ -169,7 +179,9 @@ class StartChecks:
         return machine.check_tracking(self._spec, self._thorough)
 
     def _task(self) -> str:
-        loaded = Experiment.load(self._spec, self._search_path, self._notice)
+        loaded = Experiment.load(
+            self._spec, search_path=self._search_path, notice=self._notice, training=self._training
+        )
         experiment = self._experiment = replace(loaded, monitors=self._monitors)
         task = self._spec.task
         name = task.use or f"a mix of {', '.join(member.name for member in task.mix)}"

@@ -41,7 +41,7 @@ ALL_NONE = "every reward is None, so a run trains on no such response"
 def try_tasks(experiment: Experiment, thorough: bool) -> Result:
     """Try the run's task, and the own task of each evaluation set."""
     spec = experiment.spec
-    splits = [experiment.train_prompts, experiment.eval_prompts]
+    splits = [prompts for prompts in (experiment.train_prompts, experiment.eval_prompts) if prompts]
     tasks = {"task": (experiment.tasks[""], spec.task, splits)}
     for name, chosen in spec.evaluation.sets.items():
         if chosen.task is None:

@@ -25,6 +25,7 @@ from asyncrl_cli.cli import (
     checkpoint,
     convert,
     doctor,
+    evaluate,
     init,
     inspect,
     plan,
@@ -78,6 +79,13 @@ add(
     function=replay.replay,
     summary="Train recorded batches again, compare weights.",
     example="asyncrl replay latest --to 20",
+)
+add(
+    app,
+    name="evaluate",
+    function=evaluate.evaluate,
+    summary="Measure a model's accuracy, without training.",
+    example="asyncrl evaluate latest --samples 4",
 )
 add(
     app,

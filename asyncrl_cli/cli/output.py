@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _COMMAND = re.compile(
     r"asyncrl (?:(?:inspect|checkpoint) \w+|"
-    r"resume|replay|serve|watch|scale|runs|track|events|staleness|report|timeline)\b(?![^`;]*(?:--runs-dir|/))"
+    r"resume|replay|evaluate|serve|watch|scale|runs|track|events|staleness|report|timeline)\b(?![^`;]*(?:--runs-dir|/))"
 )
 """A command about a run that names neither the folder of runs nor a path."""
 
@@ -62,6 +62,7 @@ def start_checks(
     search_path: Path,
     thorough: bool = False,
     references: Mapping[tuple[str, ...], str] | None = None,
+    training: bool = True,
 ) -> StartChecks:
     """All checks of a start. Checks that take long print a notice to standard error."""
     from asyncrl_cli.checks.start import StartChecks
@@ -72,4 +73,5 @@ def start_checks(
         notice=lambda text: echo(f"! {text}", err=True),
         thorough=thorough,
         references=references,
+        training=training,
     )

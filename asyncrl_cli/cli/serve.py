@@ -17,7 +17,11 @@ from asyncrl_cli.runs.catalogue import find_run
 from asyncrl_cli.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from asyncrl_cli.orchestrator.serving import Address, Served
+    from asyncrl_cli.spec.sections import ExperimentSpec
+    from asyncrl_cli.tasks.base import Task
 
 
 def serve(
@@ -43,7 +47,7 @@ def serve(
     """
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]
-    if target.endswith((".yaml", ".yml")) or Path(target).is_file():
+    if is_spec(target):
         served = _of_spec(Path(target), changes, step)
     else:
         served = _of_run(find_run(runs_dir, target), changes, step)
@@ -95,18 +99,33 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
     if step is not None:
         raise typer.BadParameter("a spec has no steps; name a run", param_hint="--step")
     spec = load_spec(path, changes).spec
+
+    from asyncrl_cli.orchestrator.serving import served_folder
+    from asyncrl_cli.tasks.load import load_task
+
+    folder = path.absolute().parent
+    model = initial_model(spec, lambda: load_task(spec.task, folder), folder)
+    logs = spec.runs_dir.absolute() / "serve" / spec.name
+    return served_folder(spec, model, logs=logs, what=f"the initial model of {spec.name}")
+
+
+def is_spec(target: str) -> bool:
+    """Whether an argument names a spec, and not a run or a model's folder."""
+    return target.endswith((".yaml", ".yml")) or Path(target).is_file()
+
+
+def initial_model(spec: ExperimentSpec, load_task: Callable[[], Task], folder: Path) -> Path:
+    """The folder of a spec's initial model, which is made if necessary, with lines about its progress.
+    ``folder``: of the user's own modules."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print on stdout that it found no other
 
-    from asyncrl_cli.orchestrator.serving import served_spec
-    from asyncrl_cli.tasks.load import load_task
     from asyncrl_cli.train.model.initial import prepare_model
 
     def progress(done: int, steps: int, loss: float, _: int) -> None:
         if done % 100 == 0:
             echo(f"warm start {done}/{steps}  loss {loss:.3f}", err=True)
 
-    folder = path.absolute().parent
-    return served_spec(spec, prepare_model(spec, lambda: load_task(spec.task, folder), progress, folder))
+    return prepare_model(spec, load_task, progress, folder)
 
 
 def _shown(served: Served, address: Address) -> str:

@@ -338,7 +338,8 @@ OTHERS = [
          "score", when=lambda s: s.flag("algorithm.filter_groups.enable")),
     needless("algorithm.kl_ctrl.* algorithm.pf_ppo.* algorithm.filter_groups.*",
              "of what is off, or fixed: the KL coefficient is constant, and replacing groups has no limit of batches"),
-    lost("trainer.resume_from_path trainer.val_only trainer.default_hdfs_dir trainer.esi_redundant_time",
+    lost("trainer.val_only", "`asyncrl evaluate SPEC` evaluates without training"),
+    lost("trainer.resume_from_path trainer.default_hdfs_dir trainer.esi_redundant_time",
          "`asyncrl resume RUN` continues a run; checkpoints are on a file system"),
     needless(f"{A}checkpoint.* trainer.resume_mode trainer.val_before_train trainer.balance_batch "
              "trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.use_legacy_worker_impl "

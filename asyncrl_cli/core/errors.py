@@ -40,6 +40,14 @@ class UserError(Exception):
         return hide(diagnostic("error", message=self.message, location=self.location, hint=self.hint))
 
 
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error in a group, which may be nested."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def diagnostic(severity: Severity, message: str, location: str = "", hint: str = "") -> str:
     """The lines of a diagnostic: message, location and hint, one line each; empty parts are omitted."""
     lines = [f"{severity}: {message}"]

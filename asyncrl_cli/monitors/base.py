@@ -14,7 +14,8 @@ from typing import Any, Literal
 from asyncrl_cli.records.groups import Counts
 
 EvaluationKind = str
-"""``greedy`` and ``sampled`` of the held-out prompts; ``<set>:greedy`` or ``<set>:sampled`` of a further set."""
+"""``greedy`` and ``sampled`` of the held-out prompts; ``<set>:greedy`` or ``<set>:sampled`` of a further set. An
+evaluation by `asyncrl evaluate` has ``offline`` or ``offline-<set>`` as its set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class EvaluationResult:
 
     ``accuracy`` is the share of rewarded responses with a reward of at least 1; ``prompts`` counts their prompts.
     ``mean_length`` is in tokens that were sampled. With several ``samples`` per prompt, ``pass_at`` has pass@1 and so
-    on up to pass@``samples``. ``metrics`` are means of what the task measured.
+    on up to pass@``samples``. ``metrics`` are means of what the task measured. ``intervals`` has the 95 % confidence
+    intervals of ``accuracy``, ``mean_reward`` and ``pass_at_1`` and so on, as far as they can be computed.
     """
 
     kind: EvaluationKind
@@ -53,6 +55,7 @@ class EvaluationResult:
     samples: int = 1
     pass_at: tuple[float, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    intervals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,10 +39,14 @@ class Experiment:
 
     @classmethod
     def load(
-        cls, spec: ExperimentSpec, search_path: Path, notice: Callable[[str], None] = lambda _: None
+        cls,
+        spec: ExperimentSpec,
+        search_path: Path,
+        notice: Callable[[str], None] = lambda _: None,
+        training: bool = True,
     ) -> Experiment:
         """Import the task and open the data; ``notice`` is called with a text when something takes
-        long. Raises a ``UserError`` that names the problem."""
+        long. Without ``training``, only the prompts of evaluations. Raises a ``UserError`` that names the problem."""
         with user_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path)
             tasks = {"": task} | {
@@ -52,7 +56,9 @@ class Experiment:
                 for name, chosen in spec.evaluation.sets.items()
             }
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
-            train_prompts = load_prompts("train", split_spec=spec.data.train, task=task, base=search_path)
+            train_prompts = (
+                load_prompts("train", split_spec=spec.data.train, task=task, base=search_path) if training else ()
+            )
             held_out = spec.data.eval
             eval_prompts = (
                 load_prompts("eval", split_spec=held_out, task=task, base=search_path) if held_out is not None else ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,25 +29,21 @@ from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.actors import ActorFactory, buffer_settings, start_all
 from asyncrl_cli.orchestrator.cluster import ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineProcess, client_of
-from asyncrl_cli.orchestrator.episodes import Episodes, EpisodeWorkers
-from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, encoded
+from asyncrl_cli.orchestrator.evaluation import Evaluator
 from asyncrl_cli.orchestrator.experiment import Experiment
-from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
 from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.nodes import why_gone
 from asyncrl_cli.orchestrator.prompt_source import PromptEncoder, PromptSource, first_prompts
 from asyncrl_cli.orchestrator.replicas import Replicas
-from asyncrl_cli.orchestrator.scoring import Scoring
+from asyncrl_cli.orchestrator.task_actors import TaskActors
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.orchestrator.watchdog import Watchdog
-from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
 from asyncrl_cli.runs.checkpoints import Checkpoint, complete_checkpoints
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.runs.scaling import forget_requests
-from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.supervised_actor import RestartBudget
 from asyncrl_cli.train.model.initial import model_stub
@@ -223,22 +219,8 @@ async def _start(
         await asyncio.gather(*(engine.stop() for engine in made), return_exceptions=True)
 
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
-    all_workers: list[EpisodeWorkers] = []
-    gateway: GatewayClient | None = None
-
-    def make_workers(task: TaskSpec, name: str) -> EpisodeWorkers:
-        all_workers.append(
-            EpisodeWorkers(task.episode, make_actor=partial(factory.episode_worker, task), budget=budget, name=name)
-        )
-        return all_workers[-1]
-
-    async def stop_episodes() -> None:
-        # Agents first: a running agent would find no gateway and count as failed.
-        await asyncio.gather(*(workers.stop() for workers in all_workers), return_exceptions=True)
-        if gateway is not None:
-            await gateway.stop()
-
-    closing += [stop_episodes, stop_engines]
+    tasks = TaskActors(experiment, factory, budget)
+    closing += [tasks.stop, stop_engines]
     # The watchdog's message names the wait and its start, so its limit must be reached first.
     ranks = TrainerRanks(
         factory.trainer,
@@ -248,9 +230,7 @@ async def _start(
         warn=reporter.warn,
     )
     replicas = Replicas(factory.host_agent, address_of=factory.address_of, budget=budget, why_gone=why_gone)
-    scoring = Scoring(spec.task, partial(factory.scorer, spec.task), budget=budget, loaded=experiment.tasks[""])
-    workers = make_workers(spec.task, "episode-worker") if "" in experiment.episodic else None
-    loading_task = asyncio.create_task(workers.start() if workers is not None else scoring.start())
+    loading_task = asyncio.create_task(tasks.start())
     starting = asyncio.create_task(
         start_all(
             engines,
@@ -281,38 +261,8 @@ async def _start(
     loader = PromptLoader(experiment.train_prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=experiment.stages)
     chosen = spec.data.filter
     prompt_filter = None if chosen is None else PromptFilter(chosen.solved_streak, chosen.revisit_fraction, spec.seed)
-    if experiment.episodic:
-        setup = setup_of(spec, model_dir, spec.name)
-        gateway = GatewayClient(setup, make_actor=factory.gateway, generate=client.generate, budget=budget)
-        await gateway.start()
-
-    def playing(task: TaskSpec, workers: EpisodeWorkers, scoring: Scoring) -> Episodes:
-        assert gateway is not None
-        return Episodes(
-            spec,
-            task,
-            client=client,
-            gateway=gateway,
-            workers=workers,
-            scoring=scoring,
-            on_progress=watchdog.progress,
-        )
-
-    episodes = playing(spec.task, workers, scoring) if workers is not None else None
-
-    def held_out(name: str, prompts: Sequence[Prompt]) -> HeldOut:
-        chosen = spec.evaluation.sets.get(name)
-        location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
-        encoder = PromptEncoder.of(spec, tokenizer, name in experiment.episodic)
-        rows = encoded(prompts, encoder=encoder, location=location, warn=reporter.warn)
-        if chosen is None or chosen.task is None:
-            return HeldOut(rows, scoring, episodes)
-        make_scorer = partial(factory.scorer, chosen.task)
-        own = Scoring(chosen.task, make_scorer, budget=budget, loaded=experiment.tasks[name])
-        if name not in experiment.episodic:
-            return HeldOut(rows, own)
-        return HeldOut(rows, own, playing(chosen.task, make_workers(chosen.task, f"episode-worker-{name}"), own))
-
+    await tasks.connect(client, model_dir, watchdog.progress)
+    held_out = partial(tasks.held_out, tokenizer=tokenizer, warn=reporter.warn)
     evaluator = Evaluator(
         spec,
         write=recorder.write_text,
@@ -333,11 +283,11 @@ async def _start(
         replicas=replicas,
         client=client,
         make_engine=make_engine,
-        scoring=scoring,
+        scoring=tasks.scoring,
         prompts=PromptSource(
             loader, encoder=encoder, first=opening.waiting, prompt_filter=prompt_filter, warn=reporter.warn
         ),
-        episodes=episodes,
+        episodes=tasks.episodes,
         evaluator=evaluator,
         reporter=reporter,
         budget=budget,

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import RunError, first_cause
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.checkpoints import Checkpoints
@@ -153,7 +153,7 @@ class Orchestrator:
                 for task in endless:
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from None
+            raise first_cause(group) from None
 
     async def settle(self) -> None:
         """After an interruption: wait until the running step and publish, if any, are done, and report the step.
@@ -330,10 +330,3 @@ class Orchestrator:
             self._tasks.create_task(work)
         except RuntimeError:  # the run has not begun, or is ending
             work.close()
-
-
-def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

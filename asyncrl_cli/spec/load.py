@@ -101,12 +101,9 @@ def _load(
     if root is None:
         return None
     problems = layers.problems
+    root = _without_evaluation(root, problems)
     for assignment in overrides:
-        root = override(root, assignment, problems)
-    # Null has the defaults, as in every section: the keys below it may be comments.
-    if (evaluation := root.child("evaluation")) is not None and evaluation.value in (False, "off"):
-        root = root.changed(["evaluation"], lambda _: None)
-        root = override(root, "data.eval=null", problems)
+        root = _without_evaluation(override(root, assignment, problems), problems)
     # Before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
@@ -135,6 +132,15 @@ def _load(
         hint = "put data into separate files"
         problems.append(Problem("", f"the resolved spec has {too_large}", hint).at(root.location))
     return spec
+
+
+def _without_evaluation(root: Node, problems: list[Problem]) -> Node:
+    """The tree with what `evaluation: off` stands for. A later override may name prompts again."""
+    evaluation = root.child("evaluation")
+    if evaluation is None or evaluation.value not in (False, "off"):
+        return root
+    # Null has the defaults, as in every section: the keys below it may be comments.
+    return override(root.changed(["evaluation"], lambda _: None), "data.eval=null", problems)
 
 
 def _too_large(root: Node, spec: ExperimentSpec, references: Mapping[tuple[str, ...], str]) -> str:

@@ -184,6 +184,7 @@ _HINTS = {
     ),
     "trainer and engines have separate devices; remove it": "colocate_all_models hybrid_engine",
     "every run is evaluated before and after training; remove it": "val_before_train",
+    "evaluate without training with `asyncrl evaluate SPEC` (or a RUN); remove it": "val_only eval_only do_eval",
     "continue a run with `asyncrl resume RUN`; remove it": "resume_mode resume_from_checkpoint resume_from_path",
     "choose with tracking.mlflow, tracking.tensorboard and tracking.wandb": "report_to logger",
     "every step is logged; remove it": "logging_steps",

@@ -33,6 +33,7 @@ COMMANDS = [
     "train",
     "resume",
     "replay",
+    "evaluate",
     "serve",
     "convert",
     "scale",

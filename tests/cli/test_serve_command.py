@@ -82,6 +82,7 @@ def test_engines_of_a_saved_model_have_nothing_of_its_training(run: RunDirectory
     engines = without_training(spec)
     assert (engines.model.lora, engines.algorithm.router_replay) == (None, False)
     assert engines.rollout == spec.rollout
+    assert engines.trainer.gpus_per_rank == 0, "no GPU is asked for a trainer that does not run"
 
 
 @pytest.mark.slow

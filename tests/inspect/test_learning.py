@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.inspect.report.findings import change, leading_series, trend, wilson
+from asyncrl_cli.core.intervals import wilson
+from asyncrl_cli.inspect.report.findings import change, leading_series, trend
 from asyncrl_cli.inspect.report.findings import learned as answer
 from asyncrl_cli.journal.events import Evaluation
 

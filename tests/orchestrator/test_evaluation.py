@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from stand_ins import StandInEngine, actors, client_over, collecting, prompts, remote, rollout, run, spec
 
 from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, mean_pass_at, pass_at
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
@@ -155,7 +156,11 @@ def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path)
     assert {sampling.temperature for sampling in asked} == {0.5}
     assert len({sampling.seed for sampling in asked}) == 12
     head, *samples = rows(parts[2], "step-000002-sampled.jsonl")
-    assert EvaluationResult(**{**head, "pass_at": tuple(head["pass_at"])}) == result
+    intervals = {name: tuple(interval) for name, interval in head["intervals"].items()}
+    assert EvaluationResult(**{**head, "pass_at": tuple(head["pass_at"]), "intervals": intervals}) == result
+    assert set(intervals) == {"accuracy", "pass_at_1", "pass_at_2", "pass_at_3", "pass_at_4"}, "too few for a mean"
+    assert intervals["pass_at_4"] == pytest.approx(wilson(1 / 2, 2)), "2 prompts have all rewards"
+    assert intervals["accuracy"][0] < result.accuracy < intervals["accuracy"][1]
     assert [(row["uid"], row["sample"]) for row in samples] == [(f"p{n}", k) for n in range(3) for k in range(4)]
     assert (samples[1]["reward"], samples[1]["failure"]) == (None, "/my_reward.py:3: no reward")
     assert (samples[5]["reward"], samples[5]["metrics"]) == (1.0, {"place": 5})

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeVar
 
-from asyncrl_cli.inspect.report.findings import wilson
+from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.inspect.report.samples import EvaluationFile, MachineSample
 from asyncrl_cli.journal.events import Evaluation
 from asyncrl_cli.journal.history import evaluations, first_start

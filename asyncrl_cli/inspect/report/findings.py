@@ -19,6 +19,7 @@ from operator import attrgetter
 from statistics import NormalDist
 from typing import Any, Literal
 
+from asyncrl_cli.core.intervals import LEVEL, Z, wilson
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.inspect.pages import number
 from asyncrl_cli.inspect.report.evidence import FEW_STEPS
@@ -97,22 +98,10 @@ def failed(phase: str, reason: str, by_kind: Mapping[str, int], first: str) -> A
     return Answer(question, f"{ended}Faults: {counts}; the first: {first}.{survived}", "bad" if ended else "plain")
 
 
-LEVEL = 0.05
-"""The probability with which noise alone counts as a difference."""
-Z = NormalDist().inv_cdf(1 - LEVEL / 2)
-"""Standard errors on each side of an interval of 95 %."""
 SURE = 2.0
 """Two means differ beyond noise if they differ by more than this many standard errors."""
 
 Direction = Literal["rose", "fell", "did not change beyond its noise"]
-
-
-def wilson(accuracy: float, prompts: int, z: float = Z) -> tuple[float, float]:
-    """The interval of an accuracy that was measured on so many prompts."""
-    n = max(1, prompts)
-    middle = (accuracy + z**2 / (2 * n)) / (1 + z**2 / n)
-    half = z / (1 + z**2 / n) * math.sqrt(accuracy * (1 - accuracy) / n + z**2 / (4 * n**2))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def change(before: Evaluation, after: Evaluation, z: float = Z) -> Direction:

@@ -1,18 +1,22 @@
 """A saved model from `asyncrl init` to its export: byte-level BPE, a chat template with tools and reasoning, several
-end tokens, and no supervised training. One run, which is resumed; every test checks its files, or serves its model."""
+end tokens, and no supervised training. One run, which is resumed; every test checks its files, or serves or evaluates
+its models."""
 
 from __future__ import annotations
 
 import json
 import signal
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.journal.queries import GroupRecord, group_record, snapshot
 from asyncrl_cli.journal.schema import FILE
 
@@ -158,3 +162,88 @@ def test_its_models_are_served_and_a_kill_leaves_nothing(
         assert choice.logprobs is not None
         torch.testing.assert_close(choice.logprobs.token_logprobs, expected, atol=1e-4, rtol=0)
         server.end(signal.SIGKILL)
+
+
+def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(
+    saved: Saved, shared_runs: Runs, tmp_path: Path
+) -> None:
+    """The checkpoint of the last step: its weights, prompts, seeds and reward are those of the run's evaluation."""
+    own = {path: path.read_bytes() for path in saved.run.rglob("*") if path.is_file() and "logs" not in path.parts}
+    chosen = ("--step", str(RESUMED), "--sampled", "--json", "-o", tmp_path / "out.jsonl")
+    ended = shared_runs.run("evaluate", saved.run, *chosen)
+    assert ended.code == 0, ended.err
+    document = json.loads(ended.out)
+    (result,) = document["evaluations"]
+    assert (document["step"], result["kind"], result["oldest"], result["newest"]) == (RESUMED, "offline:sampled", 4, 4)
+    low, high = result["intervals"]["accuracy"]
+    assert low <= result["accuracy"] <= high
+
+    expected = rows(saved.run, f"evaluations/step-{RESUMED:06d}-sampled.jsonl")
+    found = rows(saved.run, f"evaluations/step-{RESUMED:06d}-offline-sampled.jsonl")
+    assert rows(tmp_path, "out.jsonl") == found
+    assert [row["uid"] for row in found[1:]] == [row["uid"] for row in expected[1:]]
+    equal = [one["response"] == other["response"] for one, other in zip(found[1:], expected[1:], strict=True)]
+    assert sum(equal) > 0.9 * len(equal), "rounding may choose another token now and then, other weights always do"
+    changed = {path for path, content in own.items() if path.read_bytes() != content}
+    assert not changed - {saved.run / "lock"}
+
+
+EPISODES = """
+    import asyncio, json, urllib.request
+
+    async def agent(row, model):
+        body = {"messages": [{"role": "user", "content": row["prompt"]}], "model": model.model}
+        request = urllib.request.Request(
+            model.base_url + "/chat/completions",
+            json.dumps(body).encode(),
+            {"Authorization": "Bearer " + model.api_key, "Content-Type": "application/json"},
+        )
+        answer = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(request)))
+        return float(len(answer["choices"][0]["message"]["content"] or "") % 2)
+
+    class Echo:
+        def __init__(self, prompt):
+            self.prompt, self.turn = prompt["prompt"], 0
+
+        def reset(self):
+            return [{"role": "user", "content": self.prompt}]
+
+        def step(self, reply):
+            from asyncrl_cli.tasks.base import Step
+
+            self.turn += 1
+            return Step([{"role": "user", "content": "again"}], 0.5, self.turn == 2, {"turns": 1.0})
+"""
+
+
+def test_a_models_folder_is_evaluated_with_agents_and_environments_of_a_spec(
+    saved: Saved, shared_runs: Runs, tmp_path: Path
+) -> None:
+    (tmp_path / "players.py").write_text(textwrap.dedent(EPISODES))
+    data = {"path": str(saved.initial.parent / "eval.jsonl"), "prompt_column": "question", "size": 5}
+    spec = yaml.safe_load((saved.initial.parent / "spec.yaml").read_text()) | {
+        "runs_dir": str(tmp_path / "runs"),
+        "task": {"use": "players:agent"},
+        "data": {"train": data | {"size": 1}, "eval": data},
+        "evaluation": {"sets": {"environment": {"data": data, "task": {"use": "players:Echo"}}}},
+    }
+    spec["model"]["path"] = str(saved.initial)
+    (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec))
+    ended = shared_runs.run("evaluate", saved.exported, "--spec", tmp_path / "spec.yaml", "--samples", "3", "--json")
+    assert ended.code == 0, ended.err
+    document = json.loads(ended.out)
+    found = {result["kind"]: result for result in document["evaluations"]}
+    assert set(found) == {"offline:sampled", "offline-environment:sampled"}
+    for result in found.values():
+        assert (result["prompts"], result["samples"], len(result["pass_at"])) == (5, 3, 3)
+        assert len(Path(result["file"]).read_text().splitlines()) == 1 + 5 * 3
+    environment = found["offline-environment:sampled"]
+    assert (environment["accuracy"], environment["metrics"]["turns"]) == (1.0, 2.0)
+    assert environment["intervals"]["accuracy"] == pytest.approx(wilson(1.0, 5)), "5 prompts, not 15"
+
+    (folder,) = (tmp_path / "runs/evaluate").iterdir()
+    sent = json.loads((folder / "mlflow.json").read_text())
+    assert sent["run_id"] in document["mlflow"]
+    assert {name.partition(":")[0] for name in sent["files"]} >= {"metrics", "artifact"}
+    assert json.loads((folder / "state.json").read_text())["phase"] == "finished"
+    assert not list((tmp_path / "runs").glob("*/manifest.json")), "an evaluation is not listed as a run"

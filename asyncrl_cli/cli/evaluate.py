@@ -1,0 +1,240 @@
+"""`asyncrl evaluate`: a model's accuracy, without training."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from asyncrl_cli.cli.arguments import AsJson, Overrides, RunsDir, Step, run_names
+from asyncrl_cli.cli.output import echo, echo_json, in_runs_dir, start_checks
+from asyncrl_cli.cli.running import refusing, search_path
+from asyncrl_cli.cli.serve import initial_model, is_spec
+from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.inspect.pages import table
+from asyncrl_cli.monitors.base import evaluation_metrics
+from asyncrl_cli.runs.catalogue import find_run
+from asyncrl_cli.runs.directory import RunDirectory
+
+if TYPE_CHECKING:
+    from asyncrl_cli.orchestrator.evaluation import Measured
+    from asyncrl_cli.orchestrator.experiment import Experiment
+    from asyncrl_cli.orchestrator.offline import Choose
+    from asyncrl_cli.orchestrator.serving import Served
+    from asyncrl_cli.spec.load import LoadedSpec
+
+
+def evaluate(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|SPEC|MODEL",
+            help="A run, a YAML spec (its initial model), or the folder of a saved model.",
+            autocompletion=run_names,
+        ),
+    ],
+    spec: Annotated[
+        Path | None, typer.Option("--spec", metavar="SPEC", help="For a model's folder: the spec with task and data.")
+    ] = None,
+    step: Step = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="PATH", help="Evaluate on these prompts instead of data.eval.")
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option("--samples", metavar="K", min=1, help="Sample K responses per prompt: pass@1 to K.")
+    ] = None,
+    greedy: Annotated[
+        bool | None, typer.Option("--greedy/--sampled", help="How to generate. Default: as the spec evaluates.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", dir_okay=False, writable=True, help="Write the responses, too."),
+    ] = None,
+    runs_dir: RunsDir = Path("runs"),
+) -> None:
+    """Evaluate a model with the engines, the task and the data of a spec, without training.
+
+    For a run: its final model, or the newest checkpoint's if it has not finished. The responses are in the run's folder
+    `evaluations`; otherwise in a new folder below `RUNS_DIR/evaluate`. Exit code: 2 when nothing was started, 1 when
+    the evaluation failed or no response got a reward, 130 after Ctrl-C.
+    """
+    if samples is not None and greedy:
+        raise typer.BadParameter("one greedy response per prompt is all there is", param_hint="--samples")
+    with refusing():
+        if output is not None and not output.absolute().parent.is_dir():
+            raise ConfigError("no such folder", location=str(output.parent), hint="make it, or choose another -o FILE")
+        changes = [*(overrides or ()), *(() if samples is None else (f"evaluation.samples={samples}",))]
+        loaded, base, run = _read(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
+        settings = loaded.spec
+        if step is not None and run is None:
+            raise typer.BadParameter("only a run has steps", param_hint="--step")
+        kind = "greedy" if greedy else None if greedy is None and samples is None else "sampled"
+        of_sets = {} if kind is None else {"greedy": kind == "greedy", **({"samples": samples} if samples else {})}
+        evaluation = settings.evaluation
+        sets = {name: one.model_copy(update=of_sets) for name, one in evaluation.sets.items() if data is None}
+        settings = settings.model_copy(update={"evaluation": evaluation.model_copy(update={"sets": sets})})
+        if settings.data.eval is None and not settings.evaluation.sets:
+            raise ConfigError(
+                "there are no prompts to evaluate on: data.eval is null, and there are no evaluation.sets",
+                location=target,
+                hint="name a file: --data PATH, or --set data.eval.path=PATH with further keys of data.eval",
+            )
+
+        from asyncrl_cli.orchestrator.offline import offline
+        from asyncrl_cli.orchestrator.serving import served_folder, served_run, without_training
+
+        if run is not None:
+            served = served_run(run, settings, step, "evaluate")
+        checked = without_training(settings if run is None else served.spec)
+        with start_checks(checked, base, training=False) as checks:
+            experiment = checks.experiment()
+        folder = run
+        if folder is None:
+            from asyncrl_cli.runs.manifest import describe_start
+            from asyncrl_cli.spec.load import dump_spec
+
+            model = initial_model(checked, lambda: experiment.tasks[""], base)
+            # In the form of a run's folder, for MLflow, but not where it would be listed as a run.
+            folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
+            folder.begin(dump_spec(settings, loaded.references), 0, describe_start(base / "spec.yaml"))
+            served = served_folder(settings, model, logs=folder.path / "logs", what=f"the model of {target}")
+    choose = partial(offline, kind=kind, data=_name(data or ""))
+    results, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)
+    if output is not None:
+        output.write_text("".join(one.text for one, _ in results))
+    heads = [json.loads(one.text.partition("\n")[0]) | {"file": file} for one, file in results]
+    if as_json:
+        echo_json({"model": served.what, "step": served.step, "evaluations": heads, "mlflow": mlflow or None})
+    else:
+        for line in (*_shown(heads), *(head["file"] for head in heads if head["file"])):
+            echo(line)
+        if mlflow:
+            echo(f"MLflow: {mlflow}")
+    if any(head["accuracy"] is None for head in heads):
+        raise typer.Exit(1)
+
+
+def _read(
+    target: str, *, spec_file: Path | None, data: str | None, changes: Sequence[str], runs_dir: Path
+) -> tuple[LoadedSpec, Path, RunDirectory | None]:
+    """The spec for ``target``, the folder of the user's own modules, and the run if the target is one."""
+    from asyncrl_cli.orchestrator.serving import saved_model
+    from asyncrl_cli.spec.load import load_recorded, load_spec
+
+    folder = Path(target)
+    model = run = owner = None
+    if is_spec(target):
+        if spec_file is not None:
+            raise typer.BadParameter(f"{target} is a spec already", param_hint="--spec")
+        spec_file = folder
+    elif spec_file is not None or (folder / "config.json").is_file():
+        model = str(folder.absolute()) if folder.is_dir() else target
+        runs = (above for above in Path(model).parents if (above / "manifest.json").is_file())
+        owner = next(map(RunDirectory, runs), None)
+    else:
+        run = owner = find_run(runs_dir, target)
+    if spec_file is not None:
+        load, base = partial(load_spec, spec_file), spec_file.absolute().parent
+    elif owner is not None:
+        load, base = partial(load_recorded, owner.path), search_path(owner)
+    else:
+        hint = f"name the spec that has them: asyncrl evaluate {target} --spec SPEC"
+        raise ConfigError("a saved model has no task and no data", location=target, hint=hint)
+    loaded = load(changes)
+    if data is not None:
+        # The columns, the template and the system message stay.
+        split = loaded.spec.data.eval
+        known = split if split is not None and split.path else loaded.spec.data.train
+        form = known.model_dump(exclude={"path", "size", "config", "split"})
+        loaded = load([f"data.eval={json.dumps({'path': data, **form})}", *changes])
+    return loaded if model is None else replace(loaded, spec=saved_model(loaded.spec, model)), base, run
+
+
+def _name(data: str) -> str:
+    """The name of an evaluation on these prompts."""
+    return re.sub(r"\W+", "_", Path(data).stem.rpartition(":")[2])[:32]
+
+
+def _run(
+    experiment: Experiment, served: Served, choose: Choose, *, folder: RunDirectory, is_new: bool
+) -> tuple[list[tuple[Measured, str | None]], str]:
+    """Make the evaluations. Returns each with the path of its file (None if it could not be written), and a text about
+    MLflow."""
+    from asyncrl_cli.checks.hosts.examine import check_cluster
+    from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
+    from asyncrl_cli.monitors.outlet import run_terminal
+    from asyncrl_cli.orchestrator.cluster import Actors
+    from asyncrl_cli.orchestrator.interrupts import INTERRUPTED, Interrupted
+    from asyncrl_cli.orchestrator.offline import evaluate as run_evaluation
+    from asyncrl_cli.orchestrator.offline import store
+
+    spec = experiment.spec
+    results: list[tuple[Measured, str | None]] = []
+    mlflow = ""
+    with run_terminal(served.logs) as terminal:
+
+        def show(line: str) -> None:
+            """Replace the line of progress."""
+            if terminal.err.isatty():
+                terminal.err.draw(f"\r\x1b[K{line}")
+
+        def say(text: str) -> None:
+            show("")
+            terminal.err.write(f"{text}\n")
+
+        def record(one: Measured) -> None:
+            file = None
+            if one.warning:
+                say(f"! {one.warning}")
+            try:
+                file = str(store(folder, one))
+            except OSError as error:
+                say(f"! {folder.path / one.file} cannot be written: {error.strerror}")
+            results.append((one, file))
+
+        def progress(ended: int, total: int) -> None:
+            show(f"{ended:,} of {total:,} responses")
+
+        say(f"evaluating {served.what}")
+        check_cluster(spec, actors=Actors(spec.rollout.min_engines, 0), folder=served.logs, notice=say)
+        try:
+            run_evaluation(experiment, served, choose, record=record, progress=progress, say=say)
+        except Interrupted:
+            say("stopped")
+            raise typer.Exit(INTERRUPTED) from None
+        show("")
+        if is_new:
+            folder.update(phase="finished")
+            folder.unlock()
+        if spec.tracking.mlflow and folder.is_driven:
+            mlflow = "the run sends the evaluation after its next step"
+        elif spec.tracking.mlflow:
+            try:
+                folder.lock()
+                sent = send_rest(folder, target_of(spec)).mlflow_run_id
+                mlflow = f"run {sent} in experiment {spec.tracking.experiment}"
+            except RunError as error:
+                say(f"! {in_runs_dir(str(error), folder.path.parent)}")
+            finally:
+                folder.unlock()
+    return sorted(results, key=lambda result: result[0].file), mlflow
+
+
+def _shown(heads: Sequence[dict[str, Any]]) -> list[str]:
+    """A table of the evaluations' results, with 95 % confidence intervals."""
+    rows = []
+    for head in heads:
+        for name, value in evaluation_metrics(head):
+            measure = name.removeprefix(f"eval/{head['kind'].replace(':', '/')}_")
+            low, high = head.get("intervals", {}).get(measure.replace("reward_mean", "mean_reward"), (None, None))
+            interval = "" if low is None else f"{low:.3f} to {high:.3f}"
+            rows.append((head["kind"], f"{head['prompts']:,}", measure, f"{value:.3f}", interval))
+    return table(("evaluation", "prompts", "measure", "value", "95 % interval"), rows, left=(0, 2))

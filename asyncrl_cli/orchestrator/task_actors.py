@@ -1,0 +1,87 @@
+"""The actors that run the code of tasks, and the gateway that their episodes call: for training and evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from asyncrl_cli.orchestrator.actors import ActorFactory
+from asyncrl_cli.orchestrator.episodes import Episodes, EpisodeWorkers
+from asyncrl_cli.orchestrator.evaluation import HeldOut, encoded
+from asyncrl_cli.orchestrator.experiment import Experiment
+from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.orchestrator.scoring import Scoring
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.system.supervised_actor import RestartBudget
+
+
+class TaskActors:
+    """The actors of the run's task, and of the tasks of further evaluation sets. First ``start``, then ``connect``."""
+
+    def __init__(self, experiment: Experiment, factory: ActorFactory, budget: RestartBudget) -> None:
+        self._spec = spec = experiment.spec
+        self._episodic = experiment.episodic
+        self._loaded = experiment.tasks
+        self._factory = factory
+        self._budget = budget
+        self._all_workers: list[EpisodeWorkers] = []
+        self._gateway: GatewayClient | None = None
+        self.scoring = self._make_scoring("", spec.task)
+        self._workers = self._make_workers(spec.task, "episode-worker") if "" in self._episodic else None
+        self.episodes: Episodes | None = None
+        """Plays the rollouts of the run's task, if they are episodes."""
+
+    async def start(self) -> None:
+        """Load the run's task. Raises ``UserError`` when it cannot be loaded."""
+        await (self.scoring.start() if self._workers is None else self._workers.start())
+
+    async def connect(
+        self, client: GenerationClient, model_folder: str, on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start the gateway if any task has episodes. ``client`` generates what they ask for."""
+        if not self._episodic:
+            return
+        setup = setup_of(self._spec, model_folder, self._spec.name)
+        self._gateway = GatewayClient(
+            setup, make_actor=self._factory.gateway, generate=client.generate, budget=self._budget
+        )
+        await self._gateway.start()
+        self._playing = partial(Episodes, self._spec, client=client, gateway=self._gateway, on_progress=on_progress)
+        if self._workers is not None:
+            self.episodes = self._playing(self._spec.task, workers=self._workers, scoring=self.scoring)
+
+    def held_out(self, name: str, prompts: Sequence[Prompt], tokenizer: Any, warn: Callable[[str], None]) -> HeldOut:
+        """The prompts of an evaluation set, and the part that scores them; the name "" is for ``data.eval``."""
+        episodic = name in self._episodic
+        chosen = self._spec.evaluation.sets.get(name)
+        location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
+        encoder = PromptEncoder.of(self._spec, tokenizer, episodic)
+        rows = encoded(prompts, encoder=encoder, location=location, warn=warn)
+        if chosen is None or chosen.task is None:
+            return HeldOut(rows, self.scoring, self.episodes)
+        scoring = self._make_scoring(name, chosen.task)
+        if not episodic:
+            return HeldOut(rows, scoring)
+        workers = self._make_workers(chosen.task, f"episode-worker-{name}")
+        return HeldOut(rows, scoring, self._playing(chosen.task, workers=workers, scoring=scoring))
+
+    async def stop(self) -> None:
+        """End all episodes, then the gateway, in bounded time."""
+        # Agents first: a running agent would find no gateway and count as failed.
+        await asyncio.gather(*(workers.stop() for workers in self._all_workers), return_exceptions=True)
+        if self._gateway is not None:
+            await self._gateway.stop()
+
+    def _make_scoring(self, name: str, task: TaskSpec) -> Scoring:
+        make_actor = partial(self._factory.scorer, task)
+        return Scoring(task, make_actor, budget=self._budget, loaded=self._loaded[name])
+
+    def _make_workers(self, task: TaskSpec, name: str) -> EpisodeWorkers:
+        make_actor = partial(self._factory.episode_worker, task)
+        self._all_workers.append(EpisodeWorkers(task.episode, make_actor=make_actor, budget=self._budget, name=name))
+        return self._all_workers[-1]
