@@ -44,7 +44,7 @@ from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.inputs import SplitSpec, WarmStart
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.reaper import running_reaper
-from asyncrl_cli.train.conversations import DATA, RowEncoder, Rows
+from asyncrl_cli.train.conversations import RowEncoder, Rows
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 PROMPTS_S, THOROUGH_PROMPTS_S = 0.5, 10.0
@@ -150,7 +150,7 @@ class StartChecks:
         setting = spec.task.special_tokens
         yield Check("special tokens", lambda: prompts.check_special_tokens(self._tokenizer, setting), ("tokenizer",))
         if (start := spec.model.warm_start) is not None and start.data is not None:
-            yield Check(DATA, partial(self._rows, start), ("chat template",))
+            yield Check("warm start", partial(self._rows, start), ("chat template",))
         if experiment is not None:
             yield from self._prompt_checks(experiment)
         if spec.algorithm.reference_path is not None:

@@ -93,8 +93,8 @@ class WarmStart(Section):
     response_column: Text | None = None
     """The column of `data` with the reply, as text, if `prompt_column` has only the prompt."""
     train_on: Literal["last", "all"] = "last"
-    """The loss covers the last assistant message of a row of `data`, or all of them. Earlier turns then need a chat
-    template that renders a conversation's beginning alike however it goes on."""
+    """The loss covers the last assistant message of a row of `data`, or all of them. `all` needs a chat template that
+    never changes earlier messages when later ones follow."""
     batch_size: Count = 24
     """Demonstrations, or rows, per update."""
     clean_fraction: Fraction = 0.75
