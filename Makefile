@@ -27,7 +27,7 @@ agents: install
 # Everything that tests need outside the environment. Tests skip what cannot be installed.
 test-setup: install
 	bash requirements/sandboxes.sh
-	bash requirements/agents.sh $(BIN)/python $(AGENTS) mini-swe-agent codex claude-code || true
+	bash requirements/agents.sh $(BIN)/python $(AGENTS) mini-swe-agent codex claude-code openenv || true
 
 # Tests share the machine; those of a file share a process, because what their fixtures start takes seconds.
 # tests/conftest.py says which files come first. Three processes for two cores: tests of hosts and commands wait a third of

@@ -10,6 +10,7 @@ import pytest
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.cli.init import Template, templates
+from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.orchestrator.experiment import Experiment
 from asyncrl_cli.sandbox.trial import missing
 from asyncrl_cli.spec.load import load_spec
@@ -20,7 +21,7 @@ TEMPLATES = templates()
 NAMES = [
     *("agent", "bugfix-agent", "calculator-agent", "claude-code", "codex", "command-agent", "environment", "gym"),
     *("judge", "kuberay", "math"),
-    *("mini-swe-agent", "mix", "reward-function", "saved-model", "slurm", "unit-tests"),
+    *("mini-swe-agent", "mix", "openenv", "reward-function", "saved-model", "slurm", "unit-tests"),
 ]
 
 
@@ -81,6 +82,10 @@ def test_a_template_is_copied_named_and_valid(asyncrl, template: Template, tmp_p
         assert err.startswith(f"warning: task.sandbox: this machine cannot start the sandbox: {reason}\n")
         return
     assert err == "", "no warning"
+    if template.name == "openenv":  # it needs a server
+        with pytest.raises(TaskError, match="no OpenEnv server answers"):
+            Experiment.load(spec, folder)
+        return
     assert Experiment.load(spec, folder).spec == spec, "the task is there, and its data"
 
 
