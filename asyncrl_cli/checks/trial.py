@@ -26,7 +26,7 @@ from asyncrl_cli.tasks.mix import OneCall, reward_limit_s
 from asyncrl_cli.workers.actors import BLOCKED_S
 from asyncrl_cli.workers.messages import Load, Work
 from asyncrl_cli.workers.process import ProcessLost, WorkerProcess
-from asyncrl_cli.workers.scoring import Answer, Response, awaits, reward_location
+from asyncrl_cli.workers.scoring import Response, awaits, reward_location
 
 ROWS = 2
 """Number of rows that each task is tried on."""
@@ -173,6 +173,6 @@ async def _process(load: Load) -> AsyncIterator[WorkerProcess]:
         process.close("the trial has ended")
 
 
-def _refuse(result: Answer | None, location: str, how: str) -> None:
+def _refuse(result: object, location: str, how: str) -> None:
     if isinstance(result, RewardFailure):
         raise TaskError(f"{result.reason} ({how})", location=result.location or location, hint=HINT)

@@ -308,7 +308,7 @@ OTHERS = [
              "every prompt, rollout and reward is in the run's journal: `asyncrl inspect buffer`, `asyncrl watch`"),
     lost(f"{R}multi_turn.tool_config_path {R}multi_turn.function_tool_path {R}multi_turn.interaction_config_path "
          "data.tool_config_path data.function_tool_path",
-         "tools are those of your environment or agent (docs/agents.md)"),
+         "tools are MCP servers in task.tools.mcp, or part of your environment or agent (docs/agents.md)"),
     lost(f"{R}multi_turn.max_user_turns {R}multi_turn.max_tool_response_length {R}multi_turn.max_parallel_calls "
          f"{R}multi_turn.tool_response_truncate_side", "limits of turns and tools are your environment's or agent's",
          when=lambda s: s.flag(f"{R}multi_turn.enable")),

@@ -31,7 +31,7 @@ from asyncrl_cli.spec.inputs import EpisodeSpec, TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.remote import ActorLost, wait_for
 from asyncrl_cli.system.supervised_actor import RestartBudget, SupervisedActor
-from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.base import ModelAccess, ScoreLater
 from asyncrl_cli.workers.messages import Played, Retry
 from asyncrl_cli.workers.process import START_S
 
@@ -234,9 +234,12 @@ class Episodes:
         if rollout is None and not isinstance(score, RewardFailure):
             nothing = f": {end.failure}" if end.failure else ""
             score = RewardFailure(f"the episode of prompt {prompt.uid!r} got no reply of the model{nothing}")
-        if score is None:
+        if score is None or isinstance(score, ScoreLater):
             assert rollout is not None
+            metrics = {} if score is None else score.metrics
             (score,) = await self._scoring.score([(prompt, end.last_text, rollout.finished)])
+            if metrics and isinstance(score, Scored):
+                score = Scored(score.reward, {**metrics, **score.metrics})
         if isinstance(score, Scored) and score.turns:
             if len(score.turns) != len(end.replies):
                 reason = f"the environment of prompt {prompt.uid!r} took {len(score.turns)} steps after"

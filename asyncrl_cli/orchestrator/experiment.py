@@ -48,11 +48,11 @@ class Experiment:
         """Import the task and open the data; ``notice`` is called with a text when something takes
         long. Without ``training``, only the prompts of evaluations. Raises a ``UserError`` that names the problem."""
         with user_code("importing the task", notice, CODE_S):
-            task = load_task(spec.task, search_path)
+            task = load_task(spec.task, search_path, connect=True)
             tasks = {"": task} | {
                 name: task
                 if chosen.task is None
-                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task")
+                else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task", connect=True)
                 for name, chosen in spec.evaluation.sets.items()
             }
         with user_code("opening the data", notice):  # without a limit: it may have to be downloaded

@@ -32,9 +32,10 @@ FIXED = {
 }
 """Keys that cannot change, with everything below them, and why."""
 ALLOWED = re.compile(
-    r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox)"
+    r"task\.(mix\.\d+\.)?(reward_timeout_s|reward_workers|reward_memory_mb|reward_concurrency|options\.sandbox"
+    r"|tools\.mcp\.\w+\.(url|(headers|env)\..+|timeout_s))"
 )
-"""Keys below a fixed one that may change: how rewards are computed, not what they are."""
+"""Keys below a fixed one that may change: how rewards are computed and where tools are, not what they are."""
 
 
 def check_changes(

@@ -15,6 +15,7 @@ from asyncrl_cli.spec.base import (
     NonNegative,
     Seconds,
     Section,
+    SetName,
     SystemPath,
     Text,
 )
@@ -260,6 +261,33 @@ class SandboxSpec(Section):
     """`gateway`: the model's server can be reached, and nothing else. `none`: nothing can."""
 
 
+class McpServerSpec(Section):
+    """An MCP server with tools for the policy: a program (`command`), or a running server (`url`)."""
+
+    command: Text | None = None
+    """The program of a stdio server. Each episode that calls one of its tools starts it, in this file's folder."""
+    args: list[str] = Field(default_factory=list)
+    """Arguments of the program."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the program, which gets only `PATH`, `HOME` and a few others of the run's. Write a
+    secret as `${env:NAME}`, because the run's folder keeps this reference and not its value."""
+    url: Text | None = None
+    """Address of a streamable HTTP server, such as `http://localhost:8000/mcp`."""
+    headers: dict[str, str] = Field(default_factory=dict)
+    """HTTP headers of every request. Write a secret as `${env:NAME}`, as in `env`."""
+    allowed_tools: Annotated[list[Text], Field(min_length=1)] | None = None
+    """The tools that the policy gets. Default: all tools of the server."""
+    timeout_s: Seconds = 30.0
+    """Seconds that a connection to the server may take, and that one call of a tool may take."""
+
+
+class ToolsSpec(Section):
+    """Tools for the policy from elsewhere. See docs/agents.md."""
+
+    mcp: Annotated[dict[SetName, McpServerSpec], Field(min_length=1)]
+    """MCP servers, by a name of your choice."""
+
+
 class TaskMember(Section):
     """One task of a mix."""
 
@@ -271,6 +299,8 @@ class TaskMember(Section):
     """The task, as in `task.use`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's class, as in `task.options`."""
+    tools: ToolsSpec | None = None
+    """Tools for the policy, as in `task.tools`."""
     reward_timeout_s: Seconds | None = None
     """Seconds that a reward of this task may take. Default: `task.reward_timeout_s`."""
     train: SplitSpec | None = None
@@ -290,6 +320,9 @@ class TaskSpec(Section):
     class, a reward function `f(prompt, response)` or `f(prompt, responses)`, or an agent `async f(prompt, model)`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's class."""
+    tools: ToolsSpec | None = None
+    """Tools for the policy, in addition to a tool task's own ones. A task with a reward becomes an episode: the policy
+    may call tools, and the first reply without a call is scored."""
     mix: list[TaskMember] = Field(default_factory=list)
     """Several tasks to train on together, each with its share of the prompts."""
     special_tokens: Literal["hidden", "shown"] | None = None

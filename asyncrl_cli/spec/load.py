@@ -230,7 +230,7 @@ def _literal(text: str) -> str:
 def _is_public(key: str, value: object) -> bool:
     """Whether a value is written although it came from an environment variable."""
     if is_fixed(key):
-        return re.match(r"task\.(mix\.\d+\.)?options\.", key) is None
+        return re.match(r"task\.(mix\.\d+\.)?(options|tools)\.", key) is None
     return general(key) in keys() and not isinstance(value, (str, Path))
 
 

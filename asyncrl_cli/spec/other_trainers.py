@@ -83,6 +83,9 @@ _KEYS = {
     "algorithm.reward_parts task.mix": "reward_weights",
     "algorithm.reward_parts": "gdpo_reward_keys gdpo_reward_weights reward_components",
     "algorithm.reward_aggregation": "multi_objective_aggregation",
+    "task.tools.mcp": (
+        "mcp_servers mcpservers mcp_servers_config_path multi_turn.tool_config_path tool_config_path mcp_config"
+    ),
     "trainer.optimizer.learning_rate": "lr learning_rate actor_learning_rate",
     "trainer.optimizer.betas": "optim.betas",
     "trainer.optimizer.eps": "adam_epsilon optimizer.epsilon",

@@ -43,6 +43,13 @@ Reward = float | RewardResult | None
 """The return value of a reward; ``workers.scoring.checked`` has the exact rules."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScoreLater:
+    """The result of an episode whose last reply the task's ``reward`` scores. ``metrics`` are added to the reward's."""
+
+    metrics: Mapping[str, float]
+
+
 def as_result(value: Any) -> RewardResult:
     """Read a user's return value as a reward with metrics, without checking the numbers.
 

@@ -20,7 +20,7 @@ from typing import Any
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.core.user_code import import_named
-from asyncrl_cli.spec.inputs import TaskSpec
+from asyncrl_cli.spec.inputs import TaskMember, TaskSpec
 from asyncrl_cli.spec.rules.data import GYM, READY_TASKS
 from asyncrl_cli.tasks.base import is_episodic, scores_groups
 from asyncrl_cli.tasks.episode_sandbox import check_sandbox
@@ -33,8 +33,10 @@ from asyncrl_cli.tasks.function_task import (
     FunctionTask,
     GroupFunction,
 )
-from asyncrl_cli.tasks.mix import MixTask
+from asyncrl_cli.tasks.mcp_tools import McpServers
+from asyncrl_cli.tasks.mix import MixTask, OneCall
 from asyncrl_cli.tasks.ready.gym import Gym
+from asyncrl_cli.tasks.tools import ToolTask
 
 USE, OPTIONS = "task.use", "task.options"
 ANY_KIND = (
@@ -45,16 +47,34 @@ ANY_KIND = (
 ONE_BY_ONE = "rollouts of agents and environments are episodes, which are scored one by one"
 
 
-def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
+def load_task(spec: TaskSpec, search_path: Path, location: str = "task", connect: bool = False) -> Any:
     """The task that ``spec`` names: a ``Task``, an ``AgentTask``, an ``EnvironmentTask`` or a ``TaskMix``.
 
     ``search_path`` is the folder of the spec file: modules are looked for there first, as Python does for a
-    script. ``location``: the key of the section. Raises ``TaskError``.
+    script. ``location``: the key of the section. ``connect``: connect to its MCP servers, which rewards and
+    demonstrations do not need. Raises ``TaskError``.
     """
+
+    def load(one: TaskSpec | TaskMember, use: str, location: str) -> Any:
+        task = load_one(use, one.options, search_path, location=location)
+        if one.tools is None or not connect:
+            return task
+        episodic = is_episodic(task)
+        plays_itself = episodic and getattr(type(task), "environment", None) is not ToolTask.environment
+        if plays_itself or scores_groups(task):
+            reason = "plays its episodes itself" if plays_itself else "scores whole groups"
+            problem = f"{use} {reason}, so it cannot be given tools"
+            hint = "connect to the servers in its own code, or use a ToolTask or a task with a reward"
+            raise TaskError(problem, location=f"{location}.tools", hint=hint)
+        servers = McpServers(one.tools.mcp, search_path, location=f"{location}.tools.mcp")
+        if not episodic:
+            return OneCall(task, servers)
+        task.mcp_servers = servers
+        return task
+
     if spec.mix:
         members = {
-            member.name: load_one(member.use, member.options, search_path, location=f"{location}.mix.{index}")
-            for index, member in enumerate(spec.mix)
+            member.name: load(member, member.use, f"{location}.mix.{index}") for index, member in enumerate(spec.mix)
         }
         if episodic := [name for name, member in members.items() if is_episodic(member)]:
             for index, (name, member) in enumerate(members.items()):
@@ -69,7 +89,7 @@ def load_task(spec: TaskSpec, search_path: Path, location: str = "task") -> Any:
     elif spec.use is None:
         raise TaskError("the spec names no task", location=f"{location}.use", hint="give task.use or task.mix")
     else:
-        task = load_one(spec.use, spec.options, search_path, location=location)
+        task = load(spec, spec.use, location)
     check_sandbox(task, spec.sandbox, location)
     return task
 

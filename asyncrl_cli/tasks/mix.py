@@ -22,9 +22,11 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.data.chat_template import chat_of
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
-from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, RewardResult, Split, Task, is_episodic
-from asyncrl_cli.tasks.play import ask
+from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, ScoreLater, Split, Task, is_episodic
+from asyncrl_cli.tasks.mcp_tools import McpServers
+from asyncrl_cli.tasks.play import ask, play
 from asyncrl_cli.tasks.prompts import LazyPrompts, load_prompts
+from asyncrl_cli.tasks.tools import ToolEnvironment
 
 
 def task_name(prompt: Prompt) -> str:
@@ -140,19 +142,31 @@ class MixTask:
 
 
 class OneCall:
-    """A task of single responses in a mix of episodes: an episode of one call. The task scores the reply."""
+    """A task of single responses as an episode: one call of the policy or, with MCP servers, calls until a reply uses
+    none of their tools. The task scores the last reply."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, servers: McpServers | None = None) -> None:
         self.task = task
+        self._servers = servers
+        for name in ("prompts", "check_prompt", "demonstration"):
+            if hasattr(task, name):
+                setattr(self, name, getattr(task, name))
 
-    async def run(self, prompt: Prompt, model: ModelAccess) -> float | RewardResult | None:
-        """Ask once; the task scores the reply."""
+    async def run(self, prompt: Prompt, model: ModelAccess) -> Any:
+        """Play one episode; the task scores the last reply."""
         import aiohttp
 
         messages, tools, variables = chat_of(prompt)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-            await ask(http, model, messages, tools=tools or (), variables=variables)
-        return None
+            if self._servers is None:
+                await ask(http, model, messages, tools=tools or (), variables=variables)
+                return None
+            if tools:
+                raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")
+            prompt = Prompt(prompt.uid, messages, prompt.fields)
+            environment = ToolEnvironment(prompt, (), judge=lambda *_: 0.0, servers=self._servers)
+            result, _ = await play(environment, model, http, variables)
+            return ScoreLater(result.metrics)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:
         return self.task.reward(prompt, response, finished)

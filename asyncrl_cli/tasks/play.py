@@ -9,6 +9,7 @@ code; it runs in threads, because a slow step must not stop other episodes.
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
@@ -28,15 +29,30 @@ LOOP: ContextVar[asyncio.AbstractEventLoop] = ContextVar("loop")
 """The event loop of the episode, for async code that an environment calls in its thread."""
 
 
+def awaited(value: Any) -> Any:
+    """The value, or the result of an awaitable: in a thread of an episode it runs in the loop of all episodes."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def result() -> Any:
+        return await value
+
+    loop = LOOP.get(None)
+    return asyncio.run(result()) if loop is None else asyncio.run_coroutine_threadsafe(result(), loop).result()
+
+
 class LimitReached(Exception):
     """The policy may not be asked any more."""
 
 
 async def play(
-    environment: Environment, model: ModelAccess, http: aiohttp.ClientSession
+    environment: Environment,
+    model: ModelAccess,
+    http: aiohttp.ClientSession,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[RewardResult, tuple[Turn, ...]]:
     """Play one episode; returns its reward with metrics, and its turns, which have no place yet. The rewards of all
-    steps add up, and so do their metrics, by name.
+    steps add up, and so do their metrics, by name. ``variables``: for the chat template.
 
     At a limit the episode ends without another step, with the reward so far. Raises what the environment raises, and
     ``RuntimeError`` for an answer of the server that is neither a reply nor a limit.
@@ -48,7 +64,7 @@ async def play(
         messages = await asyncio.to_thread(_reset, environment)
         while True:
             try:
-                reply = await ask(http, model, messages, tools=tools)
+                reply = await ask(http, model, messages, tools=tools, variables=variables)
             except LimitReached:
                 break
             step, number = await asyncio.to_thread(_step, environment, reply)

@@ -17,7 +17,6 @@ Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbo
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -31,7 +30,8 @@ from asyncrl_cli.core.user_code import defined_at
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import RewardResult, Step, Use, as_result
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
-from asyncrl_cli.tasks.play import LOOP
+from asyncrl_cli.tasks.mcp_tools import McpServers, McpSession, McpTool, ServerLost
+from asyncrl_cli.tasks.play import awaited
 
 if TYPE_CHECKING:
     from asyncrl_cli.sandbox.commands import BlockingSandbox
@@ -41,6 +41,9 @@ Judge = Callable[[Prompt, str], float | RewardResult]
 
 class ToolTask:
     """Base class: an ``EnvironmentTask`` of two methods."""
+
+    mcp_servers: McpServers | None = None
+    """The servers of ``task.tools.mcp``, with further tools."""
 
     def tools(self, prompt: Prompt) -> Sequence[Callable[..., Any]]:
         """The functions of one episode."""
@@ -59,7 +62,7 @@ class ToolTask:
     def environment(self, prompt: Prompt, sandbox: BlockingSandbox | None = None) -> ToolEnvironment:
         """One conversation."""
         tools, judge = _with_sandbox(self.tools, sandbox), _with_sandbox(self.judge, sandbox)
-        return ToolEnvironment(prompt, tools(prompt), judge)
+        return ToolEnvironment(prompt, tools(prompt), judge=judge, servers=self.mcp_servers)
 
 
 def _with_sandbox(method: Callable[..., Any], sandbox: BlockingSandbox | None) -> Callable[..., Any]:
@@ -70,13 +73,22 @@ def _with_sandbox(method: Callable[..., Any], sandbox: BlockingSandbox | None) -
 class ToolEnvironment:
     """Runs the calls of each reply until one has none; the prompt's messages begin the conversation."""
 
-    def __init__(self, prompt: Prompt, functions: Sequence[Callable[..., Any]], judge: Judge) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        functions: Sequence[Callable[..., Any]],
+        judge: Judge,
+        servers: McpServers | None = None,
+    ) -> None:
+        """Raises ``TaskError`` if two tools have one name; ``servers`` have further tools."""
         self._prompt = prompt
-        self._tools: dict[str, Tool] = {}
+        self._session = McpSession(servers) if servers is not None else None
+        self._tools: dict[str, Tool | McpTool] = dict(self._session.tools) if self._session is not None else {}
         for function in functions:
             tool = Tool(function)
             if tool.name in self._tools:
-                raise _refused(function, f"two tools are named {tool.name!r}", "give each its own name")
+                hint = "give each its own name; of MCP servers, leave one out by allowed_tools"
+                raise _refused(function, f"two tools are named {tool.name!r}", hint)
             self._tools[tool.name] = tool
         self._judge = judge
         self.tools = [tool.definition for tool in self._tools.values()]
@@ -99,6 +111,11 @@ class ToolEnvironment:
         result = as_result(awaited(self._judge(self._prompt, reply.get("content") or "")))
         return Step(reward=result.reward, done=True, metrics=result.metrics)
 
+    def close(self) -> None:
+        """Close the connections to MCP servers."""
+        if self._session is not None:
+            awaited(self._session.close())
+
     def _called(self, call: Mapping[str, Any]) -> tuple[str, bool]:
         """The result of a call, and whether it succeeded."""
         name = call["function"]["name"]
@@ -106,6 +123,8 @@ class ToolEnvironment:
             return f"Error: there is no tool {name!r}; there are {', '.join(self._tools)}", False
         try:
             return tool(call["function"]["arguments"]), True
+        except ServerLost:
+            raise
         except Exception as error:
             return f"Error: {type(error).__name__}: {error}", False
 
@@ -197,18 +216,6 @@ def _described(text: str, names: Collection[str]) -> tuple[str, dict[str, str]]:
         lambda line: line.strip() and not re.match(r"\s*(:param|Args:|Arguments:|Parameters)", line), lines
     )
     return " ".join(" ".join(first).split()), {name: words for name, words in found.items() if words}
-
-
-def awaited(value: Any) -> Any:
-    """The value, or the result of an awaitable: in a thread of an episode it runs in the loop of all episodes."""
-    if not inspect.isawaitable(value):
-        return value
-
-    async def result() -> Any:
-        return await value
-
-    loop = LOOP.get(None)
-    return asyncio.run(result()) if loop is None else asyncio.run_coroutine_threadsafe(result(), loop).result()
 
 
 def call_message(number: int, tool: str, arguments: Mapping[str, Any], content: str | None = None) -> Message:

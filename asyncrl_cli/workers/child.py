@@ -139,7 +139,7 @@ def _load(load: Load) -> tuple[object, Loaded]:
         kind, limit_mb = resource.RLIMIT_DATA, spec.reward_memory_mb
     if limit_mb is not None:
         resource.setrlimit(kind, (limit_mb * 2**20, limit_mb * 2**20))
-    task = load_task(spec, load.search_path)
+    task = load_task(spec, load.search_path, connect=load.work is Work.EPISODES)
     if load.work is Work.EPISODES:
         return task, Loaded(Work.EPISODES, {"": display_name(task)})
     members = dict(task.tasks) if isinstance(task, MixTask) else {"": task}

@@ -24,8 +24,9 @@ from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored, Turn
 from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
 from asyncrl_cli.spec.inputs import SandboxSpec
-from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, task_of
+from asyncrl_cli.tasks.base import AgentTask, EnvironmentTask, ModelAccess, ScoreLater, task_of
 from asyncrl_cli.tasks.episode_sandbox import episode_sandbox
+from asyncrl_cli.tasks.mix import OneCall
 from asyncrl_cli.tasks.play import play, try_environment
 from asyncrl_cli.workers.messages import GRACE_S, Play, Played, Retry
 from asyncrl_cli.workers.scoring import checked, failed
@@ -146,7 +147,7 @@ class EpisodePlayer:
         task, prompt = task_of(self._task, prompt)
         return RewardFailure(f"{display_name(task)}: the episode of prompt {prompt.uid!r} failed: {what}")
 
-    async def _episode(self, prompt: Prompt, access: ModelAccess | None) -> Scored | RewardFailure | None:
+    async def _episode(self, prompt: Prompt, access: ModelAccess | None) -> Scored | RewardFailure | ScoreLater | None:
         task, prompt = task_of(self._task, prompt)
         name = display_name(task)
         try:
@@ -157,8 +158,8 @@ class EpisodePlayer:
             raise
         except BaseException as error:  # sys.exit() would end all episodes
             return failed(error, name=name, prompt=prompt, location=_location(task))
-        if value is None:
-            return None
+        if value is None or isinstance(value, ScoreLater):
+            return value
         score = checked(value, name=name, prompt=prompt, location=_location(task))
         return replace(score, turns=turns) if isinstance(score, Scored) else score
 
@@ -186,5 +187,6 @@ def _location(task: object) -> str:
 
 def display_name(task: object) -> str:
     """The user's name for a task that plays episodes: ``module:function``, or ``module:Class``."""
+    task = task.task if isinstance(task, OneCall) else task
     name = getattr(task, "name", None)
     return name if isinstance(name, str) else f"{type(task).__module__}:{type(task).__qualname__}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.tasks.base import ModelAccess
+from asyncrl_cli.tasks.base import ModelAccess, ScoreLater
 from asyncrl_cli.workers.scoring import Response
 
 GRACE_S = 5.0
@@ -105,12 +105,13 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """The result of playing an episode. ``score`` None leaves it to the task's ``reward``.
+    """The result of playing an episode. ``score`` None or ``ScoreLater`` leaves it to the task's
+    ``reward``.
 
     ``stuck``: something of it is still running in its process and cannot be stopped.
     """
 
-    score: Scored | RewardFailure | None
+    score: Scored | RewardFailure | ScoreLater | None
     retry: Retry = Retry.NONE
     stuck: bool = False
 

@@ -88,7 +88,12 @@ def words(schema: Any) -> Iterator[str]:
 CANDIDATES = [
     *(True, False, 1, 2, 0, 7, 1024, 0.5, 0.125, "other", "own:function", "http://there", "there:6379"),
     *(["a"], ["stall"], ["own:Class"], [0.5, 0.5], {"a": 1}, {"a": "b"}, {}),
-    *([{"name": "a", "use": "b"}], {"field": "a", "stages": [{}]}, {"a": {"data": {}}}),
+    *(
+        [{"name": "a", "use": "b"}],
+        {"field": "a", "stages": [{}]},
+        {"a": {"data": {}}},
+        {"mcp": {"a": {"url": "http://b"}}},
+    ),
     *words(ExperimentSpec.model_json_schema()),
 ]
 UNCHANGED = ("runs_dir",)
@@ -189,6 +194,20 @@ def test_the_sandbox_of_a_task_may_change() -> None:
     before, after = (validated(BEFORE | {"task": task | {"options": chosen}}) for chosen in ({}, {"sandbox": "none"}))
     assert check_changes(before, after) == ["task.options.sandbox=none"]
     assert check_changes(after, before) == ["task.options.sandbox=None"]
+
+
+def test_the_address_of_an_mcp_server_may_change_and_its_tools_may_not() -> None:
+    def spec(**server: Any) -> ExperimentSpec:
+        return validated(BEFORE | {"task": {"use": "exact", "tools": {"mcp": {"a": {"url": "http://b/mcp"} | server}}}})
+
+    after = spec(url="http://c/mcp", headers={"X-Key": "d"}, timeout_s=5.0)
+    assert check_changes(spec(), after) == [
+        "task.tools.mcp.a.headers.X-Key=d",
+        "task.tools.mcp.a.timeout_s=5.0",
+        "task.tools.mcp.a.url=http://c/mcp",
+    ]
+    with pytest.raises(SpecError, match="allowed_tools"):
+        check_changes(spec(), spec(allowed_tools=["e"]))
 
 
 def test_only_the_scoring_of_the_members_of_a_mix_may_change() -> None:

@@ -78,6 +78,28 @@ def test_one_mistake(write: Write, lines: str, path: str, words: str) -> None:
     assert words in f"{problem.message} {problem.hint}"
 
 
+@pytest.mark.parametrize(
+    ("task", "path", "words"),
+    [
+        ("{use: exact, tools: {mcp: {a: {}}}}", "task.tools.mcp.a", "one of `command` and `url`"),
+        ("{use: exact, tools: {mcp: {a: {command: b, url: 'http://c'}}}}", "task.tools.mcp.a", "one of `command`"),
+        ("{use: exact, tools: {mcp: {a: {url: 'http://c', args: [d]}}}}", "task.tools.mcp.a.args", "not a setting"),
+        ("{use: exact, tools: {mcp: {a: {command: b, headers: {c: d}}}}}", "task.tools.mcp.a.headers", "not a setting"),
+        ("{use: exact, tools: {mcp: {}}}", "task.tools.mcp", "at least 1"),
+        ("{use: exact, mcpServers: {a: {command: b}}}", "task.mcpServers", "task.tools.mcp"),
+        ("{mix: [{name: a, use: exact}], tools: {mcp: {a: {command: b}}}}", "task.tools", "members of the mix"),
+        ("{mix: [{name: a, use: exact, tools: {mcp: {b: {}}}}]}", "task.mix.0.tools.mcp.b", "one of `command`"),
+    ],
+)
+def test_a_mistake_about_mcp_servers(write: Write, task: str, path: str, words: str) -> None:
+    spec = write(HEAD.replace("{use: chain_sum}", task))
+    with pytest.raises(SpecError) as raised:
+        load_spec(spec)
+    (problem,) = raised.value.problems
+    assert problem.path == path
+    assert words in f"{problem.message}; {problem.hint}"
+
+
 def test_only_files_are_relative_to_the_spec(write: Write) -> None:
     path = write(
         f"{HEAD}data:\n  train: {{path: rows.csv, template: '{{a}}'}}\n  eval: {{path: 'my.rows:make', size: 3}}\n"

@@ -226,3 +226,13 @@ def test_options_of_a_mix_stay_references_too(spec_file: Path, tmp_path: Path) -
     text = written(load_spec(spec_file), tmp_path / "run").read_text()
     assert SECRET not in text
     assert "key: ${env:API_KEY}" in text
+
+
+def test_headers_and_variables_of_mcp_servers_stay_references(spec_file: Path, tmp_path: Path) -> None:
+    servers = 'a: {url: "http://b/mcp", headers: {Authorization: "Bearer ${env:API_KEY}"}}, '
+    servers += 'c: {command: d, args: ["--key=${env:API_KEY}"], env: {KEY: "${env:API_KEY}"}}'
+    task = f"task: {{use: chain_sum, tools: {{mcp: {{{servers}}}}}}}\n"
+    spec_file.write_text(f"{SPEC.partition('task:')[0]}{task}rollout: {SPEC.partition('rollout: ')[2]}")
+    text = written(load_spec(spec_file), tmp_path / "run").read_text()
+    assert SECRET not in text
+    assert text.count("${env:API_KEY}") == 3 + text.count("hf_token") + text.count("mlflow.example.com")

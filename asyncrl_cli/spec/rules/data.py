@@ -50,6 +50,8 @@ def one_task_or_mix(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("task.use", "cannot be combined with task.mix", "set one of the two to null")
     if task.mix and task.options:
         yield Problem("task.options", "cannot be combined with task.mix", "give options to the members of the mix")
+    if task.mix and task.tools is not None:
+        yield Problem("task.tools", "cannot be combined with task.mix", "give tools to the members of the mix")
     names = [member.name for member in task.mix]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -143,6 +145,23 @@ def rows_to_prompts(spec: ExperimentSpec) -> Iterator[Problem]:
             yield Problem(f"{key}.split", f"a task has no split `{split.split}`", "use `train` or `eval`")
         elif not own and kind not in ("hub", "saved") and split.split is not None:
             yield Problem(f"{key}.split", "only hub and saved data sets have splits", "remove it")
+
+
+@rule
+def mcp_servers(spec: ExperimentSpec) -> Iterator[Problem]:
+    """An MCP server has a `command` or a `url`, and only settings of that kind."""
+    tools = {"task": spec.task.tools} | {f"task.mix.{index}": one.tools for index, one in enumerate(spec.task.mix)}
+    for name, chosen in spec.evaluation.sets.items():
+        tools[f"evaluation.sets.{name}.task"] = chosen.task.tools if chosen.task is not None else None
+    for location, given in tools.items():
+        for name, server in (given.mcp if given is not None else {}).items():
+            key = f"{location}.tools.mcp.{name}"
+            if (server.command is None) == (server.url is None):
+                hint = "set `command` for a stdio server, or `url` for a streamable HTTP server"
+                yield Problem(key, "needs one of `command` and `url`", hint)
+            for other in ("args", "env") if server.command is None else ("headers",):
+                if getattr(server, other):
+                    yield Problem(f"{key}.{other}", "not a setting of this kind of server", "remove it")
 
 
 @rule

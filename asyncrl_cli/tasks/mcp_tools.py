@@ -1,0 +1,189 @@
+"""Tools of MCP servers (Model Context Protocol), through the official package ``mcp``.
+
+A start lists the tools. An episode connects to a server when it first calls one of its tools, and disconnects at its
+end, so each episode has its own process of a stdio server. Answers go to the policy as text, errors and missing answers
+too. A lost server takes its state with it: the episode fails with the cause, and is played again from its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.spec.inputs import McpServerSpec
+from asyncrl_cli.system.reaper import MARK
+from asyncrl_cli.tasks.play import awaited
+
+CLOSE_S = 4.0
+"""Seconds to disconnect from all servers; less than an episode has to clean up."""
+CLOSED = -32000
+"""The protocol's error code for a closed connection."""
+
+
+class ServerLost(Exception):
+    """A server cannot be reached, or does not answer any more."""
+
+
+class ToolError(Exception):
+    """A tool reports an error."""
+
+
+class McpServers:
+    """The MCP servers of a task, and their tools."""
+
+    def __init__(self, specs: Mapping[str, McpServerSpec], folder: Path, location: str) -> None:
+        """List the tools of each server. ``folder``: where programs start.
+
+        Raises ``TaskError`` below ``location`` if a server cannot be used, or if two tools have one name.
+        """
+        self._specs, self._folder, self._location = specs, folder.resolve(), location
+        self.definitions: dict[str, tuple[str, dict[str, Any]]] = {}
+        """Each tool's server and OpenAI definition, by the tool's name."""
+        for server in specs:
+            for tool in self._allowed(server):
+                other, _ = self.definitions.get(tool.name, ("", {}))
+                if other or not re.fullmatch(r"[\w-]{1,64}", tool.name):
+                    problem = f"is also a tool of {other!r}" if other else "has a name that a model cannot call"
+                    problem, hint = f"the tool {tool.name!r} {problem}", "leave it out: set allowed_tools"
+                    raise TaskError(problem, location=f"{location}.{server}", hint=hint)
+                function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+                self.definitions[tool.name] = server, {"type": "function", "function": function}
+
+    def _allowed(self, server: str) -> list[Any]:
+        async def listed(printed: TextIO) -> dict[str, Any]:
+            async with asyncio.timeout(self.limit_s(server)), self.connected(server, printed) as client:
+                page = await client.list_tools()
+                tools = list(page.tools)
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    tools += page.tools
+                return {tool.name: tool for tool in tools}
+
+        key = f"{self._location}.{server}"
+        with tempfile.TemporaryFile("w+", errors="replace") as printed, ThreadPoolExecutor(1) as thread:
+            try:  # in a thread, because this one may have an event loop
+                tools = thread.submit(lambda: asyncio.run(listed(printed))).result()
+            except Exception as error:
+                printed.seek(0)
+                last = " ".join(printed.read().splitlines()[-1:])
+                problem = str(_lost(server, error)) + (f"; it printed: {last:.200}" if last else "")
+                hint = "correct its command or url, or start it"
+                hint = "pip install 'asyncrl[mcp]'" if isinstance(error, ImportError) else hint
+                raise TaskError(problem, location=key, hint=hint) from error
+        allowed = self._specs[server].allowed_tools or list(tools)
+        for name in set(allowed) - tools.keys():
+            hint = did_you_mean(name, tools, f"it has {', '.join(tools)}")
+            raise TaskError(f"{server} has no tool {name!r}", location=f"{key}.allowed_tools", hint=hint)
+        return [tools[name] for name in allowed]
+
+    def limit_s(self, server: str) -> float:
+        """Seconds for connecting, and for a call."""
+        return self._specs[server].timeout_s
+
+    @asynccontextmanager
+    async def connected(self, server: str, printed: TextIO) -> AsyncIterator[Any]:
+        """A client of a server; ``printed`` gets a program's standard error."""
+        import httpx2
+        from mcp.client import Client
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+        from mcp.client.streamable_http import streamable_http_client
+
+        spec = self._specs[server]
+        async with AsyncExitStack() as stack:
+            if spec.url is not None:
+                timeout = httpx2.Timeout(spec.timeout_s, read=None)  # streams may be silent; a call has its own limit
+                http = await stack.enter_async_context(httpx2.AsyncClient(headers=spec.headers, timeout=timeout))
+                transport = streamable_http_client(spec.url, http_client=http)
+            else:
+                env = spec.env | {MARK: os.environ.get(MARK, "")}  # the reaper finds it by this mark
+                program = StdioServerParameters(command=spec.command, args=spec.args, env=env, cwd=self._folder)
+                transport = stdio_client(program, errlog=printed)
+            yield await stack.enter_async_context(Client(transport, read_timeout_seconds=spec.timeout_s))
+
+
+@dataclass(frozen=True)
+class McpTool:
+    """A tool in one episode, as ``ToolEnvironment`` calls it; ``definition`` is in OpenAI's form."""
+
+    session: McpSession
+    server: str
+    name: str
+    definition: dict[str, Any]
+
+    def __call__(self, arguments: str) -> str:
+        """The text of the answer. Raises ``ValueError`` for arguments that are no JSON object, ``ToolError`` and
+        ``ServerLost``."""
+        values = json.loads(arguments or "{}")
+        if not isinstance(values, dict):
+            raise ValueError("the arguments are not a JSON object")
+        result = awaited(self.session.call(self.server, self.name, values))
+        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
+        if not texts and result.structured_content is not None:
+            texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+        if result.is_error:
+            raise ToolError("\n".join(texts))
+        return "\n".join(texts)
+
+
+class McpSession:
+    """The connections of one episode. Each has a task that holds it, because anyio ends scopes where they began."""
+
+    def __init__(self, servers: McpServers) -> None:
+        self._servers = servers
+        self._clients: dict[str, asyncio.Future[Any]] = {}
+        self._holders: list[asyncio.Task[None]] = []
+        self._ended = asyncio.Event()
+        self.tools = {
+            name: McpTool(self, server, name, definition) for name, (server, definition) in servers.definitions.items()
+        }
+
+    async def call(self, server: str, tool: str, arguments: dict[str, Any]) -> Any:
+        """The result of a call. Raises ``ToolError`` if the server refuses it, and ``ServerLost``."""
+        from mcp.shared.exceptions import MCPError
+
+        if server not in self._clients:
+            self._clients[server] = asyncio.get_running_loop().create_future()
+            self._holders.append(asyncio.create_task(self._hold(server, self._clients[server])))
+        limit_s = self._servers.limit_s(server)
+        try:
+            async with asyncio.timeout(limit_s):
+                client = await asyncio.shield(self._clients[server])
+            return await client.call_tool(tool, arguments, read_timeout_seconds=limit_s)
+        except MCPError as error:
+            raise _lost(server, error) if error.code == CLOSED else ToolError(error.message) from error
+        except Exception as error:
+            raise _lost(server, error) from error
+
+    async def _hold(self, server: str, connected: asyncio.Future[Any]) -> None:
+        try:
+            async with self._servers.connected(server, sys.stderr) as client:
+                connected.set_result(client)
+                await self._ended.wait()
+        except Exception as error:
+            if not connected.done():
+                connected.set_exception(error)
+
+    async def close(self) -> None:
+        """Disconnect, within ``CLOSE_S``."""
+        self._ended.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await asyncio.gather(*self._holders, return_exceptions=True)
+
+
+def _lost(server: str, error: BaseException) -> ServerLost:
+    while isinstance(error, BaseExceptionGroup):  # anyio's
+        error = error.exceptions[0]
+    return ServerLost(f"the MCP server {server!r} cannot be used: {type(error).__name__}: {error}")
