@@ -20,7 +20,7 @@ from asyncrl_cli.runs.directory import RunDirectory
 class RunData:
     """A run of this machine: live, ended or copied.
 
-    Each table is read anew when it is asked for: a pandas ``DataFrame``, or without pandas a list of dictionaries.
+    Each access reads the table again: a pandas ``DataFrame``, or without pandas a list of dictionaries.
     Steps are counted from 1; times are unix seconds. Raises ``JournalError`` for a damaged journal.
     """
 

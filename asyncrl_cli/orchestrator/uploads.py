@@ -62,7 +62,7 @@ class Uploads:
             except Exception as error:
                 self._warn(hide(f"checkpoints.upload: {error}"))
             finally:
-                with suppress(RuntimeError):  # the loop has ended: nobody waits
+                with suppress(RuntimeError):  # the loop has ended, so no task waits
                     self._loop.call_soon_threadsafe(done.cancel)
 
         self._background.submit(job)

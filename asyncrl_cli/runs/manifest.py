@@ -43,7 +43,7 @@ def describe_start(spec_file: Path, speed: float | None = None, model: str | Non
 
 
 def _origin(model: Path) -> dict[str, Any]:
-    """The run that trained a saved model, and the step; empty if it is no run's final model."""
+    """The run that trained a saved model, and the step; empty unless it is a run's final model."""
     run = RunDirectory(model.parent)
     if model.name != MODEL or not (run.path / "manifest.json").is_file():
         return {}

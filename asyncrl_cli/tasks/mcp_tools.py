@@ -123,7 +123,7 @@ class McpTool:
     definition: dict[str, Any]
 
     def __call__(self, arguments: str) -> str:
-        """The text of the answer. Raises ``ValueError`` for arguments that are no JSON object, ``ToolError`` and
+        """The text of the answer. Raises ``ValueError`` for arguments other than a JSON object, ``ToolError`` and
         ``ServerLost``."""
         values = json.loads(arguments or "{}")
         if not isinstance(values, dict):

@@ -137,7 +137,7 @@ def byte_session(*texts: str) -> Session:
     return Session("3-1", chat, model.generate, SAMPLING, Limits(500, 50), fixed_sampling=True)
 
 
-def test_a_reply_continues_the_message_at_the_end_and_the_turn_goes_on_in_its_tokens() -> None:
+def test_a_reply_continues_the_message_at_the_end_and_the_turn_continues_in_its_tokens() -> None:
     one = session(Model("4", "no", "yes"))
     begun = [*HELLO, {"role": "assistant", "content": "2+2="}]
     (reply,) = run(ask_chat(one, begun, None, CallOptions(), continues=True))
@@ -152,7 +152,7 @@ def test_a_reply_continues_the_message_at_the_end_and_the_turn_goes_on_in_its_to
     assert CHAT.decode(rollout.ids.tolist(), special=True) == "hello2+2=4<eos>?Well, no<eos>helloyes<eos>"
 
 
-def test_a_reply_that_was_cut_off_goes_on_after_its_last_token() -> None:
+def test_a_reply_that_was_cut_off_continues_after_its_last_token() -> None:
     one = session(Model("ab", "cd", "ef", "gh##", "ij"))
     (cut_off,) = run(ask_chat(one, HELLO, None, CallOptions(max_tokens=2)))
     (ended,) = run(ask_chat(one, [*HELLO, cut_off.message], None, CallOptions(), continues=True))
