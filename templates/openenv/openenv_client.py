@@ -25,6 +25,8 @@ from asyncrl_cli.tasks.base import Split, Step
 from asyncrl_cli.tasks.play import awaited
 from asyncrl_cli.tasks.prompts import LazyPrompts
 
+SEEDED = "(the environment speaks first)"
+"""The prompt of the rows below, because a prompt cannot be empty. The policy does not see it."""
 HELD_OUT = 2**30
 """The eval split's first seed."""
 
@@ -62,7 +64,7 @@ class OpenEnv:
         """``size`` seeds of the split."""
 
         def row(index: int) -> Prompt:
-            return Prompt(f"openenv/{split}/{index}", "", {"seed": index + (HELD_OUT if split == "eval" else 0)})
+            return Prompt(f"openenv/{split}/{index}", SEEDED, {"seed": index + (HELD_OUT if split == "eval" else 0)})
 
         return LazyPrompts(size, row)
 
@@ -88,7 +90,8 @@ class OpenEnvEpisode:
         answer = awaited(self._ask({"type": "reset", "data": dict(self._prompt.fields)}))
         if answer["done"]:
             raise RuntimeError("the environment is done before the first action")
-        text, system = self._prompt.content, self._task.instructions
+        text = "" if self._prompt.content == SEEDED else self._prompt.content
+        system = self._task.instructions
         given = list(text) if not isinstance(text, str) else [{"role": "user", "content": text}] if text else []
         instructions = [{"role": "system", "content": system}] if system else []
         return [*instructions, *given, {"role": "user", "content": self._shown(answer)}]

@@ -71,6 +71,7 @@ def test_actions_with_several_fields_are_calls_until_the_environment_is_done(url
     task = loaded(f"{url}/count")
     rows = [task.prompts(split, 3)[2] for split in ("train", "eval")]
     assert [row.fields["seed"] for row in rows] == [2, 2**30 + 2]
+    assert all(row.content for row in rows), "a start refuses empty prompts"
     replies = [act('{"many": 1}'), act('{"many": "all"}'), act("[]"), reply_with("1"), act('{"many": 1, "why": "end"}')]
     result, sent = playing(task.environment(rows[0]), replies)
     assert (result.reward, result.metrics) == (1.0, {"refused_actions": 3.0})
