@@ -96,7 +96,7 @@ def served_folder(spec: ExperimentSpec, folder: Path, logs: Path, what: str) -> 
 
 
 def saved_model(spec: ExperimentSpec, path: str) -> ExperimentSpec:
-    """The spec with the saved model at ``path`` (a folder, or a hub id) in place of its own."""
+    """The spec with the saved model at ``path`` (a folder, or a hub id)."""
     saved = {"path": path, "init": None, "warm_start": None, "lora": None}
     return spec.model_copy(update={"model": spec.model.model_copy(update=saved)})
 

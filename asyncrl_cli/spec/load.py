@@ -135,7 +135,7 @@ def _load(
 
 
 def _without_evaluation(root: Node, problems: list[Problem]) -> Node:
-    """The tree with what `evaluation: off` stands for. A later override may name prompts again."""
+    """The tree without held-out prompts if it has `evaluation: off`. A later override may name prompts again."""
     evaluation = root.child("evaluation")
     if evaluation is None or evaluation.value not in (False, "off"):
         return root

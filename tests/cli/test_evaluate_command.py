@@ -1,4 +1,4 @@
-"""`asyncrl evaluate` until anything would start: what it evaluates, what it refuses, and what it prints."""
+"""`asyncrl evaluate` until anything would start: targets, refusals, options and output."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def test_its_models_are_served_and_a_kill_leaves_nothing(
 def test_evaluate_repeats_the_runs_own_evaluation_and_leaves_its_files_alone(
     saved: Saved, shared_runs: Runs, tmp_path: Path
 ) -> None:
-    """The checkpoint of the last step: its weights, prompts, seeds and reward are those of the run's evaluation."""
+    """The checkpoint of the last step: the weights, prompts, seeds and reward of the run's own evaluation."""
     own = {path: path.read_bytes() for path in saved.run.rglob("*") if path.is_file() and "logs" not in path.parts}
     chosen = ("--step", str(RESUMED), "--sampled", "--json", "-o", tmp_path / "out.jsonl")
     ended = shared_runs.run("evaluate", saved.run, *chosen)
