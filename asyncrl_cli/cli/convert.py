@@ -37,7 +37,7 @@ def verl(
         typer.Argument(
             metavar="CONFIG",
             help="YAML files of verl, and overrides as on its command line (`key=value`), which apply to all files. "
-            "The command itself (`python3 -m verl.trainer.main_ppo`) is skipped.",
+            "Or a shell script with its command (`run.sh`). The program (`python3 -m verl.trainer.main_ppo`) is skipped.",
         ),
     ],
     output: Output = None,
@@ -51,9 +51,9 @@ def verl(
     """
     from asyncrl_cli.convert.files import convert_one, targets
     from asyncrl_cli.convert.source import override, read_file, words
-    from asyncrl_cli.convert.verl import INSTEAD, TRAINER, overrides_of
+    from asyncrl_cli.convert.verl import INSTEAD, OVERRIDE, TRAINER, overrides_of
 
-    line = overrides_of(words(configs))
+    line = overrides_of(words(configs, OVERRIDE))
     files = [name for name in line if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
     overrides = [name for name in line if name not in files]
     origins = files or ["overrides"]

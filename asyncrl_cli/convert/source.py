@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from asyncrl_cli.convert.script import trainer_command
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.flatten import flatten
 
@@ -87,11 +88,20 @@ class Source:
         self.remarks.setdefault(key, []).append(text)
 
 
-SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch", ".py", ".ipynb")
+SHELL_SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+PROGRAMS = (".py", ".ipynb")
 
 
-def words(arguments: Sequence[str]) -> list[str]:
-    """The words of a command line, which may also be one quoted argument. Raises ``ConfigError``."""
+def words(arguments: Sequence[str], argument: str) -> list[str]:
+    """The words of a command line, which may also be one quoted argument, or a shell script with the command.
+
+    ``argument`` is a pattern for the arguments by which a script's command is known. Raises ``ConfigError``.
+    """
+    if arguments and Path(arguments[0]).suffix in SHELL_SCRIPTS:
+        is_argument = re.compile(argument).match
+        return trainer_command(
+            arguments[0], arguments[1:], is_argument=lambda word: bool(is_argument(word)), launched=launched
+        )
     if len(arguments) != 1 or os.path.exists(arguments[0]):
         return list(arguments)
     try:
@@ -119,11 +129,11 @@ def short(text: str) -> str:
 
 
 def read_file(path: str, instead: str = "") -> dict[str, Any]:
-    """The keys of a YAML or JSON file, flattened. ``instead`` says how a script is converted.
+    """The keys of a YAML or JSON file, flattened. ``instead`` says how a program is converted.
 
     Raises ``ConfigError``."""
-    if Path(path).suffix in SCRIPTS:
-        raise ConfigError("scripts are not read", location=short(path), hint=instead)
+    if Path(path).suffix in PROGRAMS:
+        raise ConfigError("programs are not read", location=short(path), hint=instead)
     try:
         data = Path(path).read_bytes()
     except OSError as error:

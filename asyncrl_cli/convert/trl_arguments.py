@@ -38,11 +38,11 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
     Raises ``ConfigError`` for a word that is none of them.
     """
-    line = words(arguments)
+    line = words(arguments, "--")
     end = 0 if _begins_with_arguments(line) else launched(line, "trl")
     launcher, line = line[:end], line[end:]
     if launcher and launcher[-1].endswith(".py") and not line:
-        raise ConfigError("scripts are not read", location=short(launcher[-1]), hint=INSTEAD)
+        raise ConfigError("programs are not read", location=short(launcher[-1]), hint=INSTEAD)
     _, options = _options([word for word in launcher[:-1] if word != "-m"])
     options = {_LAUNCHER_OPTIONS.get(name, name): texts for name, texts in options.items()}
     plain, own = _options(line)

@@ -80,9 +80,11 @@ DEFAULTS = {
 }
 """verl's own defaults of the keys that decide something: a file with `defaults: [ppo_trainer]` has them, too."""
 
+OVERRIDE = r"[+~]*[a-z]\w*(\.\w+)+="
+"""A pattern for an override on a command line."""
 INSTEAD = (
-    "have Hydra print a script's configuration, `bash run.sh --cfg job > config.yaml`, and convert that file, or paste "
-    "the script's command after `asyncrl convert verl` (docs/from-verl.md)"
+    "convert the shell script that starts it, or have Hydra print its configuration, `bash run.sh --cfg job > "
+    "config.yaml`, and convert that file (docs/from-verl.md)"
 )
 
 
@@ -92,7 +94,7 @@ def overrides_of(line: list[str]) -> list[str]:
     Raises ``ConfigError``."""
     end = launched(line)
     if line and line[-1].endswith(".py") and end == len(line):
-        raise ConfigError("scripts are not read", location=short(line[-1]), hint=INSTEAD)
+        raise ConfigError("programs are not read", location=short(line[-1]), hint=INSTEAD)
     kept = []
     rest = iter(line[end:])
     for word in rest:

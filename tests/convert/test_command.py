@@ -69,11 +69,11 @@ def test_a_long_command_line_is_not_shown_as_a_file(home: Path, asyncrl: Command
         assert code == 2 and max(map(len, err.splitlines())) < 200
 
 
-@pytest.mark.parametrize(("trainer", "script"), [("verl", "run.sh"), ("trl", "run.sh"), ("trl", "train.py")])
-def test_a_script_gets_a_hint_with_the_right_page(home: Path, asyncrl: Command, trainer: str, script: str) -> None:
-    Path(script).write_text("#!/bin/sh\n")
-    code, _, err = asyncrl("convert", trainer, script)
-    assert code == 2 and "scripts are not read" in err and f"docs/from-{trainer}.md" in err
+@pytest.mark.parametrize(("trainer", "program"), [("verl", "main.py"), ("trl", "train.py")])
+def test_a_program_gets_a_hint_with_the_right_page(home: Path, asyncrl: Command, trainer: str, program: str) -> None:
+    Path(program).write_text("print()\n")
+    code, _, err = asyncrl("convert", trainer, program)
+    assert code == 2 and "programs are not read" in err and f"docs/from-{trainer}.md" in err
 
 
 def test_mistakes_end_with_2(home: Path, asyncrl: Command) -> None:
