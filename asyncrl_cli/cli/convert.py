@@ -37,7 +37,7 @@ def verl(
         typer.Argument(
             metavar="CONFIG",
             help="YAML files of verl, and overrides as on its command line (`key=value`), which apply to all files. "
-            "Or a shell script with its command (`run.sh`). The program (`python3 -m verl.trainer.main_ppo`) is skipped.",
+            "Or a shell script with its command (`run.sh`). `python3 -m verl.trainer.main_ppo` is skipped.",
         ),
     ],
     output: Output = None,

@@ -10,7 +10,7 @@ import pytest
 
 from asyncrl_cli.convert.rows import Conversion, convert
 from asyncrl_cli.convert.source import override, read_file, words
-from asyncrl_cli.convert.verl import ROWS, TRAINER, overrides_of
+from asyncrl_cli.convert.verl import OVERRIDE, ROWS, TRAINER, overrides_of
 from asyncrl_cli.convert.write import spec_text
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.keys import keys
@@ -261,7 +261,7 @@ def test_runs_that_cannot_be_trained_are_unsupported(override: str) -> None:
 
 def test_a_whole_script_may_be_an_argument() -> None:
     script = "#!/bin/bash\n# verl's example\nset -x\npython3 -m verl.trainer.main_ppo \\\n  a=1 \\\n  b='[x, y]' $@\n"
-    assert overrides_of(words([script])) == ["a=1", "b=[x, y]"]
+    assert overrides_of(words([script], OVERRIDE)) == ["a=1", "b=[x, y]"]
 
 
 def test_image_columns_of_a_complete_configuration_are_to_check() -> None:
@@ -310,7 +310,7 @@ def test_epochs_stay_epochs(home: Path) -> None:
 )
 def test_the_program_of_a_command_line_is_skipped(line: str, kept: list[str]) -> None:
     assert overrides_of(line.split()) == kept
-    assert overrides_of(words([line])) == kept
+    assert overrides_of(words([line], OVERRIDE)) == kept
 
 
 @pytest.mark.parametrize("line", ["--config-name=mine a=1", "--multirun a=1", "train.py"])
