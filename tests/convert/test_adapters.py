@@ -14,12 +14,12 @@ import pytest
 from tests.convert import test_trl, test_verl
 
 
-def reward_of(remarks: list[tuple[str, str]]) -> Callable[[dict[str, Any], str], float]:
-    """The function of the code in the remark about `task.use`."""
+def function_of(remarks: list[tuple[str, str]], name: str) -> Callable[..., Any]:
+    """A function of the code in the remark about `task.use`."""
     (code,) = (text.partition("\n")[2] for key, text in remarks if key == "task.use")
     namespace: dict[str, Any] = {}
     exec(re.sub(r"^    ", "", code, flags=re.MULTILINE), namespace)
-    found: Callable[[dict[str, Any], str], float] = namespace["reward"]
+    found: Callable[..., Any] = namespace[name]
     return found
 
 
@@ -46,7 +46,7 @@ def test_verls_reward_function_is_called_with_the_row(monkeypatch: pytest.Monkey
         "reward_model": {"ground_truth": "7"},
         "extra_info": {"split": "train"},
     }
-    assert reward_of(conversion.remarks)(row, "the answer is 7") == 0.5
+    assert function_of(conversion.remarks, "reward")(row, "the answer is 7") == 0.5
     assert calls == [("gsm8k", "the answer is 7", "7", {"split": "train"})]
 
 
@@ -57,11 +57,12 @@ def test_trls_reward_functions_are_called_with_lists_and_weighted(monkeypatch: p
         ]
 
     module(monkeypatch, "mine", right=right)
-    module(monkeypatch, "my_rewards", brief=lambda prompts, completions, **columns: [None])
+    module(monkeypatch, "my_rewards", brief=lambda prompts, completions, **columns: [None, None])
     words = ["--reward_funcs", "mine.right", "brief", "--reward_weights", "2.0", "1.0"]
-    reward = reward_of(test_trl.converted("grpo", *test_trl.BASE, *words).remarks)
-    row = {"uid": "1", "prompt": [{"role": "user", "content": "3+4"}], "answer": "7"}
-    assert (reward(row, "7"), reward(row, "8")) == (2.0, 0.0)
+    rewards = function_of(test_trl.converted("grpo", *test_trl.BASE, *words).remarks, "rewards")
+    prompts = [[{"role": "user", "content": "3+4"}]] * 2
+    completions = [[{"role": "assistant", "content": text}] for text in ("7", "8")]
+    assert rewards(prompts=prompts, completions=completions, answer=["7", "7"]) == [2.0, 0.0]
 
 
 def test_a_comment_keeps_the_code_as_it_is(home: Path) -> None:
