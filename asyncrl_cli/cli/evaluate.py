@@ -18,7 +18,6 @@ from asyncrl_cli.cli.running import refusing, search_path
 from asyncrl_cli.cli.serve import initial_model, is_spec
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.inspect.pages import table
-from asyncrl_cli.monitors.base import evaluation_metrics
 from asyncrl_cli.runs.catalogue import find_run
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -230,6 +229,8 @@ def _run(
 
 def _shown(heads: Sequence[dict[str, Any]]) -> list[str]:
     """A table of the evaluations' results, with 95 % confidence intervals."""
+    from asyncrl_cli.monitors.base import evaluation_metrics
+
     rows = []
     for head in heads:
         for name, value in evaluation_metrics(head):
