@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -126,8 +126,13 @@ def test_each_episode_has_its_own_process_and_ends_it(folder: Path) -> None:
 
 
 def programs() -> list[psutil.Process]:
-    """The servers that this process has started."""
-    return [child for child in psutil.Process().children() if SERVER in child.cmdline()]
+    """The servers that this process has started, and that run."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # also of a zombie
+            if SERVER in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_tools_of_a_url_are_called_with_the_headers(folder: Path, url: str) -> None:
