@@ -300,11 +300,10 @@ def check_notify(spec: ExperimentSpec) -> Result:
 
 def check_upload(spec: ExperimentSpec) -> Result:
     """Whether fsspec has the file system of `checkpoints.upload`, or its command's program exists."""
-    target = spec.checkpoints.upload
+    target, protocol = spec.checkpoints.upload, spec.checkpoints.upload_protocol
     if target is None:
         return "off"
-    protocol, is_url, _ = target.partition("://")
-    if not is_url or not re.fullmatch(r"[a-z][a-z0-9+.-]*", protocol):
+    if protocol is None:
         if missing := _missing_program(target):
             return Warned(f"there is no program {missing}", "correct checkpoints.upload, or install it")
         return "a command"

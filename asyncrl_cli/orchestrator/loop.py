@@ -78,7 +78,7 @@ class Orchestrator:
         self._tasks = asyncio.TaskGroup()
         self._step = opening.step
         self._checkpoints = Checkpoints(run, ranks, spec)
-        self._uploads = Uploads(spec.checkpoints.upload, run, buffer, reporter.warn)
+        self._uploads = Uploads(spec.checkpoints, run, buffer, reporter.warn)
         self._steps = StepRecorder(
             spec,
             client=client,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +19,9 @@ from asyncrl_cli.journal.progress import checkpoints_to_upload
 from asyncrl_cli.journal.schema import FILE, reading
 from asyncrl_cli.runs.checkpoints import FILES_FILE, Checkpoint, complete_checkpoints, verify
 from asyncrl_cli.runs.directory import RunDirectory
+from asyncrl_cli.spec.sections import CheckpointSpec
 from asyncrl_cli.system.user_command import run_command
 
-URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 LOG = "logs/upload.log"
 """The command's output, in the run's folder."""
 LIMIT_S, BYTES_PER_S = 600.0, 20e6
@@ -32,9 +31,9 @@ LIMIT_S, BYTES_PER_S = 600.0, 20e6
 class Uploads:
     """The uploads of one run. Use it from the event loop."""
 
-    def __init__(self, target: str | None, run: RunDirectory, buffer: Buffer, warn: Callable[[str], None]) -> None:
-        """``target``: a URL or a command (`checkpoints.upload`); None uploads nothing."""
-        self._target = target
+    def __init__(self, spec: CheckpointSpec, run: RunDirectory, buffer: Buffer, warn: Callable[[str], None]) -> None:
+        self._target = spec.upload
+        self._is_url = spec.upload_protocol is not None
         self._run = run
         self._buffer = buffer
         self._warn = warn
@@ -50,7 +49,8 @@ class Uploads:
             return
         done = self._newest = self._loop.create_future()
         found = complete_checkpoints(self._run.path / "checkpoints")
-        self.waiting |= {found[-1].step} if found else set()
+        newest = {found[-1].step} if found else set()
+        self.waiting |= newest
 
         def job() -> None:
             try:
@@ -62,6 +62,7 @@ class Uploads:
             except Exception as error:
                 self._warn(hide(f"checkpoints.upload: {error}"))
             finally:
+                self.waiting -= newest  # also if an earlier driver has uploaded it
                 with suppress(RuntimeError):  # the loop has ended, so no task waits
                     self._loop.call_soon_threadsafe(done.cancel)
 
@@ -71,17 +72,14 @@ class Uploads:
         """Wait for the uploads that have begun, for a limited time."""
         if self._newest is None:
             return
-        limit_s = LIMIT_S + sum(self._size(step) for step in self.waiting) / BYTES_PER_S
+        found = complete_checkpoints(self._run.path / "checkpoints")
+        limit_s = LIMIT_S + sum(one.size for one in found if one.step in self.waiting) / BYTES_PER_S
         try:
             async with asyncio.timeout(limit_s):
                 await asyncio.wait([self._newest])
         except TimeoutError:
             steps = ", ".join(map(str, sorted(self.waiting)))
             self._warn(f"checkpoints.upload: not done after {limit_s:.0f} s for steps {steps}; copy them yourself")
-
-    def _size(self, step: int) -> int:
-        found = complete_checkpoints(self._run.path / "checkpoints")
-        return sum(checkpoint.size for checkpoint in found if checkpoint.step == step)
 
     def _upload(self, checkpoint: Checkpoint) -> None:
         assert self._target is not None
@@ -90,7 +88,7 @@ class Uploads:
         try:
             if damages := verify(checkpoint):
                 raise OSError(f"the checkpoint is damaged: {damages[0]}")
-            if URL.match(self._target):
+            if self._is_url:
                 copy(checkpoint.folder, f"{self._target.rstrip('/')}/{self._run.run_id}/{checkpoint.folder.name}")
             else:
                 values = {"RUN_ID": self._run.run_id, "CHECKPOINT": str(checkpoint.folder), "STEP": str(step)}

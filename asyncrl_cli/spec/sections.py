@@ -6,6 +6,7 @@ docs/spec.md. Checks between sections are in ``rules``.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -323,6 +324,12 @@ class CheckpointSpec(Section):
     """Where each complete checkpoint is copied: a URL that fsspec can write, such as `s3://bucket/folder`, or a shell
     command with `ASYNCRL_CHECKPOINT` (the folder), `ASYNCRL_STEP` and `ASYNCRL_RUN_ID` in its environment. Training
     does not wait for it. A copy that fails is tried again after the next checkpoint (docs/tutorial.md)."""
+
+    @property
+    def upload_protocol(self) -> str | None:
+        """The protocol of `upload` if it is a URL; None if it is a command, or null."""
+        protocol = re.match(r"([a-z][a-z0-9+.-]*)://", self.upload or "")
+        return protocol[1] if protocol else None
 
 
 class JournalSpec(Section):

@@ -37,7 +37,7 @@ class Driver:
 
     async def _save(self, steps: tuple[int, ...]) -> None:
         buffer, _ = await Buffer.open(self.run.path / FILE, buffer_settings(spec()), "train", limit_s=60.0)
-        uploads = Uploads(self.target, self.run, buffer, self.warnings.append)
+        uploads = Uploads(CheckpointSpec(upload=self.target), self.run, buffer, self.warnings.append)
         uploads.begin()
         for step in steps:
             folder = self.run.path / "checkpoints" / checkpoint_name(step)
@@ -96,6 +96,8 @@ def test_a_resume_uploads_what_an_earlier_driver_could_not(tmp_path: Path) -> No
     (tmp_path / "copies").unlink()
     driver.save()
     assert driver.recorded() == {2: "done"}
+    driver.save()
+    assert driver.still == set(), "nothing is uploaded, so no checkpoint has to wait"
 
 
 def test_a_damaged_checkpoint_is_not_uploaded(tmp_path: Path) -> None:
