@@ -40,9 +40,8 @@ class UserError(Exception):
         return hide(diagnostic("error", message=self.message, location=self.location, hint=self.hint))
 
 
-def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in a group, which may be nested."""
-    error: BaseException = group
+def first_cause(error: BaseException) -> BaseException:
+    """The first error in a group, which may be nested; an error that is no group itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

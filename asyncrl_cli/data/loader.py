@@ -17,7 +17,7 @@ from typing import Protocol, runtime_checkable
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.seeds import derive_fraction
-from asyncrl_cli.data.rows import LazyPrompts
+from asyncrl_cli.data.rows import field_of
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import CurriculumSpec
 
@@ -206,9 +206,8 @@ def stages_of(prompts: Sequence[Prompt], spec: CurriculumSpec | None) -> tuple[S
 
 
 def _difficulties(prompts: Sequence[Prompt], field: str) -> list[float]:
-    lazily = prompts.field(field) if isinstance(prompts, LazyPrompts) else (p.fields.get(field) for p in prompts)
     found = []
-    for row, value in enumerate(lazily):
+    for row, value in enumerate(field_of(prompts, field)):
         try:
             # A CSV file has only texts.
             number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan

@@ -62,13 +62,18 @@ class LazyPrompts(Sequence[Prompt]):
         return [prompt.fields.get(name) for prompt in self]
 
 
+def field_of(prompts: Sequence[Prompt], name: str) -> Sequence[Any]:
+    """The values of one field of any prompts, as ``LazyPrompts.field``."""
+    return prompts.field(name) if isinstance(prompts, LazyPrompts) else [one.fields.get(name) for one in prompts]
+
+
 class JoinedPrompts(LazyPrompts):
     """The prompts of several files, one file after another."""
 
     def __init__(self, parts: Sequence[Sequence[Prompt]]) -> None:
         self._parts = parts
         self._ends = list(accumulate(map(len, parts)))
-        super().__init__(self._ends[-1], lambda row: self._parts[self.place(row)[0]][self.place(row)[1]])
+        super().__init__(self._ends[-1], self._of_part)
 
     def place(self, row: int) -> tuple[int, int]:
         """The number of a row's file, and the row's number in it, all from 0."""
@@ -76,10 +81,11 @@ class JoinedPrompts(LazyPrompts):
         return part, row - self._ends[part] + len(self._parts[part])
 
     def field(self, name: str) -> Sequence[Any]:
-        found: list[Any] = []
-        for part in self._parts:
-            found += part.field(name) if isinstance(part, LazyPrompts) else [one.fields.get(name) for one in part]
-        return found
+        return [value for part in self._parts for value in field_of(part, name)]
+
+    def _of_part(self, row: int) -> Prompt:
+        part, row = self.place(row)
+        return self._parts[part][row]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
 from asyncrl_cli.data.rows import JoinedPrompts, RowForm, kind
 from asyncrl_cli.records.prompt import Prompt
-from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, TEXTS, kind_of, names_a_file
+from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, TEXTS, files_of, kind_of, names_a_file
 from asyncrl_cli.spec.inputs import SplitSpec
 
 MOST_ROWS = 5_000_000
@@ -107,9 +107,8 @@ def row_location(spec: SplitSpec, base: Path, key: str, prompts: Sequence[Prompt
 
 
 def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | None = None) -> list[RowForm]:
-    given = [spec.path] if isinstance(spec.path, str) else spec.path or []
-    located = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in given]
-    sources = SplitSpec(path=located).paths
+    located = [str(base / Path(path).expanduser()) if names_a_file(path) else path for path in spec.named]
+    sources = [file for path in located for file in files_of(path)]
     return [
         RowForm(
             source=source,

@@ -314,8 +314,8 @@ class RolloutScheduler:
 
     def _visited(self, group_id: int, settled: Settled) -> None:
         """Tell the prompt source that a group has ended, for its filter."""
-        group, lost = self._open.pop(group_id, None), dict(settled.rejected).get(group_id) in ("failed", "unscored")
-        if group is not None and not lost:
+        group, rejection = self._open.pop(group_id, None), dict(settled.rejected).get(group_id)
+        if group is not None and rejection not in ("failed", "unscored"):
             self._prompts.visited(group.prompt.uid, group_id in settled.solved)
 
     async def _cancel(self, group_id: int) -> None:

@@ -72,10 +72,14 @@ class SplitSpec(Section):
     """The split of a hub or saved data set, such as `train`, or `test[:200]` (hub only)."""
 
     @property
+    def named(self) -> list[str]:
+        """The sources as they are written. Empty if the task makes the prompts."""
+        return [self.path] if isinstance(self.path, str) else self.path or []
+
+    @property
     def paths(self) -> list[str]:
-        """The sources: one, or several files in their order. Empty if the task makes the prompts."""
-        given = [self.path] if isinstance(self.path, str) else self.path or []
-        return [file for path in given for file in files_of(path)]
+        """The sources, with the files of each pattern, in their order."""
+        return [file for path in self.named for file in files_of(path)]
 
 
 class WarmStart(Section):

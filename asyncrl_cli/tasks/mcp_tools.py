@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from asyncrl_cli.core.errors import TaskError
+from asyncrl_cli.core.errors import TaskError, first_cause
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.inputs import McpServerSpec
 from asyncrl_cli.system.reaper import MARK
@@ -184,6 +184,5 @@ class McpSession:
 
 
 def _lost(server: str, error: BaseException) -> ServerLost:
-    while isinstance(error, BaseExceptionGroup):  # anyio's
-        error = error.exceptions[0]
+    error = first_cause(error)  # anyio raises groups
     return ServerLost(f"the MCP server {server!r} cannot be used: {type(error).__name__}: {error}")
