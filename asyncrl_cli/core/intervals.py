@@ -43,9 +43,9 @@ def share_interval(clusters: Clusters, answers: int | None = None) -> Interval:
     """The 95 % interval of the mean of values between 0 and 1: Wilson's interval for the effective number of cases.
 
     This number is p (1 - p) / error^2 for the mean p, and at most the number of ``answers`` that the values are from
-    (by default, each is from one). Where the values show no
-    variance because all are 0 or all are 1, it is the number of clusters. With one value per cluster, each 0 or 1, it
-    is the number of values, as in Wilson's own interval (Korn and Graubard 1998; Dean and Pagano 2015).
+    (by default, each is from one). Where the values show no variance because all are 0 or all are 1, it is the number
+    of clusters. With one value per cluster, each 0 or 1, it is the number of values, as in Wilson's own interval (Korn
+    and Graubard 1998; Dean and Pagano 2015).
     """
     mean, error = clustered_error(clusters)
     mean = min(1.0, max(0.0, mean))

@@ -69,15 +69,13 @@ class RowEncoder:
         for number, (context, templated, reply) in enumerate(pieces, start=1):
             before = self.tokenizer(context, add_special_tokens=not templated)["input_ids"]
             tokens = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
-            end = next((index for index, token in enumerate(tokens) if token in self.ends), None)
-            if end is None and number < len(pieces):
+            sampled = until_end(tokens, self.ends)
+            if sampled is None and number < len(pieces):
                 raise ChatError("the chat template ends a reply with another token than the model; use train_on: last")
-            if end is None:
-                end, tokens = len(tokens), [*tokens, self.tokenizer.eos_token_id]
-            # Text of a template after the end of a turn, often a newline, is never sampled: engines stop there.
-            after = tokens[end + 1 :] if number < len(pieces) else []
-            ids += [*before, *tokens[: end + 1], *after]
-            learned += [False] * len(before) + [True] * (end + 1) + [False] * len(after)
+            sampled = sampled or [*tokens, self.tokenizer.eos_token_id]
+            after = tokens[len(sampled) :] if number < len(pieces) else []
+            ids += [*before, *sampled, *after]
+            learned += [False] * len(before) + [True] * len(sampled) + [False] * len(after)
         if learned[0]:
             raise ChatError("there is no text before the reply")
         return ids, learned
@@ -111,6 +109,13 @@ class RowEncoder:
             pieces.append((full[at : len(before)], True, full[len(before) : len(through)]))
             at = len(through)
         return pieces
+
+
+def until_end(tokens: Sequence[int], ends: frozenset[int]) -> list[int] | None:
+    """The tokens of a reply with its end; None if it has none. Text of a template after the end of a turn, often a
+    newline, is never sampled: engines stop there."""
+    end = next((index for index, token in enumerate(tokens) if token in ends), None)
+    return None if end is None else list(tokens[: end + 1])
 
 
 def encode_rows(rows: Rows, encoder: RowEncoder, max_length: int) -> tuple[list[Example], int]:

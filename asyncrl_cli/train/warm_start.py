@@ -34,7 +34,7 @@ from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import WarmStart
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
-from asyncrl_cli.train.conversations import Example, RowEncoder, Rows, encode_rows
+from asyncrl_cli.train.conversations import Example, RowEncoder, Rows, encode_rows, until_end
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
 from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts, without_progress_bars
@@ -87,24 +87,30 @@ def warm_start(
     ends = end_tokens(model_dir_in, tokenizer)
     template = ChatTemplate(tokenizer, template_kwargs)
     texts_are_chats = apply_chat_template and templates_texts(tokenizer)
-    chat = _Chat(tokenizer, texts_are_chats, template)
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     rng = random.Random(f"warm_start/{seed}")
-    clean_updates = round(spec.steps * spec.clean_fraction)
 
-    skipped, drawn = 0, iter(tuple[Example]())
+    skipped = 0
+    batches: Iterator[list[Example]]  # drawn one by one, each before its update
     if isinstance(source, Rows):
         encoder = RowEncoder(tokenizer, template=template, texts_are_chats=texts_are_chats, ends=ends, spec=spec)
         encoded, skipped = encode_rows(source, encoder, max_length)
         drawn = _shuffled(encoded, rng)
-
-    def examples(update: int) -> list[Example]:
-        if isinstance(source, Rows):
-            return list(islice(drawn, spec.batch_size))
-        demonstrations = [source.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)]
-        return _tokenized(demonstrations, chat=chat, max_length=max_length, ends=ends)
+        batches = (list(islice(drawn, spec.batch_size)) for _ in range(spec.steps))
+    else:
+        chat = _Chat(tokenizer, texts_are_chats, template)
+        clean_updates = round(spec.steps * spec.clean_fraction)
+        batches = (
+            _tokenized(
+                [source.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)],
+                chat=chat,
+                max_length=max_length,
+                ends=ends,
+            )
+            for update in range(spec.steps)
+        )
 
     def shown(done: int, total: int, loss: float) -> None:
         if progress is not None:
@@ -114,7 +120,7 @@ def warm_start(
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(_threads(model, spec), "warm start") as pool:
-            _train(model, examples=examples, pad_id=pad_id, spec=spec, pool=pool, progress=shown)
+            _train(model, batches=batches, pad_id=pad_id, spec=spec, pool=pool, progress=shown)
     finally:
         torch.set_num_threads(threads)
     save_model(model, model_dir_in, directory_out)
@@ -153,9 +159,7 @@ def _tokenized(
     response_ids = tokenizer(list(responses), add_special_tokens=False)["input_ids"]
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
-        # Text of a template after the end of a turn, often a newline, is never sampled: engines stop there.
-        end = next((index for index, token in enumerate(response) if token in ends), len(response))
-        ids = [*prompt, *response[:end], response[end] if end < len(response) else tokenizer.eos_token_id]
+        ids = [*prompt, *(until_end(response, ends) or [*response, tokenizer.eos_token_id])]
         if len(ids) > max_length:
             raise UserError(
                 f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
@@ -206,7 +210,7 @@ def _threads(model: Any, spec: WarmStart) -> int:
 
 def _train(
     model: Any,
-    examples: Callable[[int], list[Example]],
+    batches: Iterator[list[Example]],
     pad_id: int,
     spec: WarmStart,
     pool: Executor,
@@ -214,11 +218,11 @@ def _train(
 ) -> None:
     optimizers = _optimizers(model, spec)
     model.eval()  # without dropout: threads would share its random numbers
-    for update in range(spec.steps):
+    for update, examples in enumerate(batches):
         factor = schedule.factor(
             update, spec.steps, warmup=spec.warmup_steps, kind="cosine", final_fraction=FINAL_FRACTION
         )
-        loss = _accumulate_gradients(model, examples=examples(update), pad_id=pad_id, pool=pool)
+        loss = _accumulate_gradients(model, examples=examples, pad_id=pad_id, pool=pool)
         if not math.isfinite(loss):
             raise UserError(f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
