@@ -20,13 +20,13 @@ from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure
 from asyncrl_cli.spec.inputs import TaskSpec
-from asyncrl_cli.tasks.base import AgentTask, DemonstrationTask, ModelAccess, PromptTask
+from asyncrl_cli.tasks.base import AgentTask, DemonstrationTask, PromptTask
 from asyncrl_cli.tasks.load import load_task
 from asyncrl_cli.tasks.mcp_tools import ServerLost
 from asyncrl_cli.tasks.tools import ToolEnvironment
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play
-from tests.tasks.test_play import playing, reply_with, run
+from tests.tasks.test_play import playing, policy, reply_with, run
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO: dict[str, Any] = {"command": sys.executable, "args": [SERVER]}
@@ -186,19 +186,12 @@ def test_an_episode_that_is_stopped_ends_its_program(folder: Path) -> None:
             await go.wait()
             return web.json_response(reply_with("3"))
 
-        app = web.Application()
-        app.router.add_post("/v1/chat/completions", answer)
-        server = web.AppRunner(app)
-        await server.setup()
-        site = web.TCPSite(server, "127.0.0.1", 0)
-        await site.start()
-        access = ModelAccess(f"http://127.0.0.1:{server.addresses[0][1]}/v1", "key", "policy", "1-0")
-        playing = asyncio.create_task(player.play(1, Play(PROMPT, access)))
-        await arrived.wait()
-        player.cancel(1)
-        played = await playing
-        go.set()
-        await server.cleanup()
+        async with policy(answer) as access:
+            playing = asyncio.create_task(player.play(1, Play(PROMPT, access)))
+            await arrived.wait()
+            player.cancel(1)
+            played = await playing
+            go.set()
         return played
 
     played = run(scene())

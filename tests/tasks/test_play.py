@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -64,23 +65,27 @@ def played(environment: Any, answers: Sequence[dict[str, Any]], status: int = 20
             body = left.pop(0)
             return web.json_response(body, status=status if "error" in body else 200)
 
-        app = web.Application()
-        app.router.add_post("/sessions/1-0/v1/chat/completions", answer)
-        server = web.AppRunner(app)
-        await server.setup()
-        site = web.TCPSite(server, "127.0.0.1", 0)
-        await site.start()
-        port = server.addresses[0][1]
-        access = ModelAccess(f"http://127.0.0.1:{port}/sessions/1-0/v1", "key", "policy", "1-0")
-        try:
-            async with aiohttp.ClientSession() as http:
-                if isinstance(environment, OneCall):
-                    return await environment.run(ROW, access), sent
-                return await play(environment, access, http), sent
-        finally:
-            await server.cleanup()
+        async with policy(answer) as access, aiohttp.ClientSession() as http:
+            if isinstance(environment, OneCall):
+                return await environment.run(ROW, access), sent
+            return await play(environment, access, http), sent
 
     return run(scene())
+
+
+@asynccontextmanager
+async def policy(answer: Callable[[web.Request], Awaitable[web.StreamResponse]]) -> AsyncIterator[ModelAccess]:
+    """A server on this machine that answers a session's chat requests."""
+    app = web.Application()
+    app.router.add_post("/sessions/1-0/v1/chat/completions", answer)
+    server = web.AppRunner(app)
+    await server.setup()
+    try:
+        await web.TCPSite(server, "127.0.0.1", 0).start()
+        port = server.addresses[0][1]
+        yield ModelAccess(f"http://127.0.0.1:{port}/sessions/1-0/v1", "key", "policy", "1-0")
+    finally:
+        await server.cleanup()
 
 
 def run(test: Coroutine[Any, Any, Any]) -> Any:
