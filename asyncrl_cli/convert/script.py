@@ -50,8 +50,9 @@ def trainer_command(
     try:
         text = Path(path).read_text()
     except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(
-            f"the script cannot be read: {error}", location=path, hint="name a file that exists"
+            f"the script cannot be read: {reason}", location=path, hint="name a file that exists"
         ) from None
     script = _Script(_HERE_DOCUMENT.sub(lambda found: "\n" * found[0].count("\n"), text))
     found = [
@@ -104,7 +105,7 @@ class _Script:
                 yield from self._command()
                 self._conditional = value in ("&&", "||")
                 if kind == "redirect":
-                    self._words, self._is_open = ["true"], False  # what follows is a file, or further arguments
+                    self._words, self._is_open = ["true"], False  # a file or further arguments follow
             elif kind in ("space", "continued", "comment"):
                 self._is_open = False
             elif kind in ("single", "escaped", "text"):

@@ -95,7 +95,7 @@ PROGRAMS = (".py", ".ipynb")
 def words(arguments: Sequence[str], argument: str) -> list[str]:
     """The words of a command line, which may also be one quoted argument, or a shell script with the command.
 
-    ``argument`` is a pattern for the arguments by which a script's command is known. Raises ``ConfigError``.
+    ``argument`` is a pattern: a script's command has arguments that match it. Raises ``ConfigError``.
     """
     if arguments and Path(arguments[0]).suffix in SHELL_SCRIPTS:
         is_argument = re.compile(argument).match

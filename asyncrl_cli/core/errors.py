@@ -41,7 +41,7 @@ class UserError(Exception):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first error in a group, which may be nested; an error that is no group itself."""
+    """The first error in a group, which may be nested. Another error is its own cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -142,7 +142,7 @@ class RowForm:
         if uid is None and self.uid_column == UID:
             # The journal knows prompts by these uids: with others, a run could not be resumed (decision 0024).
             raw = json.dumps(json_value(row), sort_keys=True).encode() if raw is None else raw
-            file = f"file{self.part + 1}-" if self.part else ""  # the first file's uids are those of a single file
+            file = f"file{self.part + 1}-" if self.part else ""  # a single file's uids have no prefix either
             uid = f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
             self.refuse(number, f"`{self.uid_column}` is {kind(uid)}", "make it text or a whole number, or remove it")

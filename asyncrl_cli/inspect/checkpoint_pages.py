@@ -35,7 +35,7 @@ class Stored:
     saved: Mapping[int, float]
     """Unix times. A copied folder has the time of its copy, the journal does not."""
     uploads: Mapping[int, str]
-    """`done`, or why the last upload failed, of those that were tried."""
+    """`done`, or why the last upload failed. A checkpoint without an upload has no entry."""
     retention: CheckpointSpec
     """The rules of the run's spec."""
 

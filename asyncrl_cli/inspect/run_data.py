@@ -1,4 +1,4 @@
-"""A run's records for programs: what ``asyncrl_cli.load_run`` returns. Needs neither Ray nor torch."""
+"""The result of ``asyncrl_cli.load_run``: a run's records for programs. Needs neither Ray nor torch."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ class DurableLedger:
         return {index: Scored(row.reward, row.measured()) for index, row in rollouts.items() if row.judged}
 
     def _compared(self, scores: Sequence[Scored]) -> list[list[float]]:
-        """The numbers of a group in which its rollouts have to differ. A part that a rollout lacks is skipped, or
+        """The numbers by rollout; all are equal in a uniform group. A part that a rollout lacks is skipped, or
         adds nothing to the sum, as in training (``StepRewards``)."""
         weights = self._settings.reward_parts or {REWARD: 1.0}
         parts = [[part_of_reward(name, one.reward, one.metrics) for one in scores] for name in weights]

@@ -40,7 +40,7 @@ class EvaluationResult:
 
     ``accuracy`` is the share of rewarded responses with a reward of at least 1; ``prompts`` counts their prompts.
     ``mean_length`` is in tokens that were sampled. With several ``samples`` per prompt, ``pass_at`` has pass@1 and so
-    on up to pass@``samples``. ``metrics`` are means of what the task measured. ``intervals`` has the 95 % confidence
+    on up to pass@``samples``. ``metrics`` are means of the task's metrics. ``intervals`` has the 95 % confidence
     intervals of ``accuracy``, ``mean_reward`` and ``pass_at_1`` and so on, as far as they can be computed.
     """
 

@@ -44,7 +44,7 @@ class Uploads:
         """Steps with a checkpoint that must not be deleted yet: its upload was neither done nor refused."""
 
     def begin(self) -> None:
-        """Upload every checkpoint of the journal that was not uploaded. Returns at once."""
+        """Upload every checkpoint of the journal that was not uploaded, without waiting for it."""
         if self._target is None:
             return
         done = self._newest = self._loop.create_future()

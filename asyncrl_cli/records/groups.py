@@ -47,7 +47,7 @@ class BufferSettings:
     ahead: int | None = None
     """Number of batches of finished groups at which admission stops; None: no limit."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the parts of the reward by which ``reject_uniform`` compares; empty: by the reward alone."""
+    """Weights of the parts of the reward that ``reject_uniform`` compares; empty: it compares the reward alone."""
     parts_apart: bool = False
     """Whether it compares each part instead of their weighted sum."""
 

@@ -89,7 +89,7 @@ class GenerationClient:
         self.room = asyncio.Event()
         """Set when there may be room for more requests; the rollout scheduler clears it."""
         self.pause_s = 0.0
-        """Seconds for which ended requests wait for others, to be delivered and scored together."""
+        """Seconds that ended requests wait for others, to be delivered and scored together."""
         self._removed = EngineActivity()  # the activity of engines that were removed
         self._open: dict[str, OpenRequest] = {}
         self._waiting: list[OpenRequest] = []  # a heap; entries that are no longer open are skipped

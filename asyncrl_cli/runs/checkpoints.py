@@ -255,8 +255,8 @@ def keep_reasons(
 
     ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
     ones the newest counts first. The checkpoints of ``awaited`` steps, which are still being evaluated, are kept if
-    ``keep_best`` is set. Those of ``uploading`` steps are always kept. 0 turns ``keep_every`` or ``keep_best`` off;
-    ``keep_last`` is at least 1.
+    ``keep_best`` is set. Checkpoints of ``uploading`` steps are always kept. 0 turns ``keep_every`` or ``keep_best``
+    off; ``keep_last`` is at least 1.
     """
     newest = sorted(steps, reverse=True)[: keep.keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)

@@ -174,7 +174,7 @@ class AlgorithmSpec(Section):
     follow), `gae` (by a critic), or `module:function` of rewards, and of lengths and metrics if it has parameters with
     these names."""
     reward_parts: dict[Text, float] = Field(default_factory=dict)
-    """Weights by which a rollout's reward is made of its metrics, by their names; `reward` is the task's own reward.
+    """Weights of a rollout's metrics by name; the reward is their weighted sum. `reward` is the task's own reward.
     Default: the task's own reward alone. Accuracies and evaluations always use the task's own reward."""
     reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
     """How `reward_parts` are combined. `sum_then_normalize`: their weighted sum replaces the reward.
@@ -227,7 +227,7 @@ class AlgorithmSpec(Section):
     mask_truncated: bool = False
     """Exclude rollouts that were truncated at their limit from the loss (overlong filtering)."""
     uniform_groups: Literal["skip", "train", "reject"] = _algorithm("uniform_groups", "skip")
-    """Groups whose rewards are all equal (with `normalize_then_sum`: equal in each part): `skip` excludes their tokens
+    """Groups with equal rewards (with `normalize_then_sum`: equal in each part): `skip` excludes their tokens
     from the loss, `train` keeps them (they count in the mean), `reject` replaces the group by one of another prompt
     (dynamic sampling)."""
     critic: CriticSpec = Field(default_factory=CriticSpec)

@@ -107,7 +107,7 @@ def _load(
     # Before the rules, which look at the files, and before the spec is written to another folder.
     for name, is_path in _path_keys().items():
         root = root.changed(name.split("."), partial(_absolute, is_path=is_path))
-        if keys()[name].holder is SplitSpec:  # A recorded spec names the files, so that new ones change nothing.
+        if keys()[name].holder is SplitSpec:  # A recorded spec names the files: new ones change nothing.
             root = root.changed(name.split("."), partial(_expanded, shows_references=is_fixed(name)))
     for name, key in keys().items():
         if key.opens is key.field.annotation:  # A section that is null has its defaults.

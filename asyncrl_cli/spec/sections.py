@@ -439,7 +439,7 @@ class StopSpec(Section):
 
     @property
     def total(self) -> int:
-        """`steps`; before a start has counted those of `epochs`, a number that no run reaches."""
+        """`steps`; with `epochs`, a number that no run reaches until a start has counted them."""
         return self.steps or NOT_COUNTED
 
 

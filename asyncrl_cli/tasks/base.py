@@ -45,7 +45,7 @@ Reward = float | RewardResult | None
 
 @dataclass(frozen=True, slots=True)
 class ScoreLater:
-    """The result of an episode whose last reply the task's ``reward`` scores. ``metrics`` are added to the reward's."""
+    """The result of an episode; the task's ``reward`` scores its last reply. ``metrics`` are added to the reward's."""
 
     metrics: Mapping[str, float]
 

@@ -31,8 +31,8 @@ class StepRewards:
     """[groups, group_size]: ``reward_coef`` times the recorded rewards or the weighted sums of their parts, less the
     penalty of responses that come near their limit."""
     turns: Tensor
-    """[groups, group_size, turns]: they sum to ``rollouts``. A rollout without recorded turns has one. What a rollout's
-    reward has besides its turns (parts, a penalty) is added to its last turn."""
+    """[groups, group_size, turns]: they sum to ``rollouts``. A rollout without recorded turns has one. The rest
+    of a rollout's reward (parts, a penalty) is added to its last turn."""
     parts: Tensor
     """[parts, groups, group_size], in the order of ``algorithm.reward_parts``."""
     metrics: Mapping[str, Tensor]

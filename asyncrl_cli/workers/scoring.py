@@ -160,7 +160,7 @@ def reward_location(task: object) -> str:
 
 
 def _function(task: object) -> Any:
-    """What decides the reward: the user's function or method."""
+    """The user's function or method that decides the reward."""
     if isinstance(task, FunctionTask):
         return task.function
     return getattr(task, "rewards" if scores_groups(task) else "reward", None)

@@ -432,7 +432,7 @@ class Encoder:
 
 
 def judged(texts: Sequence[str]) -> list[float | None]:
-    """The rewards of responses. Those of a group depend on its first one, and the longest of three has none."""
+    """The rewards of responses. The rewards of a group depend on its first one, and the longest of three has none."""
     rewards: list[float | None] = [float(number(text) % 3 + number(texts[0]) % 3) / 2 for text in texts]
     if len(texts) > 2:
         rewards[max(range(len(texts)), key=lambda index: len(texts[index]))] = None

@@ -1,4 +1,4 @@
-"""Checkpoints are uploaded beside a run: done or failed with the reason in its journal, and never in its way."""
+"""Checkpoints are uploaded during a run: done or failed with the reason in its journal, and never in its way."""
 
 from __future__ import annotations
 

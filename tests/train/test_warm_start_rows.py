@@ -1,4 +1,4 @@
-"""Rows to learn from: their tokens are those of a run, and only replies are learned."""
+"""Rows to learn from: their tokens are the same as in a run, and only replies are learned."""
 
 from __future__ import annotations
 

@@ -83,11 +83,11 @@ BASELINES_OF_TURNS: dict[str, AdvantageFunction] = {"turn_norm": group_norm, "tu
 
 
 def of_scored(function: AdvantageFunction, rewards: Tensor, more: Mapping[str, Any] | None = None) -> Tensor:
-    """The advantages of rewards [groups, group_size] in which NaN marks a masked rollout, of the same shape and dtype.
+    """The advantages of rewards [groups, group_size], of the same shape and dtype. NaN marks a masked rollout.
 
-    A masked rollout has 0, and the others have what a group without it has: the function is called once for each number
-    of scored rollouts, with the groups that have this many. ``more`` are further arguments by name: tensors like the
-    rewards, or mappings of names to such tensors. Raises ``ValueError`` as ``check_advantages`` does.
+    A masked rollout has 0, and the others are treated as a group without it: the function is called once for each
+    number of scored rollouts, with the groups that have this many. ``more`` are further arguments by name: tensors like
+    the rewards, or mappings of names to such tensors. Raises ``ValueError`` as ``check_advantages`` does.
     """
     scored = ~rewards.isnan()
     counts = scored.sum(dim=1)
@@ -142,7 +142,8 @@ def rewards_at_turn_ends(rewards: Tensor, turns: Tensor, mask: Tensor) -> Tensor
     """The reward of each turn at its last token that counts, and 0 elsewhere.
 
     A rollout may have several rows. The rewards of turns in other rows are added to the last turn before them, so the
-    rewards from a token on are those of its turn and of all later turns. A row without a token that counts has none.
+    rewards from a token on are the rewards of its turn and of all later turns. A row without a token that counts has
+    none.
 
     ``rewards``: [rows, turns] of each row's rollout, floating point, NaN after its last turn; ``turns``: int64
     [rows, tokens], the turn of each token, which never decreases along a row; ``mask``: bool [rows, tokens]. Returns

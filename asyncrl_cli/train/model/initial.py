@@ -51,7 +51,7 @@ OLDER_NAMES = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
 
 def model_key(spec: ExperimentSpec, rows: Rows | None = None) -> str:
-    """A digest of everything that decides the initial weights. ``rows``: those of ``model.warm_start.data``."""
+    """A digest of everything that decides the initial weights. ``rows``: of ``model.warm_start.data``."""
     model = spec.model.model_dump(mode="json", exclude={"lora"})
     if spec.model.warm_start is not None:
         model["warm_start"].pop("threads")
