@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.records.experts import Experts, join_experts
+from asyncrl_cli.records.images import PlacedImage
 
 FinishReason = Literal["stop", "length"]
 
@@ -193,6 +194,8 @@ class RolloutRequest:
     """Requests with the same one go to the same engine, for its prefix cache, while it serves and has room."""
     streamed: bool = False  # new tokens are delivered every ``worker.STREAM_S`` seconds
     awaited: bool = False  # its end is delivered immediately
+    images: tuple[PlacedImage, ...] = ()
+    """The images in ``prompt_ids``, in their order."""
 
     @property
     def generated(self) -> int:
@@ -220,6 +223,8 @@ class Rollout(TokenSequence):
     finish_reason: FinishReason
     branches: tuple[Rollout, ...] = ()  # they have no branches themselves
     prompt_experts: Experts | None = None  # the experts of ``prompt_ids``
+    images: tuple[PlacedImage, ...] = ()
+    """The images in prompt and response, in their order."""
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:

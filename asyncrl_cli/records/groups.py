@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from asyncrl_cli.records.generation import Rollout, Segment
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
@@ -77,6 +78,8 @@ class Candidate:
     prompt_ids: tuple[int, ...]
     loader: Mapping[str, int]
     """The data loader's position after it."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images in ``prompt_ids``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +97,8 @@ class Group:
     """Finished rollouts without a reward. Their texts are empty."""
     prefixes: Mapping[int, Mapping[int, tuple[Segment, ...]]] = field(default_factory=dict)
     """The tokens of unfinished rollouts, by branch: only an episode has others than branch 0."""
+    images: tuple[PlacedImage, ...] = ()
+    """The images in ``prompt_ids``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from asyncrl_cli.records.images import Image
+
 Message = Mapping[str, Any]
 
 
@@ -18,11 +20,13 @@ class Prompt:
     ``uid`` is permanent: the same in every epoch, after every restart, and in any order.
     ``content`` is plain text, or chat messages that the tokenizer's chat template turns into tokens.
     ``fields`` is everything else of the row; the reward function sees it and the model does not.
+    ``images`` are those that the messages refer to, in their order.
     """
 
     uid: str
     content: str | tuple[Message, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
 
 
 def prompt_from(row: Mapping[str, Any]) -> Prompt:

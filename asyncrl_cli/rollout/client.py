@@ -371,7 +371,8 @@ class GenerationClient:
         # Requests that are not pending have been cancelled.
         for rollout in delivery.rollouts:
             if (entry := engine.pending.get(rollout.rollout_id)) is not None:
-                ended.append((entry, replace(rollout, prompt_ids=entry.request.prompt_ids)))
+                request = entry.request
+                ended.append((entry, replace(rollout, prompt_ids=request.prompt_ids, images=request.images)))
                 pause_s = min(PAUSE_SHARE * (time.time() - entry.sent_at), LONGEST_PAUSE_S)
                 self.pause_s += 0.1 * (pause_s - self.pause_s)
         for failure in delivery.failures:

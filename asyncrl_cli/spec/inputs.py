@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -145,6 +146,10 @@ class LoraSpec(Section):
         return next((rank for rank in SLOT_RANKS if rank >= self.rank), self.rank)
 
 
+FROZEN: Sequence[Literal["vision"]] = ("vision",)
+"""``model.freeze`` by default."""
+
+
 class ModelSpec(Section):
     """The policy: a saved model, or one made from a config."""
 
@@ -164,6 +169,12 @@ class ModelSpec(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as `{enable_thinking: false}`: for prompts, episodes and `asyncrl serve`.
     A variable that the template does not read is refused."""
+
+    max_images: NonNegative = 0
+    """Images that a conversation may have; 0: text alone. The model needs a vision tower, and torchvision is required.
+    """
+    freeze: list[Literal["vision"]] = Field(default_factory=lambda: list(FROZEN))
+    """Parts of a model with images that are not trained. `vision`: the vision tower; its projector is trained."""
 
     @property
     def published_adapter(self) -> LoraSpec | None:

@@ -1,0 +1,35 @@
+"""Images of prompts and conversations, and their places among the tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An encoded image, such as a PNG file. Messages refer to it by its digest: ``{"type": "image", "image": digest}``.
+
+    Rollouts of a group share one object, so pickling a batch of them copies its bytes once.
+    """
+
+    digest: str
+    """BLAKE2b of ``data``, in hexadecimal."""
+    data: bytes
+
+    @classmethod
+    def of(cls, data: bytes) -> Image:
+        """The image with these bytes, unchecked."""
+        return cls(hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest(), data)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedImage:
+    """An image in a token sequence: its placeholder tokens, in which the model sees its features, are
+    ``offset``, ``offset + 1``, ... of the whole sequence (prompt and response), ``length`` of them."""
+
+    image: Image
+    offset: int
+    length: int
