@@ -55,3 +55,32 @@ def small_model(architecture: str) -> Any:
     for tensor in model.state_dict().values():
         tensor.normal_()
     return model
+
+
+LANGUAGE: dict[str, Any] = {
+    "hidden_size": 96,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": 14}
+IMAGE_MODELS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**LANGUAGE, "sliding_window": 16},
+        "vision_config": {**VISION_SIZES, "image_size": 56, "patch_size": 14},
+        "mm_tokens_per_image": 4,
+    },
+    "qwen2_5_vl": {
+        "tie_word_embeddings": True,
+        "text_config": {**LANGUAGE, "rope_parameters": MROPE},
+        "vision_config": {**TOWER, "fullatt_block_indexes": [1], "window_size": 56},
+    },
+    "qwen3_vl": {
+        "text_config": {**LANGUAGE, "rope_parameters": MROPE},
+        "vision_config": {**TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+    },
+}
+"""`model.init.config` of small vision-language models, by architecture. An image token stands for 28 × 28 pixels."""

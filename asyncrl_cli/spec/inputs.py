@@ -30,10 +30,11 @@ class ModelInit(Section):
     """A model built from an architecture's config, with random weights."""
 
     architecture: Text
-    """A transformers model type with a causal language model, such as `qwen3` or `llama`."""
+    """A transformers model type with a causal language model, such as `qwen3` or `llama`; or one that also sees images:
+    `gemma3`, `qwen2_5_vl`, `qwen3_vl`."""
     config: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the architecture's transformers config. `vocab_size` and the special token ids come from the
-    tokenizer."""
+    tokenizer. For images: the language model's are in `text_config`, the vision tower's in `vision_config`."""
     tokenizer: Annotated[Text, SystemPath] = CHARACTERS
     """`characters` makes a tokenizer with one token for each printable ASCII character; anything else is the path of a
     saved tokenizer (relative to this file)."""

@@ -12,6 +12,8 @@ import yaml
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.rules.model import VISION_LANGUAGE
+from asyncrl_cli.train.model.image_models import IMAGE_TOKENS
 from asyncrl_cli.train.model.initial import (
     build_initial_model,
     prepare_model,
@@ -20,6 +22,7 @@ from asyncrl_cli.train.model.initial import (
 )
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from tests.conftest import not_writable
+from tests.small_models import IMAGE_MODELS, LANGUAGE
 
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 QUICKSTART = Path(__file__).parents[2] / "specs" / "quickstart.yaml"
@@ -147,3 +150,52 @@ def test_a_model_that_cannot_be_written_is_an_error_with_the_folder(archive: Pat
         prepare_model(spec, lambda: pytest.fail("no task is needed"), lambda *_: None)
     assert caught.value.location == str(archive / "models")
     assert "runs_dir" in caught.value.hint
+
+
+@pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))
+def test_vision_language_models_load_with_their_processor_and_see_images(tmp_path: Path, architecture: str) -> None:
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts
+
+    config = IMAGE_MODELS[architecture]
+    build_initial_model(ModelInit(architecture=architecture, config=config), 128, 0, tmp_path)
+    processor: Any = AutoProcessor.from_pretrained(tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    if architecture == "gemma3":  # transformers starts its projector at 0
+        model.model.multi_modal_projector.mm_input_projection_weight.data.normal_()
+    tokenizer = load_tokenizer(tmp_path, None)
+    assert not templates_texts(tokenizer)
+    parts = [{"type": "image", "image": "a1"}, {"type": "text", "text": "how many?"}]
+    text = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    logits = []
+    for colour in ("red", "blue"):
+        inputs = processor(text=[text], images=[Image.new("RGB", (56, 56), colour)], return_tensors="pt")
+        assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == 4
+        with torch.no_grad():
+            logits.append(model(**inputs).logits[0, -1])
+    assert len(tokenizer) == model.config.get_text_config().vocab_size == len(logits[0])
+    assert not torch.equal(*logits)
+
+
+def test_the_rules_know_the_vision_language_models_that_can_be_made() -> None:
+    assert tuple(sorted(IMAGE_TOKENS)) == VISION_LANGUAGE
+
+
+def test_config_keys_of_vision_language_models_are_checked_at_their_place(tmp_path: Path) -> None:
+    config = IMAGE_MODELS["qwen2_5_vl"]
+    for changed, location in (
+        ({"image_token_id": 3}, r"model\.init\.config\.image_token_id"),
+        ({"text_config": {"vocab_size": 9}}, r"model\.init\.config\.text_config\.vocab_size"),
+        ({"vision_config": {"dept": 2}}, r"model\.init\.config\.vision_config: .* no 'dept' .*depth"),
+        ({"text_config": 3}, r"model\.init\.config\.text_config: must be a mapping"),
+        ({"text_config": {**LANGUAGE, "num_attention_heads": 7}}, r"text_config\.num_key_value_heads|hidden_size"),
+    ):
+        init = ModelInit(architecture="qwen2_5_vl", config={**config, **changed})
+        if "7" in str(changed):
+            init.config["text_config"].update(num_key_value_heads=2)
+        with pytest.raises(ConfigError, match=location):
+            write_model_stub(init, 64, tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.init\.config\.boi_token_index"):
+        write_model_stub(ModelInit(architecture="gemma3", config={"boi_token_index": 3}), 64, tmp_path)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.base import LARGEST
@@ -21,14 +22,23 @@ SIZES = (
     "max_position_embeddings",
 )
 """Keys of an architecture's config that the rules read; most architectures have them."""
+TEXT_CONFIG = "text_config"
+"""The key of a vision-language config with the language model's keys."""
 HUB_ID = r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?"
 
 
 def _sizes(spec: ExperimentSpec) -> dict[str, int]:
     """The values of ``SIZES`` in `model.init.config`, without those that are invalid."""
-    config = spec.model.init.config if spec.model.init else {}
+    config, _ = _text_config(spec)
     found = {name: config.get(name) for name in SIZES}
     return {name: size for name, size in found.items() if type(size) is int and 1 <= size <= LARGEST}
+
+
+def _text_config(spec: ExperimentSpec) -> tuple[Mapping[str, Any], str]:
+    """The keys of the language model in `model.init.config`, and their path."""
+    config, path = spec.model.init.config if spec.model.init else {}, "model.init.config"
+    text = config.get(TEXT_CONFIG)
+    return (text, f"{path}.{TEXT_CONFIG}") if isinstance(text, Mapping) else (config, path)
 
 
 @rule
@@ -90,9 +100,26 @@ def chat_template_exists(spec: ExperimentSpec) -> Iterator[Problem]:
 def architecture_exists(spec: ExperimentSpec) -> Iterator[Problem]:
     """transformers has a causal language model of the type `model.init.architecture`."""
     name, known = spec.model.init.architecture if spec.model.init else "", _architectures()
-    if spec.model.init and known and name not in known:
+    if spec.model.init and known and name not in {*known, *VISION_LANGUAGE}:
         hint = did_you_mean(name, known, "for a small model, use `qwen3` or `llama`")
         yield Problem("model.init.architecture", f"transformers has no causal language model of type `{name}`", hint)
+
+
+VISION_LANGUAGE = ("gemma3", "qwen2_5_vl", "qwen3_vl")
+"""Architectures that see images, which `model.init` can make."""
+
+
+@rule
+def architecture_sees_images(spec: ExperimentSpec) -> Iterator[Problem]:
+    """With `model.max_images`, `model.init.architecture` is `gemma3`, `qwen2_5_vl` or `qwen3_vl`; these architectures
+    need it."""
+    name = spec.model.init.architecture if spec.model.init else ""
+    if name and spec.model.max_images and name not in VISION_LANGUAGE:
+        hint = f"use {', '.join(VISION_LANGUAGE)}, or set it to 0"
+        yield Problem("model.max_images", f"`{name}` sees no images", hint)
+    if name in VISION_LANGUAGE and not spec.model.max_images:
+        hint = "set it to 1 or more, or use an architecture of text alone"
+        yield Problem("model.max_images", f"`{name}` is a model for images", hint)
 
 
 MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
@@ -142,12 +169,12 @@ def _architectures() -> frozenset[str]:
 def config_sizes(spec: ExperimentSpec) -> Iterator[Problem]:
     """Sizes in `model.init.config` (`hidden_size`, `num_hidden_layers`, heads, `head_dim`, `max_position_embeddings`)
     are whole numbers from 1."""
-    config, sizes = spec.model.init.config if spec.model.init else {}, _sizes(spec)
+    (config, path), sizes = _text_config(spec), _sizes(spec)
     for name in SIZES:
         # Some architectures read null as "follows from the others".
         if config.get(name) is not None and name not in sizes:
             message = f"must be a whole number from 1 to {LARGEST}"
-            yield Problem(f"model.init.config.{name}", message, "write digits without quotes, such as 64")
+            yield Problem(f"{path}.{name}", message, "write digits without quotes, such as 64")
 
 
 @rule
@@ -155,7 +182,7 @@ def attention_heads(spec: ExperimentSpec) -> Iterator[Problem]:
     """In `model.init.config`, the heads divide the hidden size (or `head_dim` is given), the key-value heads divide the
     heads, and `trainer.sequence_parallel` divides the heads."""
     sizes = _sizes(spec)
-    yield from head_problems(sizes)
+    yield from head_problems(sizes, _text_config(spec)[1])
     if "num_attention_heads" in sizes:
         heads = sizes["num_attention_heads"]
         kv_heads = sizes.get("num_key_value_heads", heads)
@@ -174,15 +201,15 @@ def sequence_parallel_problems(heads: int, kv_heads: int, size: int) -> Iterator
         yield Problem("trainer.sequence_parallel", message, f"use one of {', '.join(map(str, able))}")
 
 
-def head_problems(sizes: Mapping[str, int]) -> Iterator[Problem]:
-    """The problems in the attention heads of a config, which may include the architecture's defaults."""
+def head_problems(sizes: Mapping[str, int], path: str) -> Iterator[Problem]:
+    """The problems in the attention heads of the config at ``path``, which may include the architecture's defaults."""
     size, heads, kv_heads = map(sizes.get, ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     if size and heads and size % heads and not sizes.get("head_dim"):
         hint = f"use a multiple of {heads}, such as {size - size % heads + heads}, or give head_dim"
-        yield Problem("model.init.config.hidden_size", f"{size} is not a multiple of {heads} heads", hint)
+        yield Problem(f"{path}.hidden_size", f"{size} is not a multiple of {heads} heads", hint)
     if heads and kv_heads and heads % kv_heads:
         message = f"{kv_heads} does not divide the {heads} heads"
-        yield Problem("model.init.config.num_key_value_heads", message, f"use one of {divisors(heads)}")
+        yield Problem(f"{path}.num_key_value_heads", message, f"use one of {divisors(heads)}")
 
 
 @rule

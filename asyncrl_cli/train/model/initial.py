@@ -18,7 +18,7 @@ import hashlib
 import inspect
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -28,10 +28,17 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.core.suggest import did_you_mean
 from asyncrl_cli.spec.inputs import CHARACTERS, ModelInit, ModelSpec
-from asyncrl_cli.spec.rules.model import SIZES, head_problems, position_problems
+from asyncrl_cli.spec.rules.model import SIZES, TEXT_CONFIG, head_problems, position_problems
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.conversations import Rows
+from asyncrl_cli.train.model.image_models import (
+    IMAGE_TOKENS,
+    copy_processor,
+    model_class,
+    save_processor,
+    set_image_tokens,
+)
 from asyncrl_cli.train.model.saving import copy_generation_config, save_model
 from asyncrl_cli.train.model.tokenizer import (
     CHAT_TEMPLATE,
@@ -167,15 +174,20 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
     file's path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that
     do not fit, and an invalid chat template.
     """
+    images = IMAGE_TOKENS.get(init.architecture)
     if init.tokenizer == CHARACTERS:
-        tokenizer = with_chat_template(character_tokenizer(max_length), chat_template)
+        tokenizer = with_chat_template(character_tokenizer(max_length, images), chat_template)
     else:
         tokenizer = with_chat_template(_saved_tokenizer(init.tokenizer), chat_template)
     special = {name: getattr(tokenizer, name) for name in FROM_TOKENIZER[1:]}
     config = _config(init, max_length, {"vocab_size": len(tokenizer), **special})
+    if images is not None:
+        set_image_tokens(config, tokenizer)
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(directory)
+    if images is not None:
+        save_processor(config, tokenizer, directory)
     config.save_pretrained(directory)
     generation = {name: value for name, value in special.items() if value is not None}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
@@ -188,7 +200,9 @@ def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
     """
     from transformers import AutoConfig
 
-    load_tokenizer(model, chat_template).save_pretrained(directory)
+    tokenizer = load_tokenizer(model, chat_template)
+    tokenizer.save_pretrained(directory)
+    copy_processor(model, directory, tokenizer)
     AutoConfig.from_pretrained(model).save_pretrained(directory)
     copy_generation_config(model, directory)
 
@@ -200,13 +214,13 @@ def write_weights(directory: Path, seed: int) -> None:
     build the architecture.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = model_class(images=config.model_type in IMAGE_TOKENS).from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
@@ -238,9 +252,14 @@ def _saved_tokenizer(path: str) -> Any:
 
 def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    names: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    images = init.architecture in IMAGE_TOKENS
+    names: dict[str, str] = dict(
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        if images
+        else modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
     if init.architecture not in names or init.architecture not in CONFIG_MAPPING:
         raise ConfigError(
             f"transformers has no causal language model of type {init.architecture!r}",
@@ -248,8 +267,16 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
             hint=did_you_mean(init.architecture, names, "for a small model, use qwen3 or llama"),
         )
     config_class = CONFIG_MAPPING[init.architecture]
-    _check_keys(init, config_class)
-    settings = {"max_position_embeddings": max_length, **init.config, **from_tokenizer}
+    _check_keys(init.config, config_class)
+    own = {"max_position_embeddings": max_length}
+    if images:
+        tied = {name: init.config[name] for name in ("tie_word_embeddings",) if name in init.config}
+        text = own | tied | init.config.get(TEXT_CONFIG, {}) | from_tokenizer  # vLLM reads both configs
+        settings = {**init.config, TEXT_CONFIG: text}
+        if "out_hidden_size" in vars(config_class.sub_configs["vision_config"]) and "hidden_size" in text:
+            settings["vision_config"] = {"out_hidden_size": text["hidden_size"], **init.config.get("vision_config", {})}
+    else:
+        settings = {**own, **init.config, **from_tokenizer}
     try:
         config = AutoConfig.for_model(init.architecture, **settings, architectures=[names[init.architecture]])
     except Exception as error:
@@ -263,7 +290,9 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     return config
 
 
-def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
+def _check_keys(
+    settings: Mapping[str, Any], config_class: type[PreTrainedConfig], location: str = "model.init.config"
+) -> None:
     """Refuse keys that the config class does not know: it would keep them and ignore them."""
     known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     # Some config classes do not declare this key, although the model's code asks for it (Qwen3-MoE, GLM-4-MoE).
@@ -271,25 +300,31 @@ def _check_keys(init: ModelInit, config_class: type[PreTrainedConfig]) -> None:
     source = source.with_name(source.name.replace("configuration_", "modeling_"))
     if source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8"):
         known.add("head_dim")
-    for key in init.config:
-        if key in FROM_TOKENIZER:
-            raise ConfigError("follows from the tokenizer", location=f"model.init.config.{key}", hint="remove it")
+    image_tokens = IMAGE_TOKENS.get(config_class.model_type)
+    given = {*FROM_TOKENIZER, *(f"{name}_id" for name in (image_tokens.names if image_tokens else ()))}
+    for key, value in settings.items():
+        if key in given or config_class.attribute_map.get(key, key) in map(config_class.attribute_map.get, given):
+            raise ConfigError("follows from the tokenizer", location=f"{location}.{key}", hint="remove it")
         if key not in known and key not in OLDER_NAMES:
             raise ConfigError(
                 f"{config_class.__name__} has no {key!r}",
-                location="model.init.config",
+                location=location,
                 hint=did_you_mean(key, known, "remove it or correct its name"),
             )
+        if image_tokens is not None and (part := config_class.sub_configs.get(key)) is not None:
+            if not isinstance(value, Mapping):
+                raise ConfigError("must be a mapping", location=f"{location}.{key}", hint="give the config's keys")
+            _check_keys(value, part, f"{location}.{key}")
 
 
 def _check_sizes(config: PreTrainedConfig, max_length: int) -> None:
     """Refuse what would fail later, and less clearly, in a trainer or an engine: the rules of the spec, with the
     architecture's own defaults where the spec says nothing."""
-    sizes = {
-        name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(config, name, None), int)
-    }
+    text = config.get_text_config()
+    where = "model.init.config" if text is config else f"model.init.config.{TEXT_CONFIG}"
+    sizes = {name: size for name in (*SIZES, "intermediate_size") if isinstance(size := getattr(text, name, None), int)}
     for name, size in sizes.items():
         if size < 1:
-            raise ConfigError(f"{size} is less than 1", location=f"model.init.config.{name}", hint="raise it")
-    for problem in (*head_problems(sizes), *position_problems(sizes, max_length)):
+            raise ConfigError(f"{size} is less than 1", location=f"{where}.{name}", hint="raise it")
+    for problem in (*head_problems(sizes, where), *position_problems(sizes, max_length)):
         raise ConfigError(problem.message, location=problem.path, hint=problem.hint)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.train.model.image_models import IMAGE_TOKENS, ImageTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -39,9 +40,21 @@ A tool's result is in brackets, and tool calls have the hermes form, as vLLM and
 rendering of a conversation begins with its beginning's rendering.
 """
 
+CONTENT_PARTS = (
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] or [] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
+)
 
-def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII."""
+
+def image_template(mark: str) -> str:
+    """``CHAT_TEMPLATE`` for messages that may have images, each written as ``mark``."""
+    parts = CONTENT_PARTS.replace("IMAGE", mark)
+    return CHAT_TEMPLATE.replace("{{ message['content'] }}", parts).replace("{{ message['content'] or '' }}", parts)
+
+
+def character_tokenizer(max_length: int, images: ImageTokens | None = None) -> PreTrainedTokenizerFast:
+    """A tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII; tokens of ``images``
+    follow."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +70,8 @@ def character_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=max_length,
         padding_side="right",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE if images is None else image_template(images.mark),
+        **({} if images is None else {"extra_special_tokens": dict(images.names)}),
     )
 
 
@@ -95,7 +109,8 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
 
 def templates_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer has a chat template that writes more than a user's text; ``CHAT_TEMPLATE`` does not."""
-    return tokenizer.chat_template is not None and tokenizer.chat_template != CHAT_TEMPLATE
+    plain = {CHAT_TEMPLATE, *(image_template(tokens.mark) for tokens in IMAGE_TOKENS.values())}
+    return tokenizer.chat_template is not None and tokenizer.chat_template not in plain
 
 
 @contextmanager

@@ -1,0 +1,122 @@
+"""Vision-language models: their class, the tokens that stand for images, and the processor that makes patches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from asyncrl_cli.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """How an architecture's tokens stand for an image."""
+
+    names: Mapping[str, str]
+    """The special tokens, by the names that its processor and, with `_id` at the end, its config have for them."""
+    mark: str
+    """An image in a chat template's text. The processor puts as many placeholders there as the image needs."""
+
+
+_QWEN = ImageTokens(
+    {
+        "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>",
+        "image_token": "<|image_pad|>",
+        "video_token": "<|video_pad|>",
+    },
+    mark="<|vision_start|><|image_pad|><|vision_end|>",
+)
+IMAGE_TOKENS = {
+    "gemma3": ImageTokens(
+        {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
+        mark="<start_of_image>",
+    ),
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+}
+"""By architecture, as in ``spec.rules.model.VISION_LANGUAGE``."""
+
+
+def model_class(images: bool) -> Any:
+    """The transformers class that loads or builds a model: a language model, or one that also sees images."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
+
+
+def set_image_tokens(config: Any, tokenizer: Any) -> None:
+    """Write the ids of the image tokens into a vision-language config. Raises ``ConfigError`` if one is missing."""
+    for name, token in IMAGE_TOKENS[config.model_type].names.items():
+        if token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"the tokenizer has no token {token}, which a {config.model_type} needs for images",
+                location="model.init.tokenizer",
+                hint="name the tokenizer of such a model, or use `characters`",
+            )
+        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+
+
+def save_processor(config: Any, tokenizer: Any, directory: Path) -> None:
+    """Write the files of a vision-language model's processor, with the patches that its config describes.
+
+    Raises ``ConfigError`` without torchvision.
+    """
+    try:
+        processor = _processor(config, tokenizer)
+    except ImportError as error:
+        raise ConfigError(
+            f"the image processor cannot be loaded: {' '.join(str(error).split())}",
+            location="model.init.architecture",
+            hint="install torchvision as requirements/README.md describes",
+        ) from error
+    processor.save_pretrained(directory)
+
+
+def copy_processor(source: str | Path, directory: Path, tokenizer: Any) -> None:
+    """Write the processor of a saved model, if it has one, to ``directory``, with another ``tokenizer``."""
+    from transformers.utils import PROCESSOR_NAME, cached_file
+
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    for name in (PROCESSOR_NAME, "preprocessor_config.json"):
+        if cached_file(str(source), name, **quiet) is not None:
+            from transformers import AutoProcessor
+
+            processor = AutoProcessor.from_pretrained(source)
+            processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
+            processor.save_pretrained(directory)
+            return
+
+
+def _processor(config: Any, tokenizer: Any) -> Any:
+    vision = config.vision_config
+    if config.model_type == "gemma3":
+        from transformers.models.gemma3 import Gemma3Processor
+        from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+        side = vision.image_size
+        return Gemma3Processor(
+            Gemma3ImageProcessorPil(size={"height": side, "width": side}),
+            tokenizer,
+            chat_template=tokenizer.chat_template,
+            image_seq_length=config.mm_tokens_per_image,
+        )
+    from transformers.models.auto.processing_auto import processor_class_from_name
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    patches = {
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+        "merge_size": vision.spatial_merge_size,
+    }
+    side = vision.patch_size * vision.spatial_merge_size  # of a token
+    name = "Qwen3VLProcessor" if config.model_type == "qwen3_vl" else "Qwen2_5_VLProcessor"
+    return processor_class_from_name(name)(
+        image_processor=Qwen2VLImageProcessorPil(min_pixels=side**2, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**patches),  # which the class asks for
+        chat_template=tokenizer.chat_template,
+    )
