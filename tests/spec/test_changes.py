@@ -87,7 +87,7 @@ def words(schema: Any) -> Iterator[str]:
 
 CANDIDATES = [
     *(True, False, 1, 2, 0, 7, 1024, 0.5, 0.125, "other", "own:function", "http://there", "there:6379"),
-    *(["a"], ["stall"], ["own:Class"], [0.5, 0.5], {"a": 1}, {"a": "b"}, {}),
+    *(["a"], ["stall"], ["own:Class"], [0.5, 0.5], [], {"a": 1}, {"a": "b"}, {}),
     *(
         [{"name": "a", "use": "b"}],
         {"field": "a", "stages": [{}]},
