@@ -118,7 +118,8 @@ def serve(concurrent: int, requests: int, width: int, layers: int, folder: Path)
 
     model = prepare_model(spec, lambda: None, lambda *_: None)  # type: ignore[arg-type,return-value]
     try:
-        run_server(served_folder(spec, model, logs=folder, what=spec.name), ready, print, print)
+        served = served_folder(spec, model, logs=folder, what=spec.name)
+        run_server(served, ready=ready, check=lambda _: "", status=print, warn=print)
     except Interrupted:
         pass
     finally:

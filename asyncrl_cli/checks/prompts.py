@@ -8,7 +8,6 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.checks.finding import Result, Warned
@@ -20,7 +19,7 @@ from asyncrl_cli.records.prompt import ChatError, Prompt
 from asyncrl_cli.rollout.response_text import special_tokens
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.conversations import DATA, RowEncoder, Rows, encode_row
-from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts
+from asyncrl_cli.train.model.tokenizer import templates_texts
 
 SPREAD = 1000
 """Number of prompts of one pass over a split, evenly spread, when not all can be tried in time."""
@@ -183,10 +182,8 @@ def check_template(
     return Warned("; ".join(notes), hint)
 
 
-def missing_in_template(spec: ExperimentSpec, folder: Path) -> str:
-    """Return a warning if conversations with the model in ``folder`` may have something that its chat template leaves
-    out."""
-    tokenizer = load_tokenizer(folder, spec.model.chat_template)
+def missing_in_template(spec: ExperimentSpec, tokenizer: Any) -> str:
+    """Return a warning if conversations may have something that the tokenizer's chat template leaves out."""
     if tokenizer.chat_template is None:  # then there are only completions
         return ""
     template = ChatTemplate(tokenizer, spec.model.chat_template_kwargs)

@@ -97,13 +97,14 @@ def evaluate(
             experiment = checks.experiment()
         folder = run
         if folder is None:
-            from asyncrl_cli.runs.manifest import describe_start
+            from asyncrl_cli.runs.manifest import EVALUATED, describe_start
             from asyncrl_cli.spec.load import dump_spec
 
             model = initial_model(checked, lambda: experiment.tasks[""], base)
             # In the form of a run's folder, for MLflow, but not where it would be listed as a run.
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
-            folder.begin(dump_spec(settings, loaded.references), 0, describe_start(base / "spec.yaml"))
+            manifest = describe_start(base / "spec.yaml") | {EVALUATED: target}
+            folder.begin(dump_spec(settings, loaded.references), 0, manifest)
             served = served_folder(settings, model, logs=folder.path / "logs", what=f"the model of {target}")
     choose = partial(offline, kind=kind, data=_name(data or ""))
     results, mlflow = _run(experiment, served, choose, folder=folder, is_new=run is None)

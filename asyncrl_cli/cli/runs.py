@@ -146,6 +146,7 @@ def track(
     """
     from importlib.util import find_spec
 
+    from asyncrl_cli.runs.manifest import EVALUATED
     from asyncrl_cli.spec.load import load_recorded
 
     if find_spec("mlflow") is None:
@@ -155,10 +156,11 @@ def track(
     spec = load_recorded(run.path).spec
     changes = {"uri": uri, "register_model": register}
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})
+    runs = spec.runs_dir.parent if EVALUATED in run.manifest else spec.runs_dir
 
     from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
 
-    target = target_of(spec.model_copy(update={"tracking": tracking}))
+    target = target_of(spec.model_copy(update={"tracking": tracking, "runs_dir": runs}))
     sender = send_rest(run, target)
     report = ", the report" if sender.reported else ""
     echo(f"sent     {counted(sender.steps, 'step')}, {counted(sender.evaluations, 'evaluation')}{report}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -69,15 +70,10 @@ def serve(
             shown = printable(f"{text}\n")
             terminal.out.draw(shown, shown)  # `write` would mask the key
 
-        def model(temporary: Path) -> Path:
-            folder = served.model(temporary)
-            if warning := missing_in_template(served.spec, folder):
-                say(warning)
-            return folder
-
         check_cluster(served.spec, actors=Actors(served.spec.rollout.min_engines, 0), folder=served.logs, notice=say)
         try:
-            run_server(replace(served, model=model), ready=ready, status=say, warn=say)
+            check = partial(missing_in_template, served.spec)
+            run_server(served, ready=ready, check=check, status=say, warn=say)
         except Interrupted:
             say("stopped")
             raise typer.Exit(INTERRUPTED) from None

@@ -203,11 +203,19 @@ def use_engines(
 
 
 def serve(
-    served: Served, ready: Callable[[Address], None], status: Callable[[str], None], warn: Callable[[str], None]
+    served: Served,
+    *,
+    ready: Callable[[Address], None],
+    check: Callable[[Any], str],
+    status: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, as ``use_engines``; ``ready`` is called when clients can connect."""
+    """Serve until Ctrl-C or SIGTERM, as ``use_engines``; ``ready`` is called when clients can connect. ``check``
+    returns a warning about the tokenizer, or an empty text."""
 
     async def work(engines: Engines) -> None:
+        if warning := await asyncio.to_thread(check, engines.tokenizer):
+            warn(warning)
         api_key = secrets.token_urlsafe(32)
         setup = setup_of(engines.factory.spec, model_folder=str(engines.folder), model=served.name, api_key=api_key)
         gateway = GatewayClient(

@@ -21,6 +21,10 @@ SPEED = "processor_speed"
 """In the manifest of a run on CPUs that is long enough to plan others from: ``system/processors.py``."""
 
 
+EVALUATED = "evaluated"
+"""In the manifest of an evaluation outside a run: its target. The folder is two levels below `runs_dir`."""
+
+
 def describe_start(spec_file: Path, speed: float | None = None, model: str | None = None) -> dict[str, Any]:
     """The manifest of a run that starts now. ``speed``: the processors', if it was measured; ``model``: the spec's
     `model.path`."""

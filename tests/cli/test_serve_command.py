@@ -129,7 +129,7 @@ def test_it_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: pytes
     run.update(phase="finished", step=10)
     address = Address("http://127.0.0.1:1/v1", "secret", run.run_id)
 
-    def serve(served: Served, ready, status, warn) -> None:  # type: ignore[no-untyped-def]
+    def serve(served: Served, ready, check, status, warn) -> None:  # type: ignore[no-untyped-def]
         assert (served.spec.rollout.gateway.host, served.spec.rollout.gateway.port) == ("::1", 8000)
         ready(address)
         raise Interrupted

@@ -16,6 +16,7 @@ from asyncrl_cli.spec.load import dump_spec, load_spec
 from tests.journal.recorded_run import RecordedRun, settings
 from tests.monitors.mlflow_server import Server
 
+RESULT = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
 SPEC = "model: {path: org/model}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
 
 
@@ -40,8 +41,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
     run.write_text("spec.yaml", dump_spec(load_spec(tmp_path / "spec.yaml").spec, {}))
     for step in (1, 2, 3):
         run.append("metrics.jsonl", {"step": step, "version": step, "time": 1e6 + step, "loss": 0.5})
-    result = {"kind": "greedy", "step": 0, "accuracy": 0.5, "mean_length": 9.5}
-    run.write_text("evaluations/step-000000-greedy.jsonl", json.dumps(result) + "\n")
+    run.write_text("evaluations/step-000000-greedy.jsonl", json.dumps(RESULT) + "\n")
     recorded = RecordedRun(run.path / FILE, monkeypatch, settings(), lambda _: 2.0, 8)
     for _ in range(3):
         recorded.step()
@@ -70,6 +70,21 @@ def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: 
     logged = MlflowClient(tracking_uri=uri).get_run(mlflow_run)
     assert logged.info.status == "FAILED"
     assert logged.data.metrics["loss"] == 0.5
+
+
+@pytest.mark.stack
+def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Path) -> None:
+    """`asyncrl evaluate SPEC` sends to that store, and keeps its folder below `RUNS_DIR/evaluate`."""
+    made = RunDirectory.create(tmp_path / "runs/evaluate", "mine")
+    (tmp_path / "spec.yaml").write_text(SPEC)
+    made.begin(dump_spec(load_spec(tmp_path / "spec.yaml").spec, {}), 0, {"evaluated": "spec.yaml"})
+    made.write_text("evaluations/step-000000-offline-greedy.jsonl", json.dumps(RESULT) + "\n")
+    made.update(phase="finished")
+    made.unlock()
+    sent = track(f"runs/evaluate/{made.run_id}", cwd=tmp_path)
+    assert (sent.returncode, sent.stderr) == (0, "")
+    assert sent.stdout.splitlines()[1] == f"to       sqlite:///{tmp_path}/runs/mlflow.db"
+    assert not (tmp_path / "runs/evaluate/mlflow.db").exists()
 
 
 @pytest.mark.stack
