@@ -14,7 +14,7 @@ from base64 import b64decode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -46,6 +46,9 @@ OWN = ("function", "custom")
 ALLOWED = "allowed_tools"
 """The type of a choice that names several tools."""
 
+UNFINISHED = ("incomplete", "in_progress")
+"""States of an assistant message at the end that the reply continues, as in vLLM's server."""
+
 CUSTOM_PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -70,6 +73,9 @@ class MessageItem(Wire):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    status: Text | None = Field(
+        None, description="Of an assistant message at the end: `incomplete` or `in_progress` has the reply continue it."
+    )
 
 
 class ReasoningPart(Wire):
@@ -223,6 +229,11 @@ class ToolChoice(NamedTool):
 
 
 class ResponsesRequest(GenerationRequest, ChatBody):
+    how_to_end: ClassVar[str] = (
+        "to continue an assistant message at the end, set its status to incomplete; otherwise the last message must "
+        "not be the assistant's"
+    )
+
     input: Text | Annotated[list[InputItem], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A user's text, or items: messages, calls of tools, their results, reasoning."
     )
@@ -284,6 +295,10 @@ class ResponsesRequest(GenerationRequest, ChatBody):
             names = {(tool.type, tool.name) for tool in choice.chosen()}
             own = [one for one in own if (one.tool.type, one.tool.name) in names]
         return [one.function() for one in own] or None
+
+    def continues(self, ends_with_reply: bool) -> bool:
+        last = None if isinstance(self.input, str) or not self.input else self.input[-1]
+        return isinstance(last, MessageItem) and last.role == "assistant" and last.status in UNFINISHED
 
     def chat_messages(self) -> list[Message]:
         """The input as messages of a chat. Raises ``ApiError`` for reasoning that is not of this server."""

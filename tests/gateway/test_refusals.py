@@ -215,7 +215,7 @@ def test_rules_of_conversations_are_the_same_in_every_api(path: str) -> None:
                 assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
             else:
                 assert prefilled.status_code == 400
-                assert "the last message must not be the assistant's" in prefilled.text
+                assert "otherwise the last message must not be the assistant's" in prefilled.text
             for model in ("gpt-4o", "claude-of-this-year", MODEL):
                 assert (await there.post(path, asked(path, model=model), "7-0")).status_code == 200
             assert (await there.post(path, asked(path, model="gpt-4o"))).status_code == 404
@@ -241,6 +241,14 @@ def test_an_assistant_message_at_the_end_is_continued_as_by_vllm() -> None:
                 assert (alone.status_code, "need each other" in alone.text) == (400, True)
                 other = await there.post(RESPONSES, asked(RESPONSES, USER, REPLY, **{key: value}), "7-0")
                 assert other.json()["error"]["message"].startswith(f"{key} is not supported")
+            for status in ("incomplete", "in_progress"):
+                item = {"type": "message", **REPLY, "status": status}
+                answer = await there.post(RESPONSES, asked(RESPONSES, USER, item), "7-0")
+                assert answer.status_code == 200, answer.text
+                assert chat_format().decode(there.engine.asked[-1].prompt_ids) == "u:u\na:a"
+            item = {"type": "message", **REPLY, "status": "completed"}
+            ended = await there.post(RESPONSES, asked(RESPONSES, USER, item), "7-0")
+            assert (ended.status_code, "set its status to incomplete" in ended.text) == (400, True)
             users = await there.post(CHAT, asked(CHAT, USER, **both), "7-0")
             assert (users.status_code, "to continue an assistant message at the end" in users.text) == (400, True)
 
