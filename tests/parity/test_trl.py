@@ -1,7 +1,8 @@
 """Compared with the methods of TRL's trainers, called on objects that have only the attributes that these read.
 
 Where the two differ on purpose:
-- TRL adds 1e-4 to the deviation of a group, we 1e-6: this is corrected before ``group_norm`` is compared;
+- TRL adds 1e-4 to the deviation of a group, we 1e-6: this is corrected before ``group_norm`` is compared, and GDPO's
+  parts of rewards are compared with TRL's number in both;
 - the limit at which CISPO clips is given as the ratio itself, and there is no lower limit;
 - TRL's GSPO has one gradient for all tokens of a sequence, ours (GSPO-token) weighs each by its own importance weight:
   it is compared with the weights of sequences;
@@ -25,6 +26,7 @@ from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from asyncrl_cli.spec.algorithm import AlgorithmSpec, CorrectionSpec
+from asyncrl_cli.train.algorithms import advantages
 from asyncrl_cli.train.algorithms.advantages import ADVANTAGES, DEVIATION_FLOOR
 from asyncrl_cli.train.algorithms.corrections import correct
 from asyncrl_cli.train.algorithms.kl import KL
@@ -128,8 +130,12 @@ def test_policy_losses(
             same("share clipped high", "TRL `clip_ratio/high_mean`", summary["clip_high_fraction"], upper)
 
 
-def scored(trainer: type, rewards: Tensor, case_: list[Tensor], **attributes: Any) -> dict[str, Any]:
-    """A trainer's results for completions with these rewards, proximal and behaviour log-probs, mask and reference."""
+def scored(
+    trainer: type, rewards: Tensor, case_: list[Tensor], weights: tuple[float, ...] = (1.0,), **attributes: Any
+) -> dict[str, Any]:
+    """A trainer's results for completions with these rewards, proximal and behaviour log-probs, mask and reference.
+
+    ``rewards``: with several ``weights``, [groups, group size, weights]."""
     proximal, behaviour, mask, reference = case_
     lists = [[0] * TOKENS for _ in range(ROWS)]
     args = SimpleNamespace(
@@ -139,14 +145,15 @@ def scored(trainer: type, rewards: Tensor, case_: list[Tensor], **attributes: An
     made = bare(
         trainer, args=args, environment_factories=None, environments=None, tools=None, num_iterations=1,
         _tokenizer=SimpleNamespace(pad_token_id=0), pad_to_multiple_of=None, mask_truncated_completions=False,
-        multi_objective_aggregation="sum_then_normalize", reward_weights=torch.ones(1), num_generations=GROUP,
-        reward_func_names=["reward"], reward_clip_range=None, reward_funcs=[None], log_multimodal=False,
+        multi_objective_aggregation="sum_then_normalize" if len(weights) == 1 else "normalize_then_sum",
+        reward_weights=torch.tensor(weights), num_generations=GROUP, reward_clip_range=None, log_multimodal=False,
+        reward_func_names=[f"reward {at}" for at in range(len(weights))], reward_funcs=[None] * len(weights),
         _logs=defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)}, _pending_extra_logs={},
         _pending_metrics={}, use_vllm=True, vllm_importance_sampling_correction=True, ref_model=None, **attributes,
     )  # fmt: skip
     generated = (lists, lists, mask.int().tolist(), [""] * ROWS, behaviour.tolist(), {}, None, None)
     made._generate = lambda _: generated if trainer is GRPOTrainer else (lists, lists, [""] * ROWS)
-    made._calculate_rewards = lambda *_: rewards.reshape(ROWS, 1)
+    made._calculate_rewards = lambda *_: rewards.reshape(ROWS, len(weights))
     made.ref_model = made.beta or None
     made._get_per_token_logps_and_entropies = lambda model, *_, **__: (
         reference if model is made.ref_model else proximal, None, None,
@@ -173,6 +180,24 @@ def test_group_advantages(same: Same, seed: int, spread: float, scale: str) -> N
         deviation = rewards.std(dim=1, keepdim=True)
         found = found * (deviation + DEVIATION_FLOOR) / (deviation + TRL_FLOOR)
     same(f"advantage `{name}`", f"TRL `GRPOTrainer`, `scale_rewards={scale}`", found.flatten(), theirs)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_parts_of_rewards(same: Same, seed: int, spread: float, missing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GDPO. ``missing``: one rollout lacks a part, and another one has none."""
+    parts = torch.stack([rewards_of(seed), 10 * rewards_of(seed + 100), rewards_of(seed + 200).sign()])
+    if missing:
+        parts[1, 0, 2] = torch.nan
+        parts[:, 1, 3] = torch.nan
+    weights = (1.0, 0.3, 0.5)
+    policies = case(seed, spread, "proximal", "behaviour", "mask", "reference")
+    theirs = scored(GRPOTrainer, parts.permute(1, 2, 0), policies, weights, scale_rewards="group", beta=0.0,
+                    vllm_importance_sampling_mode="token_truncate", vllm_importance_sampling_clip_min=None,
+                    vllm_importance_sampling_clip_max=2.0)["advantages"]  # fmt: skip
+    monkeypatch.setattr(advantages, "DEVIATION_FLOOR", TRL_FLOOR)
+    found = advantages.advantages_of_parts(parts, weights).nan_to_num(nan=0.0)
+    names = "`reward_aggregation: normalize_then_sum`", "TRL `multi_objective_aggregation=normalize_then_sum`"
+    same(*names, found.flatten(), theirs)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
