@@ -6,6 +6,7 @@ python openenv_server.py FOLDER    with what `openenv init echo_env` made in FOL
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import uvicorn
@@ -32,6 +33,8 @@ class Left(Observation):
 
 class CountDown(Environment):
     SUPPORTS_CONCURRENT_SESSIONS = True
+    closed = 0
+    """The environments that have been closed."""
 
     def __init__(self) -> None:
         self.left = 0
@@ -46,12 +49,17 @@ class CountDown(Environment):
         self.left -= action.many
         return Left(left=self.left, reward=0.5, done=not self.left)
 
+    def close(self) -> None:
+        time.sleep(0.3)  # as long as a simulator may take
+        CountDown.closed += 1
+
     @property
     def state(self) -> State:
         return State()
 
 
 app = FastAPI()
+app.get("/closed")(lambda: CountDown.closed)
 app.mount("/echo", create_fastapi_app(EchoEnvironment, EchoAction, EchoObservation, max_concurrent_envs=8))
 app.mount("/count", create_fastapi_app(CountDown, Take, Left, max_concurrent_envs=1))
 uvicorn.run(app, host="127.0.0.1", port=0)

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
@@ -95,8 +96,10 @@ def test_a_rows_columns_are_arguments_of_reset_and_its_prompt_is_shown_first(url
 def test_each_episode_frees_its_session_and_failures_have_their_cause(url: str) -> None:
     task = loaded(f"{url}/count")
     row = Prompt("p", "", {"seed": 1})
-    for _ in range(3):  # the server has room for one
+    closed = int(urlopen(f"{url}/closed").read())
+    for number in range(1, 4):  # the server has room for one
         assert playing(task.environment(row), [act('{"many": 1}')])[0].reward == 0.5
+        assert int(urlopen(f"{url}/closed").read()) == closed + number, "it is closed before the next begins"
     with pytest.raises(RuntimeError, match="EXECUTION_ERROR: not so many"):
         playing(task.environment(row), [act('{"many": 9}')])
     with pytest.raises(RuntimeError, match="done before the first action"):
