@@ -99,13 +99,13 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         raise RunError(
             f"the run has taken {taken} steps, more than {spec.stop.total}",
             location=run.run_id,
-            hint=f"pass a larger --steps: asyncrl resume {run.argument} --steps {2 * taken}",
+            hint=f"to train further: asyncrl resume {run.argument} --steps {2 * taken}",
         )
     if taken >= spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
         raise RunError(
             f"run already completed {taken} of {spec.stop.total} steps",
             location=run.run_id,
-            hint=f"pass --steps N to continue: asyncrl resume {run.argument} --steps {2 * taken}",
+            hint=f"to train further: asyncrl resume {run.argument} --steps {2 * taken}",
         )
     # A batch is in the journal before it is trained, so no other file can have a later step (decision 0013).
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}

@@ -54,6 +54,7 @@ REJECTED = {
     "unscored": "its reward returned None for too many responses, so fewer than two have one",
 }
 """Why a group is rejected, by the ledger's reason."""
+UNSCORED = RewardFailure(REJECTED["unscored"], "task")
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
@@ -89,7 +90,7 @@ class RecentFailures:
         if len(failures) <= self._max_share * len(self._recent) or (self._max_share and len(failures) < LEAST):
             return ""
         return (
-            f"{len(failures)} of the last {len(self._recent)} groups were lost to failed rollouts; "
+            f"{len(failures)} of the last {len(self._recent)} groups were lost; "
             f"the first of them: {failures[0].reason or 'unknown'}"
         )
 
@@ -101,7 +102,7 @@ class RolloutScheduler:
     by a task each, which does both.
 
     Attributes:
-        failures: groups recently lost to failed rollouts.
+        failures: groups recently lost to failed rollouts or missing rewards.
         rejected_in_a_row: rejections since a group finished, by reason.
     """
 
@@ -127,8 +128,7 @@ class RolloutScheduler:
         self._spawn = spawn
         self._episodes = episodes
         self._warn = warn
-        self._lost = 0  # number of groups lost to failed rollouts
-        self._unscored = False  # whether a group was rejected because its rewards are None
+        self._lost = 0  # number of groups lost to failed rollouts or missing rewards
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
         self._to_begin = 0  # episodes with a coroutine that has not begun
         self._generated: asyncio.Queue[Rollout] = asyncio.Queue()
@@ -294,21 +294,19 @@ class RolloutScheduler:
         for group_id, reason in settled.rejected:
             self._visited(group_id, settled)
             self.rejected_in_a_row[reason] += 1
-            if reason == "failed":
-                self.failures.failed(failures[group_id])
-                self._lost += 1
-                if _shown(self._lost):
-                    count = f" ({self._lost} groups so far)" if self._lost > 1 else ""
-                    self._warn(f"group {group_id} is rejected: {failures[group_id]}{count}")
-                await self._cancel(group_id)
-            else:
+            if reason == "uniform":
                 self.failures.finished()
                 in_a_row = self.rejected_in_a_row.total()
-                if reason == "unscored" and not self._unscored:
-                    self._warn(f"group {group_id} is rejected: {REJECTED[reason]}")
-                elif in_a_row >= LEAST and _shown(in_a_row):
+                if in_a_row >= LEAST and _shown(in_a_row):
                     self._warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
-                self._unscored = self._unscored or reason == "unscored"
+                continue
+            failure = failures.get(group_id, UNSCORED)
+            self.failures.failed(failure)
+            self._lost += 1
+            if _shown(self._lost):
+                count = f" ({self._lost} groups so far)" if self._lost > 1 else ""
+                self._warn(f"group {group_id} is rejected: {failure}{count}")
+            await self._cancel(group_id)
         self._check()
         self._client.room.set()
 
@@ -327,25 +325,24 @@ class RolloutScheduler:
 
     def _check(self) -> None:
         if message := self.failures.too_many():
-            line = self.failures.recent[0].location
-            logs = (
-                "scorer.log and episode-worker-*.log" if line else "engine-*.log, scorer.log and episode-worker-*.log"
-            )
+            first = self.failures.recent[0]
+            logs = f"{'' if first.location else 'engine-*.log, '}scorer.log and episode-worker-*.log"
+            remedy = f"fix the cause (see {logs} in the run's logs)"
+            if first == UNSCORED:
+                remedy = "let the reward return a number for more responses"
             raise RunError(
-                message,
-                location=line or "rollout",
-                hint=f"fix the cause (see {logs} in the run's logs), or raise rollout.max_failed_share",
+                message, location=first.location or "rollout", hint=f"{remedy}, or raise rollout.max_failed_share"
             )
         if self.rejected_in_a_row.total() >= self._spec.pipeline.max_rejected_in_a_row:
-            unscored = self.rejected_in_a_row["unscored"] > self.rejected_in_a_row["uniform"]
+            uniform = self.rejected_in_a_row["uniform"] * 2 >= self.rejected_in_a_row.total()
             raise RunError(
                 f"the last {self.rejected_in_a_row.total()} groups were all rejected, so no batch can be made: "
                 f"{self._reasons()}",
-                location="task" if unscored else "algorithm.uniform_groups",
-                hint="let the reward return a number for more responses"
-                if unscored
-                else "use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
-                "pipeline.max_rejected_in_a_row",
+                location="algorithm.uniform_groups" if uniform else "task",
+                hint="use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
+                "pipeline.max_rejected_in_a_row"
+                if uniform
+                else "let the reward return a number for more responses",
             )
 
     def _reasons(self) -> str:

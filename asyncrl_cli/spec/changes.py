@@ -27,7 +27,7 @@ FIXED = {
     "rollout.max_response_tokens": "recorded rollouts were truncated there",
     "rollout.sampling": "recorded log-probs are those of this distribution",
     "pipeline.groups_per_step": "recorded batches have this size",
-    "stop.epochs": "the start counted them as stop.steps, which `--steps` changes",
+    "stop.epochs": "the start counted them as stop.steps, which `asyncrl resume RUN --steps N` changes",
     "pipeline.publish_every": "it decides which steps have a version",
 }
 """Keys that cannot change, with everything below them, and why."""

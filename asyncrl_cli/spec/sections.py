@@ -118,8 +118,8 @@ class RolloutSpec(Section):
     retries: NonNegative = 2
     """How often a failed rollout is generated again before its group is rejected."""
     max_failed_share: Fraction = 0.25
-    """The run stops when failed rollouts caused the loss of a larger share of the last 100 groups, and of at least 8 of
-    them. 0: the run stops at the first lost group."""
+    """The run stops when a larger share of the last 100 groups, and at least 8 of them, are lost because a rollout
+    failed, or because the reward is None for all rollouts but one. 0: the run stops at the first lost group."""
     hang_seconds: float = Field(120.0, ge=1, le=YEAR_S)
     """An engine that has rollouts to generate and produces no token for this long is restarted."""
     gateway: GatewaySpec = Field(default_factory=GatewaySpec)

@@ -26,7 +26,7 @@ def test_a_cause_that_stays_ends_the_run_soon() -> None:
     failures = RecentFailures(0.25)
     assert ended(failures, 9_500, every=1_000) is None
     assert ended(failures, WINDOW, every=1) == WINDOW // 4 + 1, "after a long time without failures"
-    assert failures.too_many() == "26 of the last 100 groups were lost to failed rollouts; the first of them: group 1"
+    assert failures.too_many() == "26 of the last 100 groups were lost; the first of them: group 1"
 
 
 def test_none_and_all_may_be_allowed() -> None:

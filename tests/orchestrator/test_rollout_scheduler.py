@@ -483,7 +483,7 @@ def test_too_many_failures_end_the_run_with_the_first_one(tmp_path: Path) -> Non
     error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.5})
     assert error.location == "rollout"
     assert "engine-*.log" in error.hint
-    assert error.message == "8 of the last 8 groups were lost to failed rollouts; the first of them: cause 0"
+    assert error.message == "8 of the last 8 groups were lost; the first of them: cause 0"
     assert "rollout.max_failed_share" in error.hint
 
 
@@ -533,10 +533,10 @@ def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_
         await harness.end("0-0", "0-1", "0-2", "1-0", "1-1", "1-2")
         assert harness.table("groups", "id, state, reason")[:2] == [(0, "finished", ""), (1, "rejected", "unscored")]
         assert harness.warned == [
-            "group 1 is rejected: its reward returned None for too many responses, so fewer than two have one"
+            "group 1 is rejected: task: its reward returned None for too many responses, so fewer than two have one"
         ]
         assert (await harness.counts()).rejected == 1
-        assert not harness.reasons, "this is not a failure"
+        assert len(harness.reasons) == 1, "the group counts as lost"
         taken = await harness.take()
         assert isinstance(taken, Taken)
         assert taken.batch.groups[0].rewards == (None, 1.0, 2.0)
@@ -544,16 +544,30 @@ def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_
     play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
 
 
-def test_a_reward_that_scores_nothing_ends_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scored", [0, 2])
+def test_groups_without_rewards_end_the_run_as_failures_do(tmp_path: Path, scored: int) -> None:
+    """``scored``: the number of groups with rewards among four; with 2 the run ends although it makes batches."""
+
     async def test(harness: Harness) -> None:
-        harness.scorer.rule = lambda text: None
-        for group_id in range(10):
+        def rule(text: str) -> float | None:
+            group, index = text.removeprefix("text of ").split("-")
+            return float(index) if int(group) % 4 >= 4 - scored else None
+
+        harness.scorer.rule = rule
+        for group_id in range(40):
             await harness.finish(group_id)
+            if group_id % 4 == 3:
+                assert bool(await harness.train()) == bool(scored)
         raise AssertionError("it continues")
 
-    error = play_to_its_end(tmp_path, test, pipeline={"groups_per_step": 2, "max_rejected_in_a_row": 9})
-    assert error.location == "task"
-    assert "its reward returned None for too many responses" in error.message
+    error = play_to_its_end(tmp_path, test, rollout={"group_size": 2, "max_failed_share": 0.49})
+    assert (error.location, error.hint) == (
+        "task",
+        "let the reward return a number for more responses, or raise rollout.max_failed_share",
+    )
+    assert error.message.startswith(
+        f"8 of the last {14 if scored else 8} groups were lost; the first of them: its reward"
+    )
 
 
 # -- requeue
