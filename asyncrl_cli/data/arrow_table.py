@@ -6,12 +6,12 @@ The table stays in Arrow's packed columns, mapped from disk if possible; only th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import DataError
-from asyncrl_cli.data.chat_template import MEDIA, VARIABLES
+from asyncrl_cli.data.chat_template import MEDIA, VARIABLES, media_hint
 from asyncrl_cli.data.rows import LazyPrompts, RowForm
 from asyncrl_cli.records.prompt import Prompt
 
@@ -43,7 +43,7 @@ def read_parquet(path: Path, size: int | None, form: RowForm) -> ArrowPrompts:
 
 
 class ArrowPrompts(LazyPrompts):
-    """The first ``size`` rows of a table as prompts, without columns of bytes (images, sounds): fields are JSON."""
+    """The first ``size`` rows of a table as prompts, without columns of bytes except images: fields are JSON."""
 
     def __init__(self, table: pa.Table, size: int | None, form: RowForm, mapped: Iterable[str] = ()) -> None:
         """``mapped``: the files that the table is mapped from. Raises ``DataError`` for a wrong row or column.
@@ -55,7 +55,7 @@ class ArrowPrompts(LazyPrompts):
         self._form = form
         table = table.slice(0, size)
         _refuse_media(table, form)
-        self._table = _readable(table)
+        self._table = _readable(table, {form.prompt_column, form.image_column})
         super().__init__(len(table), self._row)
         for row in _suspects(self._table, form):
             self._row(row)
@@ -72,7 +72,7 @@ class ArrowPrompts(LazyPrompts):
         for column in ("tools", VARIABLES):
             if isinstance(values.get(column), (list, dict)):
                 values[column] = _without_nulls(values[column])
-        return self._form.prompt(values, row + 1)
+        return self._form.loaded(self._form.prompt(values, row + 1), row + 1)
 
     def field(self, name: str) -> list[Any]:
         self._check_files()
@@ -120,17 +120,16 @@ def _suspects(table: pa.Table, form: RowForm) -> Iterator[int]:
 
 
 def _refuse_media(table: pa.Table, form: RowForm) -> None:
-    """Refuse rows with images or sounds, which ``_readable`` would drop."""
+    """Refuse rows with images, videos or sounds, which ``_readable`` would drop."""
     import pyarrow.compute as pc
 
-    for name in set(MEDIA) & set(table.column_names):
+    for name in set(MEDIA).difference({form.image_column}) & set(table.column_names):
         column = table.column(name)
         if _has_bytes(column.type):
             length = _length(column)
             row = pc.index(pc.is_valid(column) if length is None else pc.greater(length, 0), True).as_py()
             if row >= 0:
-                hint = "remove the rows or the column: models get text alone"
-                form.refuse(row + 1, f"the row has `{name}`", hint)
+                form.refuse(row + 1, f"the row has `{name}`, which the model does not get", media_hint(name))
 
 
 def _refuse_twins(uids: pa.ChunkedArray, form: RowForm) -> None:
@@ -156,13 +155,13 @@ def _length(column: pa.ChunkedArray) -> Any:
     return pc.list_value_length(column) if lists else None
 
 
-def _readable(table: pa.Table) -> pa.Table:
-    """The table without columns of bytes, and with categories as their values."""
+def _readable(table: pa.Table, kept: Container[str | None]) -> pa.Table:
+    """The table without columns of bytes that are not ``kept``, and with categories as their values."""
     import pyarrow as pa
 
     for name in table.column_names:
         index, kind = table.column_names.index(name), table.schema.field(name).type
-        if _has_bytes(kind):
+        if _has_bytes(kind) and name not in kept:
             table = table.remove_column(index)
         elif pa.types.is_dictionary(kind):
             table = table.set_column(index, name, table.column(name).cast(kind.value_type))

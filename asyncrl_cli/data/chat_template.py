@@ -46,7 +46,7 @@ NORMALIZED = frozenset({"role", "content", "name", "tool_call_id", "tool_calls",
 UNUSED = frozenset({"refusal", "audio", "annotations", "function_call"})
 """Keys of OpenAI's replies that no template reads."""
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-"""Columns of rows for models that see or hear."""
+"""Columns of rows for models that see or hear. Images that a model gets are in the messages instead."""
 VARIABLES = "chat_template_kwargs"
 """The column, and the key of requests, with variables for the template."""
 GIVEN = frozenset(
@@ -164,7 +164,7 @@ class Abilities:
                 ]
             if calls and self.null_content and not content:
                 content = None
-            elif self.text_parts:
+            elif self.text_parts and isinstance(content, str):
                 content = [{"type": "text", "text": content}]
             fitted.append({**message, "content": content} | ({"tool_calls": calls} if calls else {}))
         return fitted
@@ -191,7 +191,7 @@ class ChatTemplate:
         messages = [self._canonical(message) for message in messages]
         last = messages[-1] if messages else {}
         continues = reply and last.get("role") == "assistant"
-        if continues and (last.get("tool_calls") or not last["content"].strip()):
+        if continues and (last.get("tool_calls") or not str(last["content"]).strip()):
             raise ChatError("the assistant message at the end has tool calls, or no text that could be continued")
         return self._rendered(self.abilities().fitted(messages), tools, reply, continues=continues)
 
@@ -413,8 +413,7 @@ def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[
 
     for column in MEDIA:
         if unwritten(column):
-            hint = "remove the column, or rename it if only the task reads it"
-            raise ChatError(f"the row has `{column}`, and models get text alone: {hint}")
+            raise ChatError(f"the row has `{column}`, which the model does not get: {media_hint(column)}")
     tools = unwritten("tools")
     if tools and not (isinstance(tools, (list, tuple)) and all(map(_is_tool, tools))):
         raise ChatError(
@@ -428,6 +427,12 @@ def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[
             "the column if only the task reads it"
         )
     return messages, tools or None, variables
+
+
+def media_hint(column: str) -> str:
+    """What to do about one of the columns ``MEDIA``."""
+    named = "name it in the split's `image_column` (and set model.max_images), " if column.startswith("image") else ""
+    return f"{named}remove the column, or rename it if only the task reads it"
 
 
 def _is_tool(tool: Any) -> bool:

@@ -16,15 +16,18 @@ from dataclasses import dataclass
 from datetime import date, time
 from decimal import Decimal
 from itertools import accumulate, islice
+from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.images import ImageError, is_blank, is_image, loaded, named_images, with_column
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.spec.data_sources import template_columns
 
 UID = "uid"
 """The column that may name rows without being configured."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+IMAGE_HINT = "correct the image, or remove the row"
 LIKE_OPENAI = 'write messages as OpenAI does, such as {"role": "user", "content": "…"}'
 _PYTHON_MESSAGES = re.compile(r"\s*(array\()?\[?\s*\{\s*'(role|content|from|value)'\s*:")
 
@@ -104,12 +107,16 @@ class RowForm:
     """The task's check of a prompt; raises if the task cannot score it."""
     part: int | None = None
     """Its number among several files, from 0; None for the only source."""
+    image_column: str | None = None
+    folder: Path = Path()
+    """Where relative paths of images start."""
 
     @property
     def needed(self) -> frozenset[str]:
         """The columns that every row must have."""
         content = template_columns(self.template) if self.template is not None else {self.prompt_column}
-        return frozenset(content if self.uid_column == UID else {*content, self.uid_column})
+        named = {self.image_column} if self.image_column is not None else set()
+        return frozenset({*content, *named} if self.uid_column == UID else {*content, *named, self.uid_column})
 
     def refuse(self, number: int | None, fault: str, hint: str) -> NoReturn:
         """Raise the ``DataError`` of a row, or with None of the whole source."""
@@ -117,7 +124,7 @@ class RowForm:
 
     def prompt(self, row: Mapping[str, Any], number: int, raw: bytes | None = None) -> Prompt:
         """The prompt of a row. Without a uid, it is named by its number and a hash of ``raw`` (by default, of its
-        JSON).
+        JSON). Files of images are not read yet: ``loaded`` does that.
 
         Raises ``DataError`` with the row's location if it cannot be a prompt.
         """
@@ -125,12 +132,19 @@ class RowForm:
             hint = f"add it, or name another column in the split's keys; the row has {', '.join(row) or 'none'}"
             self.refuse(number, f"no column `{column}`", hint)
         taken = {self.uid_column} if self.template is not None else {self.uid_column, self.prompt_column}
+        if self.image_column is not None:
+            taken.add(self.image_column)
         try:
             fields = {str(key): json_value(value) for key, value in row.items() if key not in taken}
         except TypeError as error:
             hint = "use text, numbers, booleans, lists and mappings"
             self.refuse(number, f"the row has a value that is not JSON: {error}", hint)
         content = self._messages(row, number) if self.template is None else self._templated(row, number)
+        if self.image_column is not None and row[self.image_column] not in (None, "", []):
+            try:
+                content = with_column(content, row[self.image_column])
+            except ImageError as error:
+                self.refuse(number, f"the row has {error}", IMAGE_HINT)
         if self.system is not None:
             messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
             if messages[0]["role"] == "system":
@@ -141,12 +155,24 @@ class RowForm:
             uid = str(uid)
         if uid is None and self.uid_column == UID:
             # The journal knows prompts by these uids: with others, a run could not be resumed (decision 0024).
-            raw = json.dumps(json_value(row), sort_keys=True).encode() if raw is None else raw
+            raw = json.dumps(json_value(row, binary=True), sort_keys=True).encode() if raw is None else raw
             file = f"file{self.part + 1}-" if self.part else ""  # a single file's uids have no prefix either
             uid = f"{file}{self.unit}{number}-{hashlib.blake2b(raw, digest_size=6).hexdigest()}"
         elif not isinstance(uid, str) or not uid:
             self.refuse(number, f"`{self.uid_column}` is {kind(uid)}", "make it text or a whole number, or remove it")
-        return self.checked(Prompt(uid, content, fields), number)
+        prompt = Prompt(uid, content, fields)
+        if any(isinstance(image, bytes) for image in named_images(content)):  # they cannot stay in JSON
+            prompt = self.loaded(prompt, number)
+        return self.checked(prompt, number)
+
+    def loaded(self, prompt: Prompt, number: int) -> Prompt:
+        """The prompt with its images. Raises ``DataError`` if one cannot be read."""
+        if prompt.images:
+            return prompt
+        try:
+            return loaded(prompt, self.folder)
+        except ImageError as error:
+            self.refuse(number, str(error), IMAGE_HINT)
 
     def checked(self, prompt: Prompt, number: int) -> Prompt:
         """The prompt. Raises ``DataError`` if it cannot be encoded or recorded, or if the task cannot score it."""
@@ -163,8 +189,9 @@ class RowForm:
                 ) from error
         return prompt
 
-    def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> list[Prompt]:
-        """The first ``size`` prompts (all of them by default), given with their numbers.
+    def collect(self, rows: Iterator[tuple[int, Prompt]], size: int | None) -> Sequence[Prompt]:
+        """The first ``size`` prompts (all of them by default), given with their numbers. Files of images are read at
+        each access.
 
         Raises ``DataError`` if there are none, or fewer than ``size``, or two have the same uid.
         """
@@ -176,7 +203,9 @@ class RowForm:
             numbers[prompt.uid] = number
             prompts.append(prompt)
         self.check_size(len(prompts), size)
-        return prompts
+        if not any(named_images(prompt.content) and not prompt.images for prompt in prompts):
+            return prompts
+        return ImagePrompts(prompts, list(numbers.values()), self)
 
     def refuse_twins(self, uid: object, first: int, second: int) -> NoReturn:
         """Raise the ``DataError`` of two rows with the same uid."""
@@ -226,14 +255,28 @@ class RowForm:
         return content
 
 
-def json_value(value: Any) -> Any:
-    """The value in JSON: dates and decimals become text. Raises ``TypeError`` for other values that JSON lacks."""
+class ImagePrompts(LazyPrompts):
+    """Prompts of rows that are in memory. The files of their images are read at each access."""
+
+    def __init__(self, rows: Sequence[Prompt], numbers: Sequence[int], form: RowForm) -> None:
+        self.rows = rows
+        super().__init__(len(rows), lambda row: form.loaded(rows[row], numbers[row]))
+
+    def field(self, name: str) -> Sequence[Any]:
+        return field_of(self.rows, name)
+
+
+def json_value(value: Any, binary: bool = False) -> Any:
+    """The value in JSON: dates and decimals become text, and with ``binary`` bytes their hash. Raises ``TypeError`` for
+    other values that JSON lacks."""
+    if binary and isinstance(value, bytes):
+        return hashlib.blake2b(value).hexdigest()
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): json_value(item) for key, item in value.items()}
+        return {str(key): json_value(item, binary) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_value(item) for item in value]
+        return [json_value(item, binary) for item in value]
     if isinstance(value, (date, time)):  # A datetime is a date, too.
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -276,15 +319,18 @@ def _fault_of_message(message: Any) -> str | None:
     if content is None and not (role == "assistant" and calls):
         return "has no content"
     if isinstance(content, (list, tuple)):
-        if not content or not all(map(_is_text_part, content)):
-            return "has content with parts that are not text"
+        if not content or not all(map(_is_part, content)):
+            return "has content with parts that are neither text nor images"
     elif content is not None and not isinstance(content, str):
         return "has content that is not text"
     return None
 
 
-def _is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def _is_part(part: Any) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    is_text = part.get("type") == "text" and isinstance(part.get("text"), str)
+    return is_text or (is_image(part) and not is_blank(part))
 
 
 def _is_call(call: Any) -> bool:

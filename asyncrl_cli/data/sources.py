@@ -26,7 +26,7 @@ from typing import IO, Any, cast
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.core.user_code import import_named
 from asyncrl_cli.data.arrow_table import ArrowPrompts, read_parquet
-from asyncrl_cli.data.rows import JoinedPrompts, RowForm, kind
+from asyncrl_cli.data.rows import ImagePrompts, JoinedPrompts, RowForm, kind
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.data_sources import HUB, SUFFIXES, TEXTS, files_of, kind_of, names_a_file
 from asyncrl_cli.spec.inputs import SplitSpec
@@ -85,7 +85,8 @@ def _refuse_twins(forms: Sequence[RowForm], parts: Sequence[Sequence[Prompt]]) -
     """Raise ``DataError`` if prompts of two files have the same uid."""
     first: dict[str, str] = {}
     for form, part in zip(forms, parts, strict=False):
-        uids = part.field(form.uid_column) if isinstance(part, ArrowPrompts) else [prompt.uid for prompt in part]
+        rows = part.rows if isinstance(part, ImagePrompts) else part
+        uids = part.field(form.uid_column) if isinstance(part, ArrowPrompts) else [prompt.uid for prompt in rows]
         own = {str(uid) for uid in uids if uid is not None}
         if both := own & first.keys():
             uid = min(both)
@@ -119,6 +120,8 @@ def _forms_of(spec: SplitSpec, base: Path, check: Callable[[Prompt], None] | Non
             system=spec.system,
             check=check,
             part=part if len(sources) > 1 else None,
+            image_column=spec.image_column,
+            folder=Path(source).parent if names_a_file(source) else base,
         )
         for part, source in enumerate(sources)
     ]
@@ -259,7 +262,7 @@ def _read_data_set(spec: SplitSpec, form: RowForm) -> ArrowPrompts:
     return ArrowPrompts(found.with_format("arrow")[: spec.size], spec.size, form, mapped=mapped)
 
 
-def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> list[Prompt]:
+def _read_function(spec: SplitSpec, form: RowForm, base: Path, split: str) -> Sequence[Prompt]:
     """The first ``size`` prompts that the function yields (all of them by default), as mappings or ``Prompt``s. It must
     yield the same ones at every call: a run that is resumed calls it again."""
     target, size = form.source, spec.size

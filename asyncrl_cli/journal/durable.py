@@ -29,7 +29,7 @@ from asyncrl_cli.records.groups import (
     Settled,
     Waiting,
 )
-from asyncrl_cli.records.prompt import prompt_from
+from asyncrl_cli.records.prompt import prompt_from, to_json
 from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, part_of_reward
 from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
@@ -131,7 +131,13 @@ class DurableLedger:
             self.journal.admitted(entry, candidate)
             self._scores[entry.group_id] = {}
             groups.append(
-                Group(entry.group_id, version=entry.version, prompt=candidate.prompt, prompt_ids=candidate.prompt_ids)
+                Group(
+                    entry.group_id,
+                    version=entry.version,
+                    prompt=candidate.prompt,
+                    prompt_ids=candidate.prompt_ids,
+                    images=candidate.images,
+                )
             )
         return tuple(groups)
 
@@ -239,7 +245,7 @@ class DurableLedger:
             "next_group": max(self.journal.read(progress.next_group), self._base.get("next_group", 0)),
             "loader": self.journal.read(progress.loader_position) or self._base.get("loader"),
             "prompts": [
-                *(asdict(prompt) for prompt in self.journal.read(progress.untrained_prompts, step)),
+                *(to_json(prompt) for prompt in self.journal.read(progress.untrained_prompts, step)),
                 *self._waiting(),
             ],
         }

@@ -40,7 +40,7 @@ Statement = tuple[str, tuple[Any, ...]]
 FILES = ("", "-wal", "-shm")
 """Endings of the names of SQLite's files."""
 PRUNED_AT_ONCE = 64
-"""One commit drops the tokens of at most so many groups: pruning must not delay an answer for long."""
+"""One commit drops the tokens, and the images, of at most so many groups: pruning must not delay an answer for long."""
 
 
 class JournalFile:
@@ -92,19 +92,32 @@ class JournalFile:
                 """,
                 before_step,
             )
-            dropped = self._rows(
-                "SELECT DISTINCT group_id FROM segments WHERE group_id < ? ORDER BY group_id LIMIT ?",
-                needed or 0,
-                PRUNED_AT_ONCE,
-            )
-            for table in ("segments", "experts"):
+            dropped = {
+                group
+                for table in ("segments", "image_places")
+                for group in self._rows(
+                    f"SELECT DISTINCT group_id FROM {table} WHERE group_id < ? ORDER BY group_id LIMIT ?",
+                    needed or 0,
+                    PRUNED_AT_ONCE,
+                )
+            }
+            images = [
+                row
+                for group in dropped
+                for row in self._rows("SELECT DISTINCT digest FROM image_places WHERE group_id = ?", *group)
+            ]
+            for table in ("segments", "experts", "image_places"):
                 self._connection.executemany(f"DELETE FROM {table} WHERE group_id = ?", dropped)
+            self._connection.executemany(
+                "DELETE FROM images WHERE digest = ?1 AND NOT EXISTS (SELECT 1 FROM image_places WHERE digest = ?1)",
+                images,
+            )
             if dropped:  # without the mark, tokens that are missing because of damage would look like dropped ones
                 self._connection.execute(
                     "UPDATE meta SET value = max(CAST(value AS INTEGER), ?) WHERE key = 'pruned_to'",
                     (max(group_id for (group_id,) in dropped) + 1,),
                 )
-        return len(dropped) == PRUNED_AT_ONCE
+        return len(dropped) >= PRUNED_AT_ONCE
 
     # -- reading back, for the writer's own use
 

@@ -11,7 +11,7 @@ import sqlite3
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from asyncrl_cli.journal.rollout_rows import prompt_of
+from asyncrl_cli.journal.rollout_rows import read_group
 from asyncrl_cli.records.groups import BufferSettings, LedgerState
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import CORRECT
@@ -182,11 +182,11 @@ def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedP
 def untrained_prompts(connection: sqlite3.Connection, step: int) -> list[Prompt]:
     """The prompts of groups that are admitted and not trained before ``step``, in admission order."""
     rows = connection.execute(
-        "SELECT uid, prompt, fields FROM groups WHERE id IN "
+        "SELECT id FROM groups WHERE id IN "
         f"(SELECT id FROM groups WHERE {OUTSTANDING} UNION ALL SELECT id FROM groups WHERE step >= ?) ORDER BY id",
         (step,),
-    )
-    return [prompt_of(*row) for row in rows]
+    ).fetchall()
+    return [read_group(connection, group_id).prompt for (group_id,) in rows]
 
 
 def solved_streaks(connection: sqlite3.Connection) -> dict[str, int]:

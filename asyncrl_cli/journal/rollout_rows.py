@@ -25,12 +25,14 @@ from asyncrl_cli.records.generation import (
     training_rollout_id,
 )
 from asyncrl_cli.records.groups import Candidate, Group
-from asyncrl_cli.records.prompt import Prompt, prompt_from
+from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from
 from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 PROMPT = -1
-"""The value of ``start`` in a row of ``experts`` that belongs to the prompt instead of a segment."""
+"""The value of ``start`` in a row of ``experts``, and of ``rollout_index`` in one of ``image_places``, that belongs to
+the prompt."""
 REQUEST_COLUMNS = (
     "request, engine, begun_at, ended_at, ending, tokens, context_tokens, cached_tokens, running_from, running_until, "
     "first_token_s"
@@ -85,23 +87,26 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     ids = [row[0] for row in connection.execute("SELECT id FROM groups WHERE step = ? ORDER BY id", (step,))]
     if len(ids) != settings["groups_per_step"]:
         raise _malformed(f"the batch of step {step} has {len(ids)} groups")
+    known: dict[str, Image] = {}  # one object for each image, also in several groups
     groups = tuple(
-        _training_group(connection, step=step, group_id=group_id, size=settings["group_size"]) for group_id in ids
+        _training_group(connection, step=step, group_id=group_id, size=settings["group_size"], known=known)
+        for group_id in ids
     )
     return TrainingBatch(step, found[0], groups)
 
 
-def _training_group(connection: sqlite3.Connection, step: int, group_id: int, size: int) -> TrainingGroup:
-    group = read_group(connection, group_id)
+def _training_group(
+    connection: sqlite3.Connection, step: int, group_id: int, size: int, known: dict[str, Image]
+) -> TrainingGroup:
+    group = read_group(connection, group_id, known)
     rows = read_rollouts(connection, group_id)
     rewards = tuple(row.reward for row in rows.values() if row.judged)
     if len(rewards) != size or len(rows) != size:
         raise _malformed(f"group {group_id} has {len(rewards)} of its {size} rewards")
-    tokens = read_tokens(connection, group_id)
-    if any(row.tokens and index not in tokens.segments for index, row in rows.items()):
-        (pruned_to,) = connection.execute("SELECT value FROM meta WHERE key = 'pruned_to'").fetchone()
-        if group_id < int(pruned_to):
-            raise LookupError(f"the tokens of step {step} are pruned")
+    tokens = read_tokens(connection, group_id, known)
+    missing = any(row.tokens and index not in tokens.segments for index, row in rows.items())
+    if missing and _is_pruned(connection, group_id):
+        raise LookupError(f"the tokens of step {step} are pruned")
     measured = tuple(row.measured() for row in rows.values())
     turns = tuple(row.rewarded_turns() for row in rows.values())
     return TrainingGroup(
@@ -115,8 +120,14 @@ def _training_group(connection: sqlite3.Connection, step: int, group_id: int, si
     )
 
 
-def read_group(connection: sqlite3.Connection, group_id: int) -> Group:
-    """A group with its prompt, without its rollouts. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
+def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
+    (pruned_to,) = connection.execute("SELECT value FROM meta WHERE key = 'pruned_to'").fetchone()
+    return group_id < int(pruned_to)
+
+
+def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> Group:
+    """A group with its prompt, without its rollouts; ``known``: images that were read before. Images that are pruned
+    are left out. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
     row = connection.execute(
         "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
         (group_id,),
@@ -128,7 +139,38 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> Group:
         raise _malformed(f"the prompt of group {group_id} has another checksum")
     uid, content, fields, prompt_ids, version, *_ = columns
     ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
-    return Group(group_id, version=version, prompt=prompt_of(uid, content, fields), prompt_ids=ids)
+    prompt = prompt_of(uid, content, fields)
+    images: tuple[PlacedImage, ...] = ()
+    if digests := image_digests(prompt.content):
+        images = read_images(connection, group_id, known, prompt=True).get((PROMPT, 0), ())
+        if (images or not _is_pruned(connection, group_id)) and [placed.image.digest for placed in images] != digests:
+            raise _malformed(f"the images of group {group_id} are not those of its prompt")
+        prompt = replace(prompt, images=tuple(placed.image for placed in images))
+    return Group(group_id, version=version, prompt=prompt, prompt_ids=ids, images=images if ids else ())
+
+
+def read_images(
+    connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None, prompt: bool = False
+) -> dict[tuple[int, int], tuple[PlacedImage, ...]]:
+    """The images of a group's rollouts by index and branch, or of its ``prompt``. Raises ``sqlite3.DatabaseError`` for
+    damage."""
+    known = {} if known is None else known
+    found: dict[tuple[int, int], tuple[PlacedImage, ...]] = {}
+    for *columns, crc in connection.execute(
+        "SELECT rollout_index, branch, number, start, length, digest, crc FROM image_places WHERE group_id = ? "
+        f"AND rollout_index {'=' if prompt else '>'} {PROMPT} ORDER BY rollout_index, branch, number",
+        (group_id,),
+    ):
+        index, branch, _, start, length, digest = columns
+        if row_crc(group_id, *columns) != crc:
+            raise _malformed(f"the place of an image of group {group_id} has another checksum")
+        if digest not in known:
+            row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
+            if row is None or (image := Image.of(row[0])).digest != digest:
+                raise _malformed(f"the image {digest} of group {group_id} {'has other bytes' if row else 'is missing'}")
+            known[digest] = image
+        found[index, branch] = (*found.get((index, branch), ()), PlacedImage(known[digest], start, length))
+    return found
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
@@ -182,6 +224,7 @@ def _rollout(group: Group, index: int, row: RolloutRow, tokens: GroupTokens) -> 
             prompt_ids=group.prompt_ids,
             text="",
             finish_reason=cast("FinishReason", row.finish_reason),
+            images=(*group.images, *tokens.images.get((index, branch), ())),
         )
         for branch in sorted({0, *sequences})
     )
@@ -197,10 +240,12 @@ class GroupTokens(NamedTuple):
     """By the rollout's index and branch."""
     experts: dict[tuple[int, int, int], bytes]
     """By index, branch and ``start``, which is ``PROMPT`` for the rollout's prompt."""
+    images: dict[tuple[int, int], tuple[PlacedImage, ...]]
+    """Images after the prompt, by index and branch."""
 
 
-def read_tokens(connection: sqlite3.Connection, group_id: int) -> GroupTokens:
-    """The recorded tokens of a group, by two queries: a batch has thousands of rollouts. Raises
+def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> GroupTokens:
+    """The recorded tokens of a group, by three queries: a batch has thousands of rollouts. Raises
     ``sqlite3.DatabaseError`` for damage."""
     experts = {}
     for index, branch, start, chosen, crc in connection.execute(
@@ -233,7 +278,7 @@ def read_tokens(connection: sqlite3.Connection, group_id: int) -> GroupTokens:
     segments = {
         index: {branch: tuple(parts) for branch, parts in branches.items()} for index, branches in found.items()
     }
-    return GroupTokens(segments, experts)
+    return GroupTokens(segments, experts, read_images(connection, group_id, known))
 
 
 def experts_columns(

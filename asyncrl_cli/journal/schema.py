@@ -9,6 +9,10 @@
                  version changes; version -1 is for context, which was not sampled
     experts      the experts that an engine chose for the tokens of a segment, where they are recorded: the row has the
                  segment's key; ``start`` -1 is for the rollout's prompt (records/experts.py has the format)
+    images       encoded images by their digest, each once
+    image_places the images in the tokens of a rollout's sequences, in their order (``number``): ``start`` counts from
+                 the first token of the prompt, ``length`` placeholder tokens are the image's. Rollout ``PROMPT`` (-1)
+                 has the images of the group's prompt, and only they have no start in an episode (-1, length 0)
     engine_changes   one row for each time that an engine began to serve (``join``) or left (``leave``)
     engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
                  GROUP-INDEX/CALL, and eval:... of an evaluation's
@@ -42,7 +46,7 @@ LOCK_PATIENCE_S = 20.0
 CHECKED_BYTES = 2**32
 """Journals up to this size are checked completely before a run continues with them."""
 
-SCHEMA = 1
+SCHEMA = 2
 """The schema's number, which the file has as ``PRAGMA user_version``."""
 
 TABLES = """
@@ -82,6 +86,13 @@ TABLES = """
         group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, branch INTEGER NOT NULL, start INTEGER NOT NULL,
         ids BLOB NOT NULL, crc INTEGER NOT NULL, PRIMARY KEY (group_id, rollout_index, branch, start)
     );
+    CREATE TABLE images (digest TEXT PRIMARY KEY, data BLOB NOT NULL);
+    CREATE TABLE image_places (
+        group_id INTEGER NOT NULL, rollout_index INTEGER NOT NULL, branch INTEGER NOT NULL, number INTEGER NOT NULL,
+        start INTEGER NOT NULL, length INTEGER NOT NULL, digest TEXT NOT NULL, crc INTEGER NOT NULL,
+        PRIMARY KEY (group_id, rollout_index, branch, number)
+    ) WITHOUT ROWID;
+    CREATE INDEX image_places_by_digest ON image_places (digest);
     CREATE TABLE engine_requests (
         ended_at REAL NOT NULL, request TEXT NOT NULL, begun_at REAL NOT NULL, engine TEXT NOT NULL,
         ending TEXT NOT NULL, tokens INTEGER NOT NULL DEFAULT 0, context_tokens INTEGER NOT NULL DEFAULT 0,

@@ -50,6 +50,7 @@ from asyncrl_cli.records.groups import (
     PublishRecord,
     StepRecord,
 )
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 _TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
@@ -134,6 +135,8 @@ class Journal(JournalFile):
             "position": candidate.loader["position"],
         }
         self._insert("groups", **columns, state="running", admitted_at=time.time(), crc=row_crc(*columns.values()))
+        images = candidate.images or [PlacedImage(image, -1, 0) for image in candidate.prompt.images]
+        self._note_images(entry.group_id, index=PROMPT, branch=0, images=images)
 
     def check_prompt(self, candidate: Candidate) -> None:
         """Raise ``JournalError`` for a prompt that cannot be stored."""
@@ -157,6 +160,14 @@ class Journal(JournalFile):
             entry.version,
             now,
             old_id,
+        )
+        self._note(
+            "INSERT INTO image_places SELECT ?1, rollout_index, branch, number, start, length, digest, "
+            "row_crc(?1, rollout_index, branch, number, start, length, digest) FROM image_places "
+            "WHERE group_id = ?2 AND rollout_index = ?3",
+            entry.group_id,
+            old_id,
+            PROMPT,
         )
 
     def grown(self, segments: Iterable[Segment]) -> None:
@@ -211,6 +222,8 @@ class Journal(JournalFile):
                 self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
             branch = sequence_of(sequence.rollout_id)[-1]
+            own = [placed for placed in sequence.images if placed.offset >= len(sequence.prompt_ids)]
+            self._note_images(group_id, index=index, branch=branch, images=own)
             self._note_experts(group_id, index=index, branch=branch, start=PROMPT, experts=sequence.prompt_experts)
             for segment in sequence.segments(sequence.rollout_id):
                 self._note_segment(group_id, index=index, branch=branch, columns=columns_of(segment), at=now)
@@ -338,6 +351,14 @@ class Journal(JournalFile):
         if experts is not None:
             columns = experts_columns(group_id, index=index, branch=branch, start=start, experts=experts)
             self._noted.append(("INSERT OR REPLACE INTO experts VALUES (?, ?, ?, ?, ?, ?)", columns))
+
+    def _note_images(self, group_id: int, index: int, branch: int, images: Iterable[PlacedImage]) -> None:
+        for number, placed in enumerate(images):
+            self._note("INSERT OR IGNORE INTO images VALUES (?, ?)", placed.image.digest, placed.image.data)
+            columns = (group_id, index, branch, number, placed.offset, placed.length, placed.image.digest)
+            self._note(
+                "INSERT OR REPLACE INTO image_places VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *columns, row_crc(*columns)
+            )
 
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))

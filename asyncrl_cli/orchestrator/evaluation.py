@@ -18,7 +18,7 @@ from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.monitors.base import EvaluationKind, EvaluationResult
 from asyncrl_cli.monitors.reporter import Reporter
 from asyncrl_cli.orchestrator.episodes import Episodes
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptEncoder
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
@@ -39,7 +39,7 @@ class HeldOut:
     """Prompts to evaluate on, with their token ids, and the part that scores the responses: ``scoring``, or for a task
     that calls the model itself its ``episodes``."""
 
-    prompts: Sequence[tuple[Prompt, tuple[int, ...]]]
+    prompts: Sequence[tuple[Prompt, Encoded]]
     scoring: Scoring
     episodes: Episodes | None = None
 
@@ -80,15 +80,15 @@ class _Sample:
 
 def encoded(
     prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, warn: Callable[[str], None]
-) -> list[tuple[Prompt, tuple[int, ...]]]:
+) -> list[tuple[Prompt, Encoded]]:
     """The held-out prompts that can be used, with their token ids; ``warn`` gets the number of others. Raises
     ``RunError`` when none can."""
-    fitting: list[tuple[Prompt, tuple[int, ...]]] = []
+    fitting: list[tuple[Prompt, Encoded]] = []
     unusable: list[DataError] = []
     for row in range(len(prompts)):
         try:
             prompt = prompts[row]
-            ids = encoder.encode(prompt)
+            ids = encoder.encode_with_images(prompt)
         except DataError as error:
             unusable.append(error)
         else:
@@ -240,10 +240,10 @@ async def _samples(
         (
             f"{EVALUATION}{step}:{series.kind}:{index}",
             prompt,
-            prompt_ids,
+            as_input,
             _sampling(spec, series=series, step=step, index=index),
         )
-        for index, (prompt, prompt_ids) in enumerate(wanted)
+        for index, (prompt, as_input) in enumerate(wanted)
     ]
     if (episodes := series.held_out.episodes) is not None:
 
@@ -255,7 +255,10 @@ async def _samples(
         return await asyncio.gather(*(play(rollout_id, prompt, sampling) for rollout_id, prompt, _, sampling in asked))
     rollouts = await _generated(
         client,
-        [RolloutRequest(rollout_id, prompt_ids, sampling) for rollout_id, _, prompt_ids, sampling in asked],
+        [
+            RolloutRequest(rollout_id, as_input.ids, sampling, images=as_input.images)
+            for rollout_id, _, as_input, sampling in asked
+        ],
         ended,
     )
     scoring = series.held_out.scoring

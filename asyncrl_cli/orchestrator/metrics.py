@@ -176,7 +176,8 @@ class StepRecorder:
 
 
 def batch_digest(batch: TrainingBatch) -> str:
-    """A digest of a batch's prompts, responses and versions: two batches with the same digest are equal in all tokens.
+    """A digest of a batch's prompts, responses and versions: two batches with the same digest are equal in all tokens
+    and images.
 
     Batches of rollouts with one sequence each have had the same digest in all releases.
     """
@@ -188,6 +189,8 @@ def batch_digest(batch: TrainingBatch) -> str:
             for sequence in rollout.sequences:
                 for part in (np.asarray(sequence.prompt_ids, np.int32), sequence.ids, sequence.versions):
                     digest.update(len(part).to_bytes(4, "little") + part.astype("<i4").tobytes())
+                for placed in sequence.images:
+                    digest.update(placed.image.digest.encode())
     return digest.hexdigest()
 
 

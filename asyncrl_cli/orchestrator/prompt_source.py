@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl_cli.core.errors import DataError, RunError
 from asyncrl_cli.data.chat_template import VARIABLES, ChatTemplate, Feature, Tools, chat_of
+from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.records.groups import Candidate
-from asyncrl_cli.records.prompt import ChatError, Message, Prompt
+from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.prompt import ChatError, Message, Prompt, image_digests
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
@@ -26,6 +28,13 @@ FIRST_ROWS = 200
 """Number of rows that are searched at the start for prompts that are short enough."""
 
 
+class Encoded(NamedTuple):
+    """A prompt as the model gets it."""
+
+    ids: tuple[int, ...]
+    images: tuple[PlacedImage, ...] = ()
+
+
 class PromptEncoder:
     """Turns a prompt's text or messages into token ids (decision 0048)."""
 
@@ -37,14 +46,17 @@ class PromptEncoder:
         *,
         apply_chat_template: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        images: ImageTokens | None = None,
     ) -> None:
         """``episodic``: rollouts are episodes, and the task writes the model's input. ``apply_chat_template``:
-        render texts with the template, if there is one. ``template_kwargs``: the template's variables."""
+        render texts with the template, if there is one. ``template_kwargs``: the template's variables. ``images``
+        encodes prompts with images."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
         self._template = ChatTemplate(tokenizer, template_kwargs)
+        self._images = images or ImageTokens("", 0, 0)
 
     @classmethod
     def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False) -> PromptEncoder:
@@ -55,16 +67,22 @@ class PromptEncoder:
             episodic,
             apply_chat_template=spec.data.apply_chat_template,
             template_kwargs=spec.model.chat_template_kwargs,
+            images=ImageTokens(tokenizer.name_or_path, spec.model.max_images, spec.data.image_max_pixels),
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
-        """The token ids; None if there are too many, and empty for an episode.
+        """The ids of ``encode_with_images``."""
+        encoded = self.encode_with_images(prompt)
+        return None if encoded is None else encoded.ids
+
+    def encode_with_images(self, prompt: Prompt) -> Encoded | None:
+        """The token ids and the images' places in them; None if there are too many, and empty for an episode.
 
         Raises ``RunError`` for messages without a template, and ``DataError`` for a prompt that the tokenizer or its
         template refuses.
         """
         if self._episodic:
-            return ()
+            return Encoded(())
         if not isinstance(prompt.content, str) and self._tokenizer.chat_template is None:
             raise RunError(
                 f"prompt {prompt.uid} is a chat, and the model's tokenizer has no chat template",
@@ -72,7 +90,7 @@ class PromptEncoder:
                 hint="give prompts as text, or use a tokenizer with a chat template",
             )
         try:
-            ids = self._encode(prompt)
+            ids, images = self._encode(prompt)
         except Exception as error:  # tokenizers can raise any exception
             reason = str(error) if isinstance(error, ChatError) else f"{type(error).__name__}: {error}"
             raise DataError(
@@ -84,9 +102,9 @@ class PromptEncoder:
             raise DataError(
                 f"the prompt {prompt.uid!r} has no tokens", location="data", hint="fix the row or remove it"
             )
-        return tuple(ids) if len(ids) <= self._max_tokens else None
+        return Encoded(tuple(ids), images) if len(ids) <= self._max_tokens else None
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> tuple[list[int], tuple[PlacedImage, ...]]:
         messages, tools, variables = chat_of(prompt)
         text = str(prompt.content)
         templated = self.is_templated(prompt)
@@ -98,8 +116,13 @@ class PromptEncoder:
         elif tools or variables:
             column = "tools" if tools else VARIABLES
             raise ChatError(f"the row has `{column}`, and a prompt without the chat template has no use for them")
+        if not isinstance(prompt.content, str) and (digests := image_digests(prompt.content)):
+            known = {image.digest: image for image in prompt.images}
+            if missing := next((digest for digest in digests if digest not in known), ""):
+                raise ChatError(f"its messages name the image {missing!r:.80}, which is not one of its `images`")
+            return self._images.encode(text, [known[digest] for digest in digests])
         ids: list[int] = self._tokenizer(text, add_special_tokens=not templated)["input_ids"]
-        return ids
+        return ids, ()
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
         """The hint for a prompt that the tokenizer or its template refuses."""
@@ -142,18 +165,18 @@ class PromptSource:
         self._serial = 0
         self._all_solved = False
 
-    def next(self) -> tuple[Prompt, tuple[int, ...]]:
+    def next(self) -> tuple[Prompt, Encoded]:
         """The next prompt that is short enough. Raises ``RunError`` after ``MAX_SKIPS_IN_A_ROW`` prompts without
         one."""
         for _ in range(MAX_SKIPS_IN_A_ROW):
             try:
                 prompt = self._first.popleft() if self._first else self._unsolved()
-                ids = self.encoder.encode(prompt)
+                encoded = self.encoder.encode_with_images(prompt)
             except DataError as error:
                 self._refuse(error)
                 continue
-            if ids is not None:
-                return prompt, ids
+            if encoded is not None:
+                return prompt, encoded
             self.skipped += 1
             if self.skipped == 1:
                 self._warn(
@@ -190,9 +213,11 @@ class PromptSource:
 
     def candidate(self) -> Candidate:
         """The next prompt, with the loader's position after it."""
-        prompt, ids = self.next()
+        prompt, encoded = self.next()
         self._serial += 1
-        return Candidate(self._serial, prompt=prompt, prompt_ids=ids, loader=self.loader.state())
+        return Candidate(
+            self._serial, prompt=prompt, prompt_ids=encoded.ids, loader=self.loader.state(), images=encoded.images
+        )
 
     def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
         """Continue after the prompt with number ``serial``; ``loader`` is the data loader's position after it."""

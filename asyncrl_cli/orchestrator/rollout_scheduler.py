@@ -159,7 +159,9 @@ class RolloutScheduler:
         for old_id, group_id, version in await self._buffer.requeue(overdue):
             old = self._open.pop(old_id)
             # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
-            self._start(Group(group_id, version=version, prompt=old.prompt, prompt_ids=old.prompt_ids))
+            self._start(
+                Group(group_id, version=version, prompt=old.prompt, prompt_ids=old.prompt_ids, images=old.images)
+            )
             await self._cancel(old_id)
 
     async def _admit(self) -> None:
@@ -188,6 +190,7 @@ class RolloutScheduler:
                 prefix=recorded.get(0, ()),
                 priority=group.group_id,
                 affinity=str(group.group_id),
+                images=group.images,
             )
             if group.prompt_ids:
                 self._client.enqueue([request], self._on_end, self._record_segments)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from dataclasses import dataclass
+from typing import Any
 
 DIGEST_BYTES = 16
 
@@ -23,6 +25,21 @@ class Image:
     def of(cls, data: bytes) -> Image:
         """The image with these bytes, unchecked."""
         return cls(hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest(), data)
+
+    def decoded(self) -> Any:
+        """The pixels that every processor gets: a PIL image in RGB, turned upright, transparent parts on white.
+
+        Raises as PIL does if it cannot read the bytes.
+        """
+        from PIL import Image as Pillow
+        from PIL import ImageOps
+
+        with Pillow.open(io.BytesIO(self.data)) as opened:
+            image = ImageOps.exif_transpose(opened)
+            if not image.has_transparency_data:
+                return image.convert("RGB")
+            image = image.convert("RGBA")
+            return Pillow.alpha_composite(Pillow.new("RGBA", image.size, "white"), image).convert("RGB")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,10 +30,25 @@ class Prompt:
     images: tuple[Image, ...] = ()
 
 
+def to_json(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as a JSON object, with its images in base64."""
+    row = {"uid": prompt.uid, "content": prompt.content, "fields": dict(prompt.fields)}
+    images = [base64.b64encode(image.data).decode() for image in prompt.images]
+    return row | ({"images": images} if images else {})
+
+
 def prompt_from(row: Mapping[str, Any]) -> Prompt:
-    """The prompt whose ``dataclasses.asdict`` went through JSON."""
+    """The prompt that ``to_json`` wrote."""
     content = row["content"]
-    return Prompt(row["uid"], content if isinstance(content, str) else tuple(content), row["fields"])
+    images = tuple(Image.of(base64.b64decode(data)) for data in row.get("images", ()))
+    return Prompt(row["uid"], content if isinstance(content, str) else tuple(content), row["fields"], images)
+
+
+def image_digests(content: str | Sequence[Message]) -> list[str]:
+    """The digests of the images in canonical content, in their order."""
+    lists = [] if isinstance(content, str) else [message.get("content") for message in content]
+    parts = [part for each in lists if isinstance(each, list | tuple) for part in each]
+    return [str(part["image"]) for part in parts if part["type"] == "image"]
 
 
 class ChatError(ValueError):
@@ -43,8 +59,9 @@ def normalized(message: Message) -> Message:
     """A message in canonical form, which templates get, and in which messages are compared.
 
     It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` if they are set; other keys are
-    dropped. Content is text: None becomes "", text parts are joined. In a message with tool calls or reasoning, content
-    of only white space becomes "", because clients drop it. The arguments of tool calls are parsed. An assistant's
+    dropped. Content is text: None becomes "", text parts are joined. Content with images stays a list of parts
+    (``Image``). In a message with tool calls or reasoning, content of only white space becomes "", because clients drop
+    it. The arguments of tool calls are parsed. An assistant's
     message has ``reasoning_content`` and ``reasoning``, two names of one text, where one of them is set to text.
 
     Raises ``ChatError`` for what is not a message.
@@ -61,18 +78,28 @@ def normalized(message: Message) -> Message:
             same |= {"reasoning_content": reasoning, "reasoning": reasoning}
     if calls := message.get("tool_calls"):
         same["tool_calls"] = [_call(call) for call in _list(calls, "tool_calls")]
-    if same["content"].isspace() and ("tool_calls" in same or "reasoning" in same):
+    if isinstance(same["content"], str) and same["content"].isspace() and ("tool_calls" in same or "reasoning" in same):
         same["content"] = ""
     return same
 
 
-def _content(content: Any) -> str:
+def _content(content: Any) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = _list(content, "content")
-    if any(not isinstance(part, Mapping) or part.get("type") != "text" for part in parts):
-        raise ChatError("content is text, or a list of parts of type text")
-    return "".join(str(part.get("text", "")) for part in parts)
+    merged: list[dict[str, str]] = [{"type": "text", "text": ""}]
+    for part in _list(content, "content"):
+        match part:
+            case {"type": "text"} if merged[-1]["type"] == "text":
+                merged[-1] = {"type": "text", "text": merged[-1]["text"] + str(part.get("text", ""))}
+            case {"type": "text"}:
+                merged.append({"type": "text", "text": str(part.get("text", ""))})
+            case {"type": "image", "image": str(digest)}:
+                merged.append({"type": "image", "image": digest})
+            case _:
+                raise ChatError("content is text, or a list of parts of type text, or of images")
+    if len(merged) == 1:
+        return merged[0]["text"]
+    return [part for part in merged if part.get("text") != ""]
 
 
 def _call(call: Any) -> dict[str, Any]:

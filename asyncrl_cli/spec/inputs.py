@@ -66,6 +66,9 @@ class SplitSpec(Section):
     column of another name must exist."""
     template: str | None = None
     r"""Build the prompt from columns instead, as in `"Q: {question}\nA:"`; `{{` is a literal brace."""
+    image_column: Text | None = None
+    """The column with a row's image or list of images: paths, data URLs or bytes. They take the places of `<image>` in
+    the prompt. Default: images are only in the messages. See docs/data.md."""
     system: str | None = None
     """A system message to put before the prompt. A text prompt becomes a chat of this message and a user message."""
     config: str | None = None
@@ -250,6 +253,9 @@ class DataSpec(Section):
     """Render a text prompt as a user message with the model's chat template. `false`: use it as plain text, for base
     models and for texts that already have the template's tokens. Models without a chat template always get plain text,
     and prompts that are chat messages always go through the template."""
+    image_max_pixels: Count = 16_777_216
+    """Largest number of pixels of an image: rows with larger ones are refused. The model's processor scales images down
+    to its own limit."""
     filter: PromptFilterSpec | None = None
     """Online filtering: exclude training prompts that are solved."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class MixedPrompts(LazyPrompts):
         def row(index: int) -> Prompt:
             task = int(strata[index])
             prompt = prompts[task][int(rows_before[index]) % len(prompts[task])]
-            return Prompt(f"{names[task]}/{prompt.uid}", prompt.content, prompt.fields)
+            return replace(prompt, uid=f"{names[task]}/{prompt.uid}")
 
         super().__init__(len(strata), row)
 
@@ -88,7 +89,7 @@ class MixTask:
     def member(self, prompt: Prompt) -> tuple[Any, Prompt]:
         """The task that a prompt belongs to, and the prompt as that task made it."""
         name, _, uid = prompt.uid.partition("/")
-        return self.members[name], Prompt(uid, prompt.content, prompt.fields)
+        return self.members[name], replace(prompt, uid=uid)
 
     def scored_by(self, prompt: Prompt) -> tuple[Any, Prompt]:
         """The task that scores responses to a prompt, and the prompt as that task made it."""
@@ -163,7 +164,7 @@ class OneCall:
                 return None
             if tools:
                 raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")
-            prompt = Prompt(prompt.uid, messages, prompt.fields)
+            prompt = replace(prompt, content=messages)
             environment = ToolEnvironment(prompt, (), judge=lambda *_: 0.0, servers=self._servers)
             result, _ = await play(environment, model, http, variables)
             return ScoreLater(result.metrics)

@@ -236,7 +236,7 @@ def test_messages_as_json_text_are_messages(write: Callable[[Rows, Path], str], 
         ("array([{'content': 'hi', 'role': 'user'}], dtype=object)", "messages as Python prints them"),
         ('{"role": "user", "content": "hi"}', "`prompt` is an object"),
         ('[{"from": "human", "value": "hi"}]', "a message has no `role`"),
-        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "parts that are not text"),
+        ('[{"role": "user", "content": [{"type": "image_url"}]}]', "parts that are neither text nor images"),
     ],
 )
 def test_text_of_malformed_messages_is_refused(tmp_path: Path, text: str, message: str) -> None:
@@ -246,7 +246,7 @@ def test_text_of_malformed_messages_is_refused(tmp_path: Path, text: str, messag
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
-def test_rows_with_images_are_refused(tmp_path: Path, column: str) -> None:
+def test_rows_with_columns_of_images_that_no_key_names_are_refused(tmp_path: Path, column: str) -> None:
     one: Any = {"bytes": b"\x00"}
     empty, some = (None, one) if column == "image" else ([], [one])
     for rows, row in (([empty, some], 2), ([empty, empty], 0)):

@@ -118,7 +118,7 @@ def test_a_file_that_is_missing_empty_or_short(tmp_path: Path) -> None:
         ({"prompt": [{"role": "user", "content": 7}]}, "message 1 has content that is not text"),
         ({"prompt": [{"role": "user", "content": "a\ud83d"}]}, "not Unicode"),
         ({"prompt": [{"role": "usr", "content": "a"}]}, "message 1 has the unknown role 'usr'; roles are system"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts that are not text"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts that are neither text nor images"),
         ({"prompt": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]}, "message 2 has no"),
         (
             {"prompt": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": 3}}]}]},

@@ -302,7 +302,7 @@ def test_another_schema_is_refused_and_not_changed(
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(f"PRAGMA user_version = {number}")
     before = path.read_bytes()
-    with pytest.raises(JournalError, match=f"schema {number}, and this asyncrl reads only schema 1") as caught:
+    with pytest.raises(JournalError, match=f"schema {number}, and this asyncrl reads only schema 2") as caught:
         use(path)
     assert caught.value.hint == "use the asyncrl that wrote it"
     assert caught.value.location == str(path)

@@ -88,7 +88,7 @@ def test_only_long_prompts_end_the_search() -> None:
     asked = []
 
     class Encoder(PromptEncoder):
-        def encode(self, prompt: Prompt) -> None:
+        def encode_with_images(self, prompt: Prompt) -> None:
             asked.append(prompt)
 
     stream = PromptSource(PromptLoader(prompts(3), 0, shuffle=True), Encoder(TOKENIZER, 1))

@@ -1,0 +1,214 @@
+"""Images of rows: where a row has them, reading and checking them, and the tokens that a model sees in their place."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.prompt import ChatError, Message, Prompt
+
+MARK = "<image>"
+"""The place of an image in a text, for rows with a column of images."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MOST_PIXELS = 2**26
+"""Larger images are refused before they are decoded: a file of some kilobytes may decode to gigabytes."""
+
+_NAMES = ("image", "image_url", "url", "path")
+"""Keys under which a part, or a mapping in a column of images, may name an image."""
+
+
+class ImageError(ValueError):
+    """An image, or its place, that cannot be used; ``str`` says why."""
+
+
+def with_column(content: str | tuple[Message, ...], value: Any) -> tuple[Message, ...]:
+    """The content with a row's column of images in it, as parts of its messages.
+
+    They replace its parts ``{"type": "image"}`` without an image, or else its marks ``<image>``. Without either they
+    come first in the first user message. Raises ``ImageError`` unless there are as many places as images.
+    """
+    images = list(value) if isinstance(value, list | tuple) else [value]
+    messages: list[Message] = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+    parts = [list(_parts(message)) for message in messages]
+    if not any(is_blank(part) for own in parts for part in own):
+        parts = [[piece for part in own for piece in _split(part)] for own in parts]
+    places = sum(is_blank(part) for own in parts for part in own)
+    if not places and any(is_image(part) for own in parts for part in own):
+        raise ImageError("images in its messages and in a column: put all into one of them")
+    if not places:
+        first = next((at for at, message in enumerate(messages) if message.get("role") == "user"), 0)
+        parts[first] = [{"type": "image"}] * len(images) + parts[first]
+    elif places != len(images):
+        raise ImageError(f"{len(images)} images, and {places} places for them ({MARK}, or parts of type image)")
+    rest = iter(images)
+    filled = [[{"type": "image", "image": next(rest)} if is_blank(part) else part for part in own] for own in parts]
+    return tuple(
+        {**message, "content": own} if any(map(is_image, own)) else message
+        for message, own in zip(messages, filled, strict=True)
+    )
+
+
+def named_images(content: str | Sequence[Message]) -> list[Any]:
+    """What names the images of messages that are not loaded yet: paths, URLs, bytes or mappings of them."""
+    messages = () if isinstance(content, str) else content
+    return [_named(part) for message in messages for part in _parts(message) if is_image(part)]
+
+
+def loaded(prompt: Prompt, folder: Path) -> Prompt:
+    """The prompt with its images read and checked, and with their digests in its messages. Relative paths start from
+    ``folder``. Raises ``ImageError``."""
+    if not named_images(prompt.content):
+        return prompt
+    images: list[Image] = []
+
+    def canonical(part: Any) -> Any:
+        if not is_image(part):
+            return part
+        images.append(_read(_named(part), folder, len(images) + 1))
+        return {"type": "image", "image": images[-1].digest}
+
+    messages: tuple[Any, ...] = tuple(prompt.content)
+    content = tuple(
+        {**message, "content": [canonical(part) for part in _parts(message)]}
+        if any(map(is_image, _parts(message)))
+        else message
+        for message in messages
+    )
+    return replace(prompt, content=content, images=tuple(images))
+
+
+def checked(data: bytes, name: str = "the image") -> Image:
+    """An image that can be decoded, by its encoded bytes. Raises ``ImageError``, which calls it ``name``."""
+    from PIL import Image as Pillow
+    from PIL import UnidentifiedImageError
+
+    try:
+        with Pillow.open(io.BytesIO(data), formats=FORMATS) as opened:
+            width, height = opened.size
+            if width * height > MOST_PIXELS:
+                raise ImageError(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+            if (frames := getattr(opened, "n_frames", 1)) > 1:
+                raise ImageError(f"{name} is animated: it has {frames} frames")
+        found = Image.of(data)
+        found.decoded()
+    except ImageError:
+        raise
+    except UnidentifiedImageError:
+        raise ImageError(f"{name} is not an image of a known format ({', '.join(FORMATS)})") from None
+    except Exception as error:  # Pillow's readers raise anything for broken files
+        raise ImageError(f"{name} is broken: {error}") from error
+    return found
+
+
+class ImageTokens:
+    """Makes token ids of texts with images, by the processor in a model's folder (``AutoProcessor``): the one truth for
+    engines and trainer."""
+
+    def __init__(self, folder: str, max_images: int, max_pixels: int) -> None:
+        """The limits: images of a conversation, and pixels of each."""
+        self._folder = folder
+        self._max_images = max_images
+        self._max_pixels = max_pixels
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoProcessor
+
+        return AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+
+    def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
+        """The ids of a text in which the chat template has marked the images' places, each with all its placeholder
+        tokens, and their places. Raises ``ChatError`` unless the text shows each image once."""
+        if not self._max_images:
+            hint = "set it to the number of images that a conversation may have, or remove the images"
+            raise ChatError(f"images ({len(images)}), and model.max_images is 0: {hint}")
+        if len(images) > self._max_images:
+            raise ChatError(f"{len(images)} images, more than model.max_images ({self._max_images})")
+        pixels = [image.decoded() for image in images]
+        for number, (width, height) in enumerate((one.size for one in pixels), start=1):
+            if width * height > self._max_pixels:
+                size = f"{width} x {height} = {width * height:,} pixels"
+                raise ChatError(f"image {number} has {size}, more than data.image_max_pixels ({self._max_pixels:,})")
+        try:
+            found = self._processor(text=[text], images=[pixels], add_special_tokens=False)
+        except (ValueError, IndexError, StopIteration) as error:
+            raise ChatError(f"the model's processor refuses its {len(images)} images: {error}") from error
+        ids: list[int] = list(found["input_ids"][0])
+        placeholder, offset, places = self._processor.image_token_id, 0, []
+        for token, run in groupby(ids):
+            length = len(list(run))
+            if token == placeholder:
+                places.append((offset, length))
+            offset += length
+        if len(places) != len(images):
+            raise ChatError(f"{len(images)} images, and the chat template's text shows {len(places)}")
+        return ids, tuple(PlacedImage(image, *place) for image, place in zip(images, places, strict=True))
+
+
+def _parts(message: Any) -> Iterator[Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+        yield {"type": "text", "text": content}
+    elif isinstance(content, list | tuple):
+        yield from content
+
+
+def _split(part: Any) -> Iterator[Any]:
+    """A text part, split at its marks."""
+    if not isinstance(part, Mapping) or part.get("type") != "text" or MARK not in str(part.get("text")):
+        yield part
+        return
+    for number, text in enumerate(str(part["text"]).split(MARK)):
+        if number:
+            yield {"type": "image"}
+        if text:
+            yield {"type": "text", "text": text}
+
+
+def is_image(part: Any) -> bool:
+    """Whether a part of a message has an image, or a place for one."""
+    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+
+
+def is_blank(part: Any) -> bool:
+    """Whether a part is a place for an image of the row's column."""
+    return is_image(part) and _named(part) is None
+
+
+def _named(value: Any) -> Any:
+    """Text or bytes that name an image; None if there are none."""
+    while isinstance(value, Mapping):
+        value = value["bytes"] if value.get("bytes") else next(filter(None, map(value.get, _NAMES)), None)
+    return value
+
+
+def _read(value: Any, folder: Path, number: int) -> Image:
+    name = f"image {number}"
+    if isinstance(value, bytes):
+        return checked(value, name)
+    if not isinstance(value, str):
+        raise ImageError(f"{name} is a {type(value).__name__}: give a path, a data URL or bytes")
+    if value.startswith("data:"):
+        header, _, text = value.partition(",")
+        try:
+            if not header.endswith(";base64"):
+                raise ValueError("it is not base64")
+            return checked(base64.b64decode(text, validate=True), name)
+        except ValueError as error:
+            raise error if isinstance(error, ImageError) else ImageError(f"{name} is no data URL: {error}") from None
+    if value.startswith(("http://", "https://")):
+        raise ImageError(f"{name} is a URL ({value:.80}), and nothing is downloaded: save it, and give its path")
+    path = folder / (unquote(urlsplit(value).path) if value.startswith("file://") else value)
+    try:
+        data = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise ImageError(f"{name} ({path}) cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return checked(data, f"{name} ({path})")

@@ -1,0 +1,246 @@
+"""Rows with images: their forms, the errors that name file and row, and the tokens that a model sees."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from transformers import AutoProcessor, AutoTokenizer
+
+from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, with_column
+from asyncrl_cli.data.rows import ImagePrompts
+from asyncrl_cli.data.sources import read_source
+from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.records.images import Image
+from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from, to_json
+from asyncrl_cli.spec.inputs import SplitSpec
+from tests.data.vision_model import animation, picture, save_processor
+
+RED, BLUE = picture("red"), picture("blue", 112, 112)
+RED_URL = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
+
+
+def text(of: str) -> dict[str, Any]:
+    return {"type": "text", "text": of}
+
+
+def image(of: object) -> dict[str, Any]:
+    return {"type": "image", "image": of}
+
+
+def user(*parts: object) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "red.png").write_bytes(RED)
+    (tmp_path / "pictures" / "blue.png").write_bytes(BLUE)
+    return tmp_path
+
+
+def rows_of(folder: Path, *rows: dict[str, Any]) -> Sequence[Prompt]:
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps({'images': None, **row})}\n" for row in rows))
+    return read_source(SplitSpec(path="rows.jsonl", image_column="images"), "train", folder)
+
+
+WANTED = user(image(Image.of(RED).digest), text("and "), image(Image.of(BLUE).digest), text("?"))
+FORMS: dict[str, dict[str, Any]] = {
+    "parts with paths": {
+        "prompt": user(image("pictures/red.png"), text("and "), image("pictures/blue.png"), text("?")),
+    },
+    "data URLs as OpenAI writes them": {
+        "prompt": user(
+            {"type": "image_url", "image_url": {"url": RED_URL}}, text("and "), image("pictures/blue.png"), text("?")
+        ),
+    },
+    "marks in text": {"prompt": "<image>and <image>?", "images": [RED_URL, "pictures/blue.png"]},
+    "marks in messages": {
+        "prompt": [{"role": "user", "content": "<image>and <image>?"}],
+        "images": ["pictures/red.png", {"path": "pictures/blue.png"}],
+    },
+    "parts without images": {
+        "prompt": user({"type": "image"}, text("and "), {"type": "image"}, text("?")),
+        "images": [{"image": "pictures/red.png"}, {"bytes": None, "path": "pictures/blue.png"}],
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_forms_of_a_row_with_images_give_the_same_prompt(folder: Path, form: str) -> None:
+    (prompt,) = rows_of(folder, FORMS[form])
+    assert list(prompt.content) == WANTED
+    assert [found.data for found in prompt.images] == [RED, BLUE]
+    assert prompt.fields == {}
+
+
+def test_one_image_without_a_mark_comes_first_in_the_users_message(folder: Path) -> None:
+    chat = [{"role": "system", "content": "look"}, {"role": "user", "content": "what?"}]
+    plain, chatted = rows_of(folder, *({"prompt": one, "images": "pictures/red.png"} for one in ("what?", chat)))
+    wanted = user(image(Image.of(RED).digest), text("what?"))
+    assert list(plain.content) == wanted
+    assert list(chatted.content) == [chat[0], *wanted]
+
+
+def test_parquet_has_images_as_bytes_or_paths_with_uids_by_content(folder: Path) -> None:
+    structs = [{"bytes": RED, "path": None}, {"bytes": None, "path": "pictures/blue.png"}]
+    rows = [{"prompt": "<image>and <image>?", "images": structs}, {"prompt": "no image", "images": []}]
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    with_images, without = read_source(SplitSpec(path="rows.parquet", image_column="images"), "train", folder)
+    assert list(with_images.content) == WANTED and without.content == "no image"
+    rows[0]["images"] = [{"bytes": BLUE, "path": None}, structs[1]]
+    parquet.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet")
+    assert read_source(SplitSpec(path="rows.parquet", image_column="images"), "train", folder)[0].uid != with_images.uid
+
+
+def test_saved_data_sets_have_images_in_parts_and_in_a_named_column(folder: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": "what?", "picture": RED}]
+    data = datasets.Dataset.from_list(rows).cast_column("picture", datasets.Image())
+    data.save_to_disk(folder / "saved")
+    (prompt,) = read_source(SplitSpec(path="saved", image_column="picture"), "train", folder)
+    assert list(prompt.content) == user(image(Image.of(RED).digest), text("what?"))
+
+
+def test_files_of_images_are_read_at_each_access_and_not_before(folder: Path) -> None:
+    prompts = rows_of(folder, *({"prompt": "what?", "images": f"pictures/{name}.png"} for name in ("red", "late")))
+    assert isinstance(prompts, ImagePrompts) and prompts[0].images == (Image.of(RED),)
+    with pytest.raises(DataError, match=r"late\.png"):
+        prompts[1]
+    (folder / "pictures" / "late.png").write_bytes(BLUE)
+    assert prompts[1].images == (Image.of(BLUE),)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"prompt": "?", "images": "none.png"}, r"image 1 \(.*none\.png\) cannot be read: No such file"),
+    "no image": ({"prompt": "?", "images": "rows.jsonl"}, "not an image of a known format"),
+    "truncated": ({"prompt": "?", "images": "cut.png"}, r"image 1 \(.*cut\.png\) is broken"),
+    "animated": ({"prompt": "?", "images": "moves.gif"}, "animated: it has 2 frames"),
+    "bomb": ({"prompt": "?", "images": "bomb.png"}, "9000 x 9000 pixels, more than"),
+    "too few marks": ({"prompt": "<image>?", "images": ["a", "b"]}, "2 images, and 1 places for them"),
+    "too many marks": ({"prompt": "<image><image>?", "images": "a"}, "1 images, and 2 places for them"),
+    "URL": ({"prompt": "?", "images": "https://a.org/b.png"}, "nothing is downloaded"),
+    "no base64": ({"prompt": "?", "images": "data:image/png,abc"}, "no data URL: it is not base64"),
+    "twice": ({"prompt": user(image(RED_URL)), "images": RED_URL}, "in its messages and in a column"),
+    "a number": ({"prompt": "?", "images": 3}, "image 1 is a int: give a path"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_wrong_images_are_refused_with_file_and_line(folder: Path, kind: str) -> None:
+    (folder / "cut.png").write_bytes(picture("red", 300, 300, compress_level=0)[:5000])
+    (folder / "moves.gif").write_bytes(animation())
+    if kind == "bomb":
+        (folder / "bomb.png").write_bytes(picture("white", 9000, 9000))
+    row, message = WRONG[kind]
+    with pytest.raises(DataError, match=message) as caught:
+        rows_of(folder, {"prompt": "fine"}, row)[1]
+    assert caught.value.location == f"{folder / 'rows.jsonl'}:2"
+
+
+texts = st.text(st.characters(codec="ascii", exclude_characters="<"), max_size=9)
+
+
+@given(st.lists(texts, min_size=1, max_size=5), st.booleans())
+def test_marks_are_replaced_in_order_and_texts_are_kept(pieces: list[str], as_messages: bool) -> None:
+    joined = MARK.join(pieces)
+    names = [str(number) for number in range(len(pieces) - 1)]
+    content: Any = tuple(user(text(joined))) if as_messages else joined
+    if not names:
+        with pytest.raises(ImageError):
+            with_column(f"{joined}{MARK}", ["a", "b"])
+        return
+    (message,) = with_column(content, names)
+    assert [part["image"] for part in message["content"] if part["type"] == "image"] == names
+    assert "".join(part["text"] if part["type"] == "text" else MARK for part in message["content"]) == joined
+
+
+# -- tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_processor(tmp_path_factory.mktemp("model"))
+
+
+def encoder(model: str, max_images: int = 2, max_pixels: int = 10**6, max_tokens: int = 500) -> PromptEncoder:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return PromptEncoder(tokenizer, max_tokens, images=ImageTokens(model, max_images, max_pixels))
+
+
+def two_images() -> Prompt:
+    images = Image.of(RED), Image.of(BLUE)
+    content = ({"role": "user", "content": WANTED[0]["content"]},)
+    return Prompt("p", content, {}, images)
+
+
+def test_a_prompt_with_images_has_the_ids_of_the_models_own_processor_and_their_places(model: str) -> None:
+    prompt = two_images()
+    found = encoder(model).encode_with_images(prompt)
+    processor = AutoProcessor.from_pretrained(model)
+    chat = [{"role": "user", "content": [{"type": "image"}, text("and "), {"type": "image"}, text("?")]}]
+    whole = processor(
+        text=processor.apply_chat_template(chat), images=[one.decoded() for one in prompt.images], return_tensors="pt"
+    )
+    assert found is not None and list(found.ids) == whole["input_ids"][0].tolist()
+    sizes = (whole["image_grid_thw"].prod(-1) // 4).tolist()
+    assert [placed.length for placed in found.images] == sizes
+    assert [placed.image for placed in found.images] == list(prompt.images)
+    pad = processor.image_token_id
+    inside = {at for placed in found.images for at in range(placed.offset, placed.offset + placed.length)}
+    assert inside == {at for at, token in enumerate(found.ids) if token == pad}
+
+
+def test_a_prompt_that_its_images_make_too_long_is_skipped(model: str) -> None:
+    found = encoder(model).encode(two_images())
+    assert found is not None
+    assert encoder(model, max_tokens=len(found) - 1).encode(two_images()) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_images": 0}, "model.max_images is 0"),
+        ({"max_images": 1}, r"2 images, more than model.max_images \(1\)"),
+        ({"max_pixels": 112 * 112 - 1}, r"image 2 has 112 x 112 = 12,544 pixels, more than data.image_max_pixels"),
+    ],
+)
+def test_images_beyond_a_limit_are_refused_with_its_key(model: str, limits: dict[str, int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        encoder(model, **limits).encode(two_images())
+
+
+def test_a_placeholder_in_the_rows_text_is_refused(model: str) -> None:
+    prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text("<|image_pad|>"))), {}, (Image.of(RED),))
+    with pytest.raises(DataError, match="1 images"):
+        encoder(model).encode(prompt)
+
+
+def test_a_template_that_shows_no_image_is_refused(model: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text("what?"))), {}, (Image.of(RED),))
+    with pytest.raises(DataError, match="1 images"):
+        PromptEncoder(tokenizer, 500, images=ImageTokens(model, 2, 10**6)).encode(prompt)
+
+
+def test_a_digest_without_its_image_is_refused(model: str) -> None:
+    with pytest.raises(DataError, match="not one of its `images`"):
+        encoder(model).encode(Prompt("p", tuple(user(image("abc"), text("?")))))
+
+
+def test_a_prompt_with_images_survives_json() -> None:
+    prompt = two_images()
+    again = prompt_from(json.loads(json.dumps(to_json(prompt))))
+    assert again == Prompt("p", tuple(WANTED), {}, prompt.images)
+    assert image_digests(again.content) == [one.digest for one in again.images]
