@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
+from asyncrl_cli.train.model.image_models import model_class
+from asyncrl_cli.train.model.images import Vision, tower_parameters
 from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
@@ -141,45 +144,58 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 
     Raises ``LoraError``, and ``UserError`` as ``check_policy``; collective.
     """
-    model = load_model(spec.trainer, model_dir)
+    model = load_model(spec.trainer, model_dir, images=spec.model.max_images > 0)
+    freeze(model, spec.model)
     # Before ``initialize``: the optimizer gets only what has a gradient, which are then the adapters.
     if spec.model.lora is not None:
         add_adapters(model, spec.model.lora, spec.seed)
-    policy = policy_around(model, spec)
+    policy = policy_around(model, spec, model_dir)
     engine = initialize(policy, spec.trainer, load_universal)
     check_policy(policy, engine)
     return engine
 
 
-def policy_around(model: Any, spec: ExperimentSpec) -> Policy:
-    """The policy of a spec, around a transformers model."""
+def freeze(model: Any, spec: ModelSpec) -> None:
+    """Have the parts in `model.freeze` not trained. Raises ``UserError`` if the model has no such part."""
+    if spec.max_images and spec.freeze:
+        for parameter in tower_parameters(model):
+            parameter.requires_grad_(False)
+
+
+def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
+    """The policy of a spec, around the transformers model of ``model_dir``."""
+    vision = None
+    if spec.model.max_images:
+        vision = Vision(model, model_dir, bidirectional=spec.rollout.gpus_per_engine > 0)
     return Policy(
         model,
         spec.rollout.sampling.temperature,
         packing=spec.trainer.packing,
         sequence=sequence_group(spec.trainer),
         router_replay=spec.algorithm.router_replay,
+        vision=vision,
     )
 
 
-def start_critic(trainer: TrainerSpec, model_dir: str, load_universal: bool = False) -> Any:
+def start_critic(spec: ExperimentSpec, model_dir: str, load_universal: bool = False) -> Any:
     """The DeepSpeed engine around a critic with the transformer of ``model_dir``; collective.
 
     It is trained with the policy's micro-batches.
     """
-    model = ValueModel(load_model(trainer, model_dir).base_model, trainer.packing, sequence_group(trainer))
-    return initialize(model, trainer, load_universal)
+    trainer = spec.trainer
+    model = load_model(trainer, model_dir, images=spec.model.max_images > 0)
+    freeze(model, spec.model)
+    return initialize(ValueModel(model.base_model, trainer.packing, sequence_group(trainer)), trainer, load_universal)
 
 
-def load_model(trainer: TrainerSpec, model_dir: str) -> Any:
-    """A causal language model to be trained, sharded while it is loaded."""
-    from transformers import AutoModelForCausalLM
+def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> Any:
+    """A causal language model to be trained, sharded while it is loaded; with ``images`` one that sees them."""
     from transformers.integrations import HfDeepSpeedConfig
 
     # from_pretrained shards the model only while this object exists.
     sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
     with streamed() if sharding is not None else nullcontext():
-        model = AutoModelForCausalLM.from_pretrained(
+        model = model_class(images).from_pretrained(
             model_dir,
             dtype=getattr(torch, trainer.dtype),
             attn_implementation=trainer.attention,

@@ -31,6 +31,7 @@ from asyncrl_cli.train.algorithms.advantages import (
 )
 from asyncrl_cli.train.algorithms.objective import Objective
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks, sum_over_ranks
+from asyncrl_cli.train.model.images import Vision
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow
@@ -48,6 +49,7 @@ class Learner:
     limit: SkipLimit
     reference: Any | None = None  # called as a ``Policy``; None without a KL penalty
     critic: Any | None = None  # DeepSpeed's engine around a ``ValueModel``; None unless it estimates advantages
+    vision: Vision | None = None  # None: the policy sees no images
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +109,7 @@ def precompute(
                     old_logprobs=old,
                     reference_logprobs=at_reference,
                     advantages=torch.zeros_like(padded.behaviour_logprobs),
-                    values=None if critic is None else critic(*inputs),
+                    values=None if critic is None else critic(*inputs, **padded.seen),
                     penalties=penalties,
                 )
                 minibatch.precomputed.append(precomputed)

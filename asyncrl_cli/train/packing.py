@@ -24,9 +24,11 @@ from torch import Tensor
 
 from asyncrl_cli.records.experts import UNKNOWN
 from asyncrl_cli.records.generation import Rollout, TokenSequence, sequence_of
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.model.images import ImageInputs, Vision
 
 DUMMY_TOKENS = 2
 """Length of the row that stands for an empty micro-batch: the shortest with a token to predict."""
@@ -41,6 +43,7 @@ class TrainingRow:
     on_policy: bool  # whether the step starts with the very weights that the tokens of this version were sampled with
     rollout: int  # index in the step, from which the row has its reward
     turns: NDArray[np.int32]  # for each token the index of its turn in the rollout; 0 where turns are not recorded
+    images: tuple[PlacedImage, ...] = ()  # in ``tokens``
 
     def __len__(self) -> int:
         """Tokens of prompt and response together."""
@@ -63,11 +66,17 @@ class PaddedRows:
     rollouts: Tensor  # int64, [rows]; 0 in the row of an empty micro-batch
     turns: Tensor  # int64, [rows, T]; the index of a token's turn in its rollout
     experts: Tensor | None = None  # uint8 or int32, [rows, T, layers · k] (records/experts.py); None: not recorded
+    images: ImageInputs | None = None  # None: the model sees no images
 
     @property
-    def replayed(self) -> dict[str, Tensor]:
-        """``experts`` as an argument of the policy; empty where they are not recorded."""
-        return {} if self.experts is None else {"experts": self.experts}
+    def seen(self) -> dict[str, Any]:
+        """``images`` as an argument of policy and critic; empty where the model sees none."""
+        return {} if self.images is None else {"images": self.images}
+
+    @property
+    def replayed(self) -> dict[str, Any]:
+        """``seen``, and ``experts`` where they are recorded, as arguments of the policy."""
+        return self.seen if self.experts is None else {**self.seen, "experts": self.experts}
 
     def to(self, device: torch.device | str) -> PaddedRows:
         """The same on another device."""
@@ -121,6 +130,7 @@ def _rows(batch: TrainingBatch, group: int, spec: ExperimentSpec) -> Iterator[Tr
                 on_policy=exact,
                 rollout=group * len(rollouts) + index,
                 turns=_turn_of_tokens(turns[index] if turns else (), sequence, len(tokens.ids)),
+                images=tuple(one for one in sequence.images if one.offset < len(tokens.ids)),
             )
 
 
@@ -205,8 +215,8 @@ def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, pa
         microbatches[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
-def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
-    """A micro-batch's tensors, on the CPU.
+def pad_rows(rows: Sequence[TrainingRow], vision: Vision | None = None) -> PaddedRows:
+    """A micro-batch's tensors, on the CPU; ``vision``: of a model that sees images.
 
     Without rows: one row of two tokens that do not count, which makes an ordinary forward pass. Raises
     ``ValueError`` when a row begins with a sampled token, which would have no context.
@@ -245,4 +255,5 @@ def pad_rows(rows: Sequence[TrainingRow]) -> PaddedRows:
         rollouts=torch.from_numpy(rollouts),
         turns=torch.from_numpy(turns),
         experts=None if experts is None else torch.from_numpy(experts),
+        images=None if vision is None else vision.inputs([row.images for row in rows], shape[1]),
     )

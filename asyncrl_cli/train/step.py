@@ -124,5 +124,5 @@ def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
         lengths, tokens_per_microbatch=trainer.tokens_per_microbatch, ranks=shares, packing=trainer.packing
     )
     own = plan[learner.rank // trainer.sequence_parallel]
-    padded = [pad_rows([rows[index] for index in indices]) for indices in own]
+    padded = [pad_rows([rows[index] for index in indices], learner.vision) for indices in own]
     return Minibatch(rows, [microbatch.to(learner.engine.device) for microbatch in padded])

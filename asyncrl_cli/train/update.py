@@ -105,7 +105,7 @@ def update_critic(critic: Any, spec: ExperimentSpec, minibatch: Minibatch, facto
         critic.set_gradient_accumulation_boundary(index == len(minibatch.microbatches) - 1)
         assert given.values is not None and given.returns is not None
         loss, sums = value_loss(
-            critic(padded.input_ids, padded.response_mask),
+            critic(padded.input_ids, padded.response_mask, **padded.seen),
             old_values=given.values,
             returns=given.returns,
             mask=padded.response_mask,

@@ -180,7 +180,7 @@ class TrainerWorker:
         self._engine = ds.start_engine(self._spec, model_dir, load_universal)
         self._model = self._engine.module.model
         reference = load_reference(self._spec, model_dir, self._engine)
-        critic = ds.start_critic(trainer, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
+        critic = ds.start_critic(self._spec, model_dir, load_universal) if self._spec.algorithm.needs_critic else None
         self._learner = Learner(
             spec=self._spec,
             rank=self._rank,
@@ -189,6 +189,7 @@ class TrainerWorker:
             limit=SkipLimit(trainer.max_skipped_updates),
             reference=reference,
             critic=critic,
+            vision=self._engine.module.vision,
         )
         make_layout = engine_layout if self._spec.model.published_adapter is None else adapter_layout
         self._layout = make_layout(self._model, getattr(torch, self._spec.rollout.dtype))

@@ -11,9 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from pictures import IMAGE_TOKENS, picture
 
 from asyncrl_cli.records.experts import UNKNOWN, Experts
 from asyncrl_cli.records.generation import CONTEXT, Rollout
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
@@ -71,6 +73,21 @@ def routed(batch: TrainingBatch, layers: int, experts: int) -> TrainingBatch:
     return replace(batch, groups=tuple(groups))
 
 
+def shown(batch: TrainingBatch, token: int) -> TrainingBatch:
+    """The same with an image, of placeholders ``token``, in the prompts of half of the groups; and one in a branch."""
+    groups = []
+    for group in batch.groups:
+        rollouts = list(group.rollouts)
+        if group.group_id % 2:
+            image, placeholders = picture(group.group_id), (token,) * IMAGE_TOKENS
+            for index, one in enumerate(rollouts):
+                if one.prompt_ids:
+                    ids = (*one.prompt_ids[:3], *placeholders, *one.prompt_ids[3:])
+                    rollouts[index] = replace(one, prompt_ids=ids, images=(PlacedImage(image, 3, IMAGE_TOKENS),))
+        groups.append(replace(group, rollouts=tuple(rollouts)))
+    return replace(batch, groups=tuple(groups))
+
+
 def no_numactl() -> None:
     raise AssertionError("DeepSpeed runs numactl, for every micro-batch")
 
@@ -104,7 +121,8 @@ def main() -> None:
         engine,
         SkipLimit(0),
         load_reference(spec, str(folder), engine),
-        start_critic(spec.trainer, str(folder)) if spec.algorithm.needs_critic else None,
+        start_critic(spec, str(folder)) if spec.algorithm.needs_critic else None,
+        engine.module.vision,
     )
     updates = 0
     for step in range(spec.stop.steps):
@@ -112,6 +130,8 @@ def main() -> None:
         if spec.algorithm.router_replay:
             config = engine.module.model.config
             rollouts = routed(rollouts, config.num_hidden_layers, config.num_experts)
+        if spec.model.max_images:
+            rollouts = shown(rollouts, engine.module.model.config.image_token_id)
         report, updates = train_batch(learner, rollouts, updates)
     named = list(engine.module.model.named_parameters())
     with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):

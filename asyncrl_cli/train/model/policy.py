@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
+from asyncrl_cli.train.model.images import ImageInputs, Vision, states
 from asyncrl_cli.train.model.router_replay import RouterReplay
 from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
 
@@ -35,9 +36,10 @@ class Policy(nn.Module):
         packing: bool = False,
         sequence: SequenceGroup | None = None,
         router_replay: bool = False,
+        vision: Vision | None = None,
     ) -> None:
         """``packing``: rows are joined in one sequence; each begins at position 0 and sees itself alone.
-        ``router_replay``: ``forward`` takes the experts of each token.
+        ``router_replay``: ``forward`` takes the experts of each token. ``vision``: of a model that sees images.
 
         ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
         Raises ``UserError`` when the model's output layer is not linear, those ranks cannot divide its sequences, or
@@ -54,10 +56,18 @@ class Policy(nn.Module):
         self.temperature = temperature
         self.packing = packing
         self.sequence = sequence
+        self.vision = vision
         self.replay = RouterReplay(model) if router_replay else None
 
     @overload
-    def forward(self, input_ids: Tensor, response_mask: Tensor, *, experts: Tensor | None = None) -> Tensor: ...
+    def forward(
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        *,
+        experts: Tensor | None = None,
+        images: ImageInputs | None = None,
+    ) -> Tensor: ...
     @overload
     def forward(
         self,
@@ -65,16 +75,23 @@ class Policy(nn.Module):
         response_mask: Tensor,
         entropy: Literal["measure", "train"],
         experts: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
-        self, input_ids: Tensor, response_mask: Tensor, entropy: Entropy = "none", experts: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        entropy: Entropy = "none",
+        experts: Tensor | None = None,
+        images: ImageInputs | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
 
         ``input_ids``: int64 [rows, tokens], padded on the right; ``response_mask``: bool, same shape, never
         true at position 0. Right padding needs no attention mask: under causal attention no response token
         sees what comes after it. ``experts``: [rows, tokens, layers · k], of the pass that predicts each
-        token (records/experts.py); None: the model's routers choose.
+        token (records/experts.py); None: the model's routers choose. ``images``: of these rows, in every pass of a
+        model that sees images; otherwise None.
 
         With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
         tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
@@ -84,7 +101,12 @@ class Policy(nn.Module):
             self.replay.use(None if experts is None else experts[:, 1:][kept])
         targets = input_ids[response_mask]
         hidden, own = predicting_states(
-            self.model.base_model, input_ids, response_mask, packing=self.packing, sequence=self.sequence
+            self.model.base_model,
+            input_ids,
+            response_mask,
+            packing=self.packing,
+            sequence=self.sequence,
+            images=images,
         )
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
@@ -114,13 +136,18 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(width, 1, bias=False, dtype=backbone.dtype)
         nn.init.zeros_(self.head.weight)
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, response_mask: Tensor, images: ImageInputs | None = None) -> Tensor:
         """Values, float32 [rows, tokens]: expectations before a token under ``response_mask`` is known; else 0.
 
         Arguments are as in ``Policy``.
         """
         hidden, own = predicting_states(
-            self.backbone, input_ids, response_mask, packing=self.packing, sequence=self.sequence
+            self.backbone,
+            input_ids,
+            response_mask,
+            packing=self.packing,
+            sequence=self.sequence,
+            images=images,
         )
         values = self.head(hidden)[:, 0].float()
         if self.sequence is not None and own is not None:
@@ -129,7 +156,12 @@ class ValueModel(nn.Module):
 
 
 def predicting_states(
-    backbone: Any, input_ids: Tensor, response_mask: Tensor, packing: bool, sequence: SequenceGroup | None = None
+    backbone: Any,
+    input_ids: Tensor,
+    response_mask: Tensor,
+    packing: bool,
+    sequence: SequenceGroup | None = None,
+    images: ImageInputs | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states of the positions before response tokens, row by row: [response tokens, width] of all of them, and
     None; or with ``sequence`` only of positions in this rank's slice, and which they are, bool [response tokens].
@@ -144,10 +176,13 @@ def predicting_states(
         ids, predicts, positions = ids[kept][None], predicts[kept][None], columns[kept][None]
     if sequence is not None:
         return sequence.predicting_states(backbone, ids=ids, predicts=predicts, positions=positions)
+    if images is not None:
+        seen = images.before_last(kept if packing else None)
+        return states(backbone, ids=ids, positions=positions, images=seen)[predicts], None
     # Positions of packed rows alone: a model makes a mask from given positions.
     given = {} if positions is None else {"position_ids": positions}
-    states: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
-    return states[predicts], None
+    hidden: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
+    return hidden[predicts], None
 
 
 def _kept(response_mask: Tensor) -> Tensor:
@@ -158,23 +193,28 @@ def _kept(response_mask: Tensor) -> Tensor:
     return positions <= positions.mul(predicts).amax(dim=1, keepdim=True)
 
 
-def check_policy(policy: Policy, score: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float]:
+def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, float]:
     """Raise ``UserError`` if a policy's log-probs differ from its model's own logits. Returns the gap in nats and its
     limit.
 
     This happens if a model does more to its logits than its output layer does, or cannot be packed. Such a fault is in
     every token of a row, so the median of a row counts: in bfloat16 single tokens of a sound model differ by any
     amount, because a router may choose other experts. ``score`` calls the policy; collective if the policy is.
+    A model that sees images gets one.
     """
     config = policy.model.config.get_text_config()
     ids = torch.arange(3, 19, device=policy.model.device).remainder(config.vocab_size).view(2, 8)
     mask = torch.tensor([[False] * 2 + [True] * 6, [False] + [True] * 5 + [False] * 2], device=ids.device)
+    inputs: ImageInputs | None = None
+    if policy.vision is not None:
+        ids, mask, inputs = policy.vision.with_image(policy.model, ids, mask)
+    seen, shown = ({}, {}) if inputs is None else ({"images": inputs}, inputs.whole())
     full = nullcontext() if policy.sequence is None else policy.sequence.unused()
     with torch.no_grad():
         with full:
-            logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1].float() / policy.temperature
+            logits = policy.model(input_ids=ids, use_cache=False, **shown).logits[:, :-1].float() / policy.temperature
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        gaps = (score(ids, mask)[:, 1:] - expected).abs()
+        gaps = (score(ids, mask, **seen)[:, 1:] - expected).abs()
         gap = torch.stack([row[own].median() for row, own in zip(gaps, mask[:, 1:], strict=True)]).max().item()
         allowed = TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]) * max(1.0, logits.abs().max().item())
     if not gap <= allowed:

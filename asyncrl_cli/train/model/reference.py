@@ -32,10 +32,10 @@ class Unadapted:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
-    def __call__(self, input_ids: Tensor, response_mask: Tensor, **experts: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, response_mask: Tensor, **seen: Any) -> Tensor:
         """As ``Policy.forward``; collective."""
         with torch.no_grad(), without_adapters(self._engine.module.model):
-            logprobs: Tensor = self._engine(input_ids, response_mask, **experts)
+            logprobs: Tensor = self._engine(input_ids, response_mask, **seen)
         return logprobs
 
 
@@ -50,10 +50,10 @@ class Copy:
         self._zero_stage = zero_stage
         self._every = every
 
-    def __call__(self, input_ids: Tensor, response_mask: Tensor, **experts: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, response_mask: Tensor, **seen: Any) -> Tensor:
         """As ``Policy.forward``; collective under ZeRO-3."""
         with torch.no_grad():
-            logprobs: Tensor = self._score(input_ids, response_mask, **experts)
+            logprobs: Tensor = self._score(input_ids, response_mask, **seen)
         return logprobs
 
     def before_step(self, step: int, model: nn.Module) -> None:
@@ -103,7 +103,9 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
     if spec.model.lora is not None and not algorithm.reference_update_every and teacher is None:
         return Unadapted(engine)
     trainer = spec.trainer
-    policy = policy_around(load_model(trainer, teacher or model_dir), spec)
+    policy = policy_around(
+        load_model(trainer, teacher or model_dir, spec.model.max_images > 0), spec, teacher or model_dir
+    )
     policy.eval().requires_grad_(False)
     score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
     if teacher is not None:

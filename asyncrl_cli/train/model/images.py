@@ -1,0 +1,235 @@
+"""Images in the trainer: their pixels, their places, and the pass of a model that sees them (decision 0104).
+
+A model scatters an image's features over its placeholder tokens. A token that the policy sampled may have the same id,
+and is text, as it is for the engine. So the places of images count here, never ids.
+
+Invariant: every pass runs the vision tower, with a grey image where a micro-batch has none. Under ZeRO-3 the tower's
+weights are gathered by all ranks together, and the gradients of what is trained are added up over all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.records.images import Image, PlacedImage
+
+CACHED_BYTES = 2**28
+"""Pixels of images that are kept: the rows of a group have the same ones, and so do the epochs of a step."""
+GREY = (56, 56)
+"""Width and height of the image that stands for none, in pixels; processors enlarge it where they need more."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageInputs:
+    """The images of a micro-batch, as a model takes them."""
+
+    placeholders: Tensor
+    """bool, [rows, tokens]: where features of images are. All false: ``pixels`` are of one image without a place."""
+    pixels: dict[str, Tensor]
+    """Arguments of the model's ``get_image_features``: of all images, row by row."""
+    positions: Tensor | None
+    """int64, [3, rows, tokens]: time, height and width (M-RoPE, arXiv 2409.12191, section 2.1). None: the model has
+    only positions of tokens."""
+    bidirectional: bool
+    """Placeholders of an image see each other, also later ones (Gemma 3)."""
+
+    def to(self, device: torch.device | str) -> ImageInputs:
+        """The same on another device."""
+        return ImageInputs(
+            self.placeholders.to(device),
+            pixels={name: tensor.to(device) for name, tensor in self.pixels.items()},
+            positions=None if self.positions is None else self.positions.to(device),
+            bidirectional=self.bidirectional,
+        )
+
+    def whole(self) -> dict[str, Any]:
+        """The arguments of a transformers model with its head, which scatters the features by ids."""
+        types = {} if self.positions is None else {"mm_token_type_ids": self.placeholders.int()}
+        if self.bidirectional:
+            types["token_type_ids"] = self.placeholders.long()
+        return {**self.pixels, **types}
+
+    def before_last(self, packed: Tensor | None) -> ImageInputs:
+        """The inputs without each row's last token; with ``packed``, bool [rows, tokens - 1], only of these tokens,
+        joined in one row."""
+        placeholders, positions = self.placeholders[:, :-1], self.positions
+        if positions is not None:
+            positions = positions[..., :-1]
+        if packed is not None:
+            placeholders = placeholders[packed][None]
+            positions = None if positions is None else positions[:, packed][:, None]
+        return ImageInputs(placeholders, self.pixels, positions, self.bidirectional)
+
+
+class Vision:
+    """Makes a model's inputs of images."""
+
+    def __init__(self, model: Any, folder: str, bidirectional: bool) -> None:
+        """``model``: a transformers model with a vision tower; ``folder`` has its processor.
+
+        ``bidirectional``: engines let the placeholders of an image see each other, in a model that was made for it.
+        vLLM does so on GPUs alone. Raises ``UserError`` for a model that does not work as described above.
+        """
+        backbone = model.base_model
+        forward = inspect.signature(backbone.forward).parameters
+        if not hasattr(backbone, "get_image_features") or "mm_encoder_outputs" not in forward:
+            raise UserError(
+                f"images for a {model.config.model_type} are not supported",
+                hint="use a Qwen2.5-VL, Qwen3-VL or Gemma 3, or set model.max_images to 0",
+            )
+        self._rope_index = getattr(backbone, "get_rope_index", None)
+        self._accepted = inspect.signature(backbone.get_image_features).parameters.keys()
+        self._bidirectional = bidirectional and "token_type_ids" in forward
+        self._processor = image_processor(folder)
+        self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
+        self._cached_bytes = 0
+
+    def inputs(self, rows: Sequence[Sequence[PlacedImage]], tokens: int) -> ImageInputs:
+        """The inputs, on the CPU, for ``rows`` of as many ``tokens``; no row stands for one without an image."""
+        placeholders = torch.zeros(max(1, len(rows)), tokens, dtype=torch.bool)
+        for index, placed in enumerate(rows):
+            for one in placed:
+                placeholders[index, one.offset : one.offset + one.length] = True
+        found = [self._pixels(one.image) for placed in rows for one in placed]
+        parts = found or [self._pixels(_grey())]
+        pixels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        positions = None
+        if self._rope_index is not None:
+            positions, _ = self._rope_index(
+                torch.zeros_like(placeholders, dtype=torch.int64),
+                mm_token_type_ids=placeholders.int(),
+                image_grid_thw=pixels["image_grid_thw"] if found else None,
+            )
+        return ImageInputs(placeholders, pixels, positions, self._bidirectional)
+
+    def with_image(self, model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, ImageInputs]:
+        """``ids`` and ``mask``, [rows, tokens], with a grey image of the model before each row's second token."""
+        grey = _grey()
+        with torch.no_grad():
+            pixels = {name: tensor.to(ids.device) for name, tensor in self._pixels(grey).items()}
+            found = model.base_model.get_image_features(**pixels, return_dict=True)
+        count = sum(len(part) for part in found.pooler_output)
+        placeholders = torch.full((len(ids), count), model.config.image_token_id, device=ids.device)
+        inputs = self.inputs([(PlacedImage(grey, 1, count),)] * len(ids), ids.shape[1] + count)
+        return (
+            torch.cat([ids[:, :1], placeholders, ids[:, 1:]], dim=1),
+            torch.cat([mask[:, :1], torch.zeros_like(placeholders, dtype=torch.bool), mask[:, 1:]], dim=1),
+            inputs.to(ids.device),
+        )
+
+    def _pixels(self, image: Image) -> dict[str, Tensor]:
+        key = image.digest
+        if key not in self._cached:
+            made = self._processed(image.decoded())
+            self._cached[key] = made
+            self._cached_bytes += _nbytes(made)
+            while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
+                _, oldest = self._cached.popitem(last=False)
+                self._cached_bytes -= _nbytes(oldest)
+        return self._cached[key]
+
+    def _processed(self, image: Any) -> dict[str, Tensor]:
+        made = self._processor(images=[image], return_tensors="pt")
+        return {name: made[name] for name in made if name in self._accepted}
+
+
+def _grey() -> Image:
+    from PIL import Image as images
+
+    written = io.BytesIO()
+    images.new("RGB", GREY, "grey").save(written, "PNG")
+    return Image.of(written.getvalue())
+
+
+def image_processor(folder: str) -> Any:
+    """The image processor of a model's folder, or hub id. Raises ``UserError``."""
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(folder).image_processor
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise UserError(
+            f"no image processor can be loaded from {folder}: {' '.join(str(error).split())[:300]}",
+            hint="use a model with processor files, and install torchvision as requirements/README.md describes",
+        ) from error
+
+
+def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageInputs) -> Tensor:
+    """The last hidden states, [rows, positions, width], of a transformers model without its head.
+
+    ``ids``: int64, [rows, positions], with the true id of every token; ``positions``: of tokens in packed rows, as
+    ``ids``; None: 0, 1, 2, ... Features of images replace the embeddings of placeholders.
+    """
+    found = backbone.get_image_features(**images.pixels, return_dict=True)
+    placeholders, shown = images.placeholders, bool(images.placeholders.any())
+    token = backbone.config.image_token_id
+    text = ids.where(ids != token, 0)  # a sampled placeholder is text, and embedded by its true id below
+    arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": found}} if shown else {}
+    if images.positions is not None:
+        rope = images.positions
+        arguments["position_ids"] = rope if positions is None else torch.cat([positions[None], rope])
+    elif positions is not None:
+        arguments["position_ids"] = positions
+    if images.bidirectional and shown:
+        arguments["token_type_ids"] = placeholders.long()
+    with _embedding(backbone.get_input_embeddings(), ids, None if shown else found):
+        outputs = backbone(input_ids=torch.where(placeholders, token, text), use_cache=False, **arguments)
+    hidden: Tensor = outputs.last_hidden_state
+    return hidden
+
+
+@contextmanager
+def _embedding(embeddings: nn.Module, ids: Tensor, unplaced: Any | None) -> Iterator[None]:
+    """Have ``embeddings`` embed ``ids``, whatever they are given. Features without a place take part, times 0."""
+
+    def add(module: nn.Module, given: Any, embedded: Tensor) -> Tensor:
+        assert unplaced is not None
+        layers = [unplaced.pooler_output, *(getattr(unplaced, "deepstack_features", None) or ())]
+        total = torch.stack([part.sum() for layer in layers for part in layer]).sum()
+        return embedded + total.to(embedded.dtype) * 0
+
+    handles = [embeddings.register_forward_pre_hook(lambda module, given: (ids,))]
+    if unplaced is not None:
+        handles.append(embeddings.register_forward_hook(add))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+TOWERS = ("visual", "vision_tower", "vision_model")
+"""Names of vision towers in transformers' models."""
+PROJECTORS = ("merger", "projector", "connector")
+"""What the names of projectors have in them; Qwen's are a part of its tower."""
+
+
+def tower_parameters(model: Any) -> list[nn.Parameter]:
+    """The weights of a model's vision tower without its projector. Raises ``UserError`` if it has no tower."""
+    backbone = model.base_model
+    towers = [tower for name in TOWERS if (tower := getattr(backbone, name, None)) is not None]
+    found = [
+        parameter
+        for tower in towers
+        for name, parameter in tower.named_parameters()
+        if not any(part in name for part in PROJECTORS)
+    ]
+    if not found:
+        raise UserError(
+            f"this {model.config.model_type} has no vision tower that can be frozen", hint="set model.freeze to []"
+        )
+    return found
+
+
+def _nbytes(pixels: dict[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in pixels.values())
