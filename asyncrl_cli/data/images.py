@@ -142,7 +142,7 @@ class ImageTokens:
         except (ValueError, IndexError, StopIteration) as error:
             raise ChatError(f"the model's processor refuses its {len(images)} images: {error}") from error
         ids: list[int] = list(found["input_ids"][0])
-        placeholder, offset, places = self._processor.image_token_id, 0, []
+        placeholder, offset, places = self._processor.image_token_ids[0], 0, []  # image_token_id of Gemma 3 is another
         for token, run in groupby(ids):
             length = len(list(run))
             if token == placeholder:
