@@ -111,23 +111,27 @@ def check_rows(rows: Rows, encoder: RowEncoder, max_length: int, limit_s: float)
 
 
 def shown_prompt(prompts: Sequence[Prompt], row: int, *, encoder: PromptEncoder, tokenizer: Any) -> Result:
-    """A prompt as the model gets it: the number of tokens, their text with special tokens and line breaks, the row's
-    variables of the template, and the fields that the task gets.
+    """A prompt as the model gets it: the number of tokens, their text with special tokens and line breaks, its images,
+    the row's variables of the template, and the fields that the task gets.
 
     A warning if the text already has the chat template's tokens: the prompt would have them twice.
     """
     try:
         prompt = prompts[row]
-        ids = encoder.encode(prompt)
+        encoded = encoder.encode_with_images(prompt)
     except DataError as error:
         return Warned(f"it is skipped: {error.message}", error.hint)
-    if ids is None:
+    if encoded is None:
         return f"prompt {prompt.uid} is too long"
+    ids = encoded.ids
     messages, _, variables = chat_of(prompt)
     text = encoder.decode(ids)
     more = f"… ({len(text):,} characters)" if len(text) > SHOWN_CHARACTERS else ""
     by = "by the chat template" if encoder.is_templated(prompt) else "plain text"
     found = f"{len(ids)} tokens, {by}: {json.dumps(text[:SHOWN_CHARACTERS], ensure_ascii=False)}{more}"
+    for number, placed in enumerate(encoded.images, start=1):
+        width, height = placed.image.decoded().size
+        found += f"\nimage {number}: {width} x {height} pixels, {placed.length} tokens, {placed.image.digest}"
     if messages[-1]["role"] == "assistant":
         found += "\nthe response continues the assistant message at the end"
     for name, values in (("variables of the row", variables), ("fields for the task", prompt.fields)):

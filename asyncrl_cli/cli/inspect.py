@@ -69,6 +69,10 @@ def inspect_buffer(
         int | None,
         typer.Option("--limit", metavar="N", min=1, help=f"List N groups, newest first. Default: {LISTED}."),
     ] = None,
+    save_images: Annotated[
+        Path | None,
+        typer.Option("--save-images", metavar="FOLDER", help="Save the images of --group or --rollout as files."),
+    ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Update every second, until Ctrl-C.")] = False,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
@@ -92,6 +96,8 @@ def inspect_buffer(
         raise typer.BadParameter("show one group, one rollout or a list, not several of them", param_hint="--group")
     if watch and as_json:
         raise typer.BadParameter("cannot be combined with --json", param_hint="--watch")
+    if save_images is not None and group is None and rollout is None:
+        raise typer.BadParameter("give --group or --rollout, too", param_hint="--save-images")
     if rollout is not None:
         try:
             group_and_index(rollout)
@@ -104,9 +110,9 @@ def inspect_buffer(
     def look() -> Page:
         with snapshot(found.path / FILE) as connection:
             if group is not None:
-                return group_page(found, connection, group)
+                return group_page(found, connection, group, save_images)
             if rollout is not None:
-                return rollout_page(found, connection, rollout)
+                return rollout_page(found, connection, rollout, save_images)
             if listing:
                 return list_page(found, connection=connection, wanted=filters, limit=limit or LISTED)
             return overview_page(found, connection)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 
@@ -122,11 +123,22 @@ class ImageTokens:
     def _processor(self) -> Any:
         from transformers import AutoProcessor
 
-        return AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+        try:
+            found = AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            if not hasattr(found, "image_processor"):  # it gives a tokenizer where there is no processor
+                raise ValueError("the model has none")
+        except Exception as error:  # transformers raises anything for wrong files
+            fault = f"no processor for images can be loaded from {self._folder}: {error}"
+            hint = "use a vision-language model, and install torchvision (docs/models.md)"
+            raise ConfigError(fault, location="model.max_images", hint=hint) from error
+        return found
 
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """The ids of a text in which the chat template has marked the images' places, each with all its placeholder
-        tokens, and their places. Raises ``ChatError`` unless the text shows each image once."""
+        """The ids of a text in which the chat template has marked the images' places, with each image's placeholder
+        tokens, and these places.
+
+        Raises ``ChatError`` unless the text shows each image once, and ``ConfigError`` without a processor.
+        """
         if not self._max_images:
             hint = "set it to the number of images that a conversation may have, or remove the images"
             raise ChatError(f"images ({len(images)}), and model.max_images is 0: {hint}")

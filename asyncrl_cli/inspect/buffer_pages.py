@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, groupby
+from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.inspect.decoding import Decoder, open_decoder
+from asyncrl_cli.inspect.decoding import Decoder, message_text, open_decoder
 from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
@@ -31,6 +32,7 @@ from asyncrl_cli.journal.queries import (
     overview,
 )
 from asyncrl_cli.records.generation import CONTEXT, Segment, group_and_index, sequence_of
+from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.runs.directory import RunDirectory
 
 DUE_ROWS = 12
@@ -161,8 +163,9 @@ def _group_document(row: GroupRow) -> dict[str, Any]:
 # -- one group, one rollout
 
 
-def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> Page:
-    """The group with this id, or the newest of the prompt with this uid. Raises ``RunError`` when there is none."""
+def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str, saved_to: Path | None = None) -> Page:
+    """The group with this id, or the newest of the prompt with this uid; its images are saved to the folder. Raises
+    ``RunError`` when there is none."""
     found = groups_called(connection, name)
     if not found:
         raise RunError(
@@ -170,7 +173,7 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> 
             location=run.run_id,
             hint=f"list groups, or use --min-reward or --stale-over: asyncrl inspect buffer {run.argument} --limit 20",
         )
-    page = _group_page(run, connection, group_record(connection, found[-1]))
+    page = _group_page(run, connection, group_record(connection, found[-1]), saved_to)
     if len(found) > 1:
         others = ", ".join(map(str, found[:-1]))
         page.lines.insert(0, f"(the prompt was admitted {len(found)} times; earlier groups: {others})\n")
@@ -178,8 +181,11 @@ def group_page(run: RunDirectory, connection: sqlite3.Connection, name: str) -> 
     return page
 
 
-def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: str) -> Page:
-    """One rollout (``12-3``) with its group. Raises ``RunError`` when nothing is recorded of it."""
+def rollout_page(
+    run: RunDirectory, connection: sqlite3.Connection, rollout_id: str, saved_to: Path | None = None
+) -> Page:
+    """One rollout (``12-3``) with its group; its images are saved to the folder. Raises ``RunError`` when nothing is
+    recorded of it."""
     try:
         record = group_record(connection, group_and_index(rollout_id)[0])
     except LookupError as error:
@@ -192,10 +198,10 @@ def rollout_page(run: RunDirectory, connection: sqlite3.Connection, rollout_id: 
             location=run.run_id,
             hint=f"see the records of its group: asyncrl inspect buffer {run.argument} --group {group_id}",
         )
-    return _group_page(run, connection, replace(record, rollouts=rollouts))
+    return _group_page(run, connection, replace(record, rollouts=rollouts), saved_to)
 
 
-def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord) -> Page:
+def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: GroupRecord, saved_to: Path | None) -> Page:
     decoder = open_decoder(run)
     row, settings = record.row, progress(connection).settings
     with_tokens = sum(rollout.tokens for rollout in record.rollouts) <= TOKENS_SHOWN or len(record.rollouts) == 1
@@ -213,9 +219,14 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
         lines += paragraph(content, "    ")
     else:
         for message in content:
-            text = message.get("content")
-            lines += [f"  {message.get('role', '?')}"]
-            lines += paragraph(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False), "    ")
+            lines += [f"  {message.get('role', '?')}", *paragraph(message_text(message.get("content") or ""), "    ")]
+    placed = [*record.images, *(placed for rollout in record.rollouts for placed in rollout.images)]
+    images = {image.digest: image for image in (*record.prompt.images, *(one.image for one in placed))}
+    lines += [f"image    {_image_line(image, placed)}" for image in images.values()]
+    if saved_to is not None and images:
+        saved_to.mkdir(parents=True, exist_ok=True)
+        for image in images.values():
+            (saved_to / image.file_name).write_bytes(image.data)
     if record.prompt.fields:
         lines += ["fields", *paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")]
     documents = []
@@ -233,9 +244,20 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
         "prompt": content,
         "fields": record.prompt.fields,
         "prompt_ids": record.prompt_ids,
+        "images": _places(record.images),
         "rollouts": documents,
     }
     return Page(document, lines)
+
+
+def _image_line(image: Image, placed: Sequence[PlacedImage]) -> str:
+    width, height = image.decoded().size
+    tokens = next((f", {one.length} tokens" for one in placed if one.image == image), "")
+    return f"{image.file_name}: {width} x {height} pixels{tokens}, {len(image.data):,} bytes"
+
+
+def _places(images: Sequence[PlacedImage]) -> list[dict[str, Any]]:
+    return [{"image": one.image.digest, "start": one.offset, "tokens": one.length} for one in images]
 
 
 def _when(row: GroupRow, bound: int) -> str:
@@ -343,6 +365,7 @@ def _rollout_document(rollout: RolloutRecord, sequences: Sequence[Sequence[_Part
     return {
         "rollout": rollout.rollout_id,
         **{name: getattr(rollout, name) for name in facts},
+        "images": _places(rollout.images),
         "segments": [
             {
                 "branch": part.branch,

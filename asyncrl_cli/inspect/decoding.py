@@ -114,12 +114,26 @@ def tokens_of(rollout: RolloutRecord, decoder: Decoder | None, limit: int) -> tu
     return shown, max(0, len(ids) - limit)
 
 
+def message_text(content: Any) -> str:
+    """A message's content as text, with the digests of its images."""
+    if not isinstance(content, list | tuple):
+        return str(content)
+    return "".join(
+        f"[image {part['image']}]"
+        if isinstance(part, Mapping) and part.get("type") == "image"
+        else str(part.get("text", part) if isinstance(part, Mapping) else part)
+        for part in content
+    )
+
+
 def content_text(content: Any) -> str:
     """A prompt's content as text; a chat's messages with their roles. It may be anything that a file has there."""
     if not isinstance(content, list | tuple):
         return str(content)
     return "\n".join(
-        f"{message.get('role', '?')}: {message.get('content') or ''}" if isinstance(message, Mapping) else str(message)
+        f"{message.get('role', '?')}: {message_text(message.get('content') or '')}"
+        if isinstance(message, Mapping)
+        else str(message)
         for message in content
     )
 

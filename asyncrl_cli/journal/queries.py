@@ -25,6 +25,7 @@ from asyncrl_cli.journal.progress import DROPPED, OUTSTANDING, Progress, dropped
 from asyncrl_cli.journal.rollout_rows import joined, read_group, read_rollouts, read_tokens
 from asyncrl_cli.journal.schema import JournalError, reading
 from asyncrl_cli.records.generation import Segment, branch_id, training_rollout_id
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Turn
 
@@ -340,7 +341,7 @@ class RolloutRecord:
     ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` are the task's
     measurements; ``masked``: the task cannot score it. ``segments`` come one sequence after another (their
     ``rollout_id`` names it), split where the version changes, and empty where the tokens were dropped
-    (``journal.keep``).
+    (``journal.keep``). ``images`` are those after the prompt, of all sequences.
     """
 
     rollout_id: str
@@ -353,6 +354,7 @@ class RolloutRecord:
     recorded_at: float
     turns: tuple[Turn, ...]
     segments: tuple[Segment, ...]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +365,8 @@ class GroupRecord:
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     rollouts: tuple[RolloutRecord, ...]
+    images: tuple[PlacedImage, ...] = ()
+    """The prompt's, if it has tokens."""
 
 
 def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
@@ -390,10 +394,17 @@ def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
                 for branch, sequence in joined(tokens.segments.get(index, {})).items()
                 for segment in sequence.segments(branch_id(training_rollout_id(group_id, index), branch))
             ),
+            images=tuple(placed for (at, _), own in tokens.images.items() if at == index for placed in own),
         )
         for index, row_of in read_rollouts(connection, group_id).items()
     ]
-    return GroupRecord(GroupRow(*row), prompt=group.prompt, prompt_ids=group.prompt_ids, rollouts=tuple(rollouts))
+    return GroupRecord(
+        GroupRow(*row),
+        prompt=group.prompt,
+        prompt_ids=group.prompt_ids,
+        rollouts=tuple(rollouts),
+        images=group.images,
+    )
 
 
 _TABLES = {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.core.errors import ConfigError, DataError, RunError
 from asyncrl_cli.data.chat_template import VARIABLES, ChatTemplate, Feature, Tools, chat_of
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.loader import PromptFilter, PromptLoader
@@ -78,8 +78,8 @@ class PromptEncoder:
     def encode_with_images(self, prompt: Prompt) -> Encoded | None:
         """The token ids and the images' places in them; None if there are too many, and empty for an episode.
 
-        Raises ``RunError`` for messages without a template, and ``DataError`` for a prompt that the tokenizer or its
-        template refuses.
+        Raises ``RunError`` for messages without a template, ``ConfigError`` without a processor for images, and
+        ``DataError`` for a prompt that the tokenizer, its template or the processor refuses.
         """
         if self._episodic:
             return Encoded(())
@@ -91,6 +91,8 @@ class PromptEncoder:
             )
         try:
             ids, images = self._encode(prompt)
+        except ConfigError:
+            raise
         except Exception as error:  # tokenizers can raise any exception
             reason = str(error) if isinstance(error, ChatError) else f"{type(error).__name__}: {error}"
             raise DataError(

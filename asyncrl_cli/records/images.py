@@ -26,6 +26,14 @@ class Image:
         """The image with these bytes, unchecked."""
         return cls(hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest(), data)
 
+    @property
+    def file_name(self) -> str:
+        """A name for a file with its bytes: digest and suffix of its format."""
+        from PIL import Image as Pillow
+
+        with Pillow.open(io.BytesIO(self.data)) as opened:
+            return f"{self.digest}.{(opened.format or 'image').lower()}"
+
     def decoded(self) -> Any:
         """The pixels that every processor gets: a PIL image in RGB, turned upright, transparent parts on white.
 

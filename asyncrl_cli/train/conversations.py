@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
 from asyncrl_cli.data.sources import read_source, row_location
-from asyncrl_cli.records.prompt import ChatError, Prompt
+from asyncrl_cli.records.prompt import ChatError, Prompt, to_json
 from asyncrl_cli.spec.inputs import WarmStart
 
 DATA = "model.warm_start.data"
@@ -45,7 +45,7 @@ class Rows:
         """A digest of all rows and their order."""
         found = hashlib.sha256()
         for prompt in self.prompts:
-            found.update(json.dumps(asdict(prompt), sort_keys=True).encode())
+            found.update(json.dumps(to_json(prompt), sort_keys=True).encode())
         return found.hexdigest()
 
 

@@ -28,6 +28,7 @@ HEAD = "model: {path: a/b}\ntask: {use: chain_sum}\nstop: {steps: 10}\n"
         ("data: {train: {path: [rows.csv, some]}}", "data.train.path", "some is not a file"),
         ("data: {train: {path: [rows.csv, '*.csv']}}", "data.train.path", "rows.csv is named twice"),
         ("data: {train: {path: []}}", "data.train.path", "at least 1 item"),
+        ("data: {train: {path: rows.csv, image_column: a}}", "model.max_images", "data.train.image_column names"),
         ("data: {train: {path: [3]}}", "data.train.path.0", "must be text, not 3"),
         ("data: {train: {path: {a: b}}}", "data.train.path", "must be text, not a mapping"),
         ("data: {train: {path: rows.parquet.gz}}", "data.train.path", "does not exist"),

@@ -85,8 +85,8 @@ def task_name(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def splits(spec: ExperimentSpec) -> Iterator[Problem]:
-    """Each split has a `path` or a `size`, its files or folder exist, each once, and `data.eval` has no source of
-    `data.train`."""
+    """Each split has a `path` or a `size`, its files or folder exist, each once, `image_column` comes with
+    `model.max_images`, and `data.eval` has no source of `data.train`."""
     for key, split in all_splits(spec):
         paths = split.paths
         if not paths and split.size is None and not key.startswith("task.mix."):
@@ -96,6 +96,9 @@ def splits(spec: ExperimentSpec) -> Iterator[Problem]:
                 yield Problem(f"{key}.path", fault, SOURCES)
         for path in (path for path, count in Counter(paths).items() if count > 1):
             yield Problem(f"{key}.path", f"{path} is named twice", "name each file once: a prompt has one uid")
+        if split.image_column is not None and not spec.model.max_images:
+            hint = "set it to the number of images that a row may have"
+            yield Problem("model.max_images", f"0, and {key}.image_column names a column of images", hint)
     train, held_out = spec.data.train, spec.data.eval
     if held_out is None or (train.config, train.split) != (held_out.config, held_out.split):
         return

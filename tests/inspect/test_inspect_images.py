@@ -1,0 +1,41 @@
+"""`inspect buffer` names the images of a rollout and saves them, from the journal alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from asyncrl_cli.inspect.buffer_pages import rollout_page
+from asyncrl_cli.inspect.decoding import content_text
+from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome
+from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.rewards import Scored
+from asyncrl_cli.runs.directory import RunDirectory
+from tests.data.vision_model import picture
+from tests.journal.buffer_stand_ins import rollout
+
+
+def test_a_rollouts_page_names_its_images_and_saves_their_files(tmp_path: Path) -> None:
+    red = Image.of(picture("red"))
+    content = (
+        {"role": "user", "content": [{"type": "image", "image": red.digest}, {"type": "text", "text": "what?"}]},
+    )
+    book = DurableLedger(tmp_path / FILE, BufferSettings(1, 1, 1, "wait", 10, 1, False))
+    prompt = Prompt("p", content, {}, (red,))
+    loader = {"epoch": 0, "position": 1}
+    book.admit([Candidate(1, prompt, (5, 6, 6, 7), loader, (PlacedImage(red, 1, 2),))])
+    book.record([rollout("0-0")], [Outcome("0-0", Scored(1.0))])
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+
+    page = rollout_page(RunDirectory(tmp_path), open_for_reading(tmp_path / FILE), "0-0", tmp_path / "saved")
+    name = f"{red.digest}.png"
+    assert f"image    {name}: 56 x 84 pixels, 2 tokens, {len(red.data):,} bytes" in page.lines
+    assert any(f"[image {red.digest}]what?" in line for line in page.lines)
+    assert page.document["images"] == [{"image": red.digest, "start": 1, "tokens": 2}]
+    json.dumps(page.document)
+    assert (tmp_path / "saved" / name).read_bytes() == red.data
+    assert content_text(content) == f"user: [image {red.digest}]what?"
