@@ -1,25 +1,36 @@
 """The same spec in `sync`, `one_step_off` and `async`: trained tokens per second, and the bottleneck of each mode.
 
-    python benchmarks/async_vs_sync.py [--steps N] [--repeats N]
+    python benchmarks/async_vs_sync.py [--steps N] [--repeats N] [--modes MODE ...] [--group-sizes N ...]
 
 The lengths of the responses have a long tail (long_tail.py), and the learning rate is almost zero, so that the lengths
 do not change. Only the training loop is timed, without start-up. One engine and one trainer rank, with one thread each.
+
+Every step has 128 rollouts. `--group-sizes 8 1` shows what it costs to wait for a group's slowest rollout: groups of
+one are trained with `preset: single_rollout`.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sqlite3
 import sys
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import yaml
 from common import QUICKSTART, header, metrics, row, run_spec
 
+from asyncrl_cli.journal.schema import FILE
+
 SKIPPED_STEPS = 4
 """Steps at the start that are not timed: the pipeline fills, and caches warm up."""
+
+ROLLOUTS = 128
+"""Rollouts of a step."""
+GROUP_SIZE = 8
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {"mode": "sync"},
@@ -28,7 +39,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
+def spec(runs_dir: Path, mode: str, steps: int, group_size: int = GROUP_SIZE) -> dict[str, Any]:
     """The benchmark's spec. `sync` runs at most one batch at a time; the other modes have room for two."""
     return {
         "name": mode.replace("_", "-"),
@@ -41,14 +52,14 @@ def spec(runs_dir: Path, mode: str, steps: int) -> dict[str, Any]:
         "task": {"use": "long_tail:LongTail"},
         "data": {"train": {"size": 10_000}, "eval": {"size": 1}},
         "rollout": {
-            "group_size": 8,
+            "group_size": group_size,
             "max_running_rollouts": 128 if mode == "sync" else 256,
             "max_prompt_tokens": 8,
             "max_response_tokens": 256,
         },
-        "algorithm": {"uniform_groups": "train"},
+        "algorithm": {"preset": "single_rollout"} if group_size == 1 else {"uniform_groups": "train"},
         "trainer": {"optimizer": {"learning_rate": 1.0e-6}, "tokens_per_microbatch": 2048},
-        "pipeline": {"groups_per_step": 16, **MODES[mode]},
+        "pipeline": {"groups_per_step": ROLLOUTS // group_size, **MODES[mode]},
         "tracking": {"mlflow": False},
         "stop": {"steps": steps},
     }
@@ -76,7 +87,19 @@ def measure(run: Path) -> dict[str, float]:
         "length mean": sum(row["response/tokens_mean"] for row in timed) / len(timed),
         "length max": max(row["response/tokens_max"] for row in timed),
         "staleness mean": sum(row["staleness/groups_mean"] for row in timed) / len(timed),
+        "processor s": sum(map(total, ("cpu/trainer_s", "cpu/engines_s", "cpu/driver_s"))) / (len(timed) - 1),
+        "group wait s": group_wait_s(run),
     }
+
+
+def group_wait_s(run: Path) -> float:
+    """Mean time (s) from the end of a trained rollout to the end of the last one in its group."""
+    with closing(sqlite3.connect(run / FILE)) as journal:
+        (found,) = journal.execute(
+            "SELECT avg(last - r.recorded_at) FROM rollouts r JOIN (SELECT group_id, max(recorded_at) AS last "
+            "FROM rollouts GROUP BY 1) USING (group_id) JOIN groups g ON g.id = group_id WHERE g.step IS NOT NULL"
+        ).fetchone()
+    return float(found)
 
 
 def bound(figures: dict[str, float]) -> str:
@@ -87,10 +110,10 @@ def bound(figures: dict[str, float]) -> str:
     return "the trainer" if trainer > engine else "generation"
 
 
-def train(runs_dir: Path, mode: str, steps: int, repeat: int) -> Path:
+def train(runs_dir: Path, mode: str, steps: int, repeat: int, group_size: int = GROUP_SIZE) -> Path:
     """One run; returns its folder."""
-    print(f"running {mode}, {repeat}", file=sys.stderr, flush=True)
-    return run_of(runs_dir, spec(runs_dir, mode, steps))
+    print(f"running {mode}, groups of {group_size}, {repeat}", file=sys.stderr, flush=True)
+    return run_of(runs_dir, spec(runs_dir, mode, steps, group_size))
 
 
 def run_of(runs_dir: Path, settings: dict[str, Any]) -> Path:
@@ -107,35 +130,41 @@ def run_of(runs_dir: Path, settings: dict[str, Any]) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=60, help="steps of each run")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each mode, taken in turn; the median counts")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each kind, taken in turn; the median counts")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--group-sizes", nargs="+", type=int, choices=(8, 4, 2, 1), default=[GROUP_SIZE])
     arguments = parser.parse_args()
 
-    figures: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
+    kinds = [(mode, size) for mode in arguments.modes for size in arguments.group_sizes]
+    figures: dict[tuple[str, int], list[dict[str, float]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         for repeat in range(1, arguments.repeats + 1):
-            for mode in MODES:
-                figures[mode].append(measure(train(Path(folder), mode, arguments.steps, repeat)))
+            for mode, size in kinds:
+                figures[mode, size].append(measure(train(Path(folder), mode, arguments.steps, repeat, size)))
 
     median = {
-        mode: sorted(runs, key=lambda run: run["trained tokens/s"])[len(runs) // 2] for mode, runs in figures.items()
+        kind: sorted(runs, key=lambda run: run["trained tokens/s"])[len(runs) // 2] for kind, runs in figures.items()
     }
-    base = median["sync"]["trained tokens/s"]
-    names = ("mode", "trained tokens/s", "ratio to sync", "step s", "trainer busy", "engine busy", "staleness")
-    print(header(*names, "bound by"))
-    for mode, run in median.items():
+    first = median[kinds[0]]
+    base = first["trained tokens/s"]
+    names = ("mode", "group size", "trained tokens/s", "ratio to the first", "step s", "processor s", "trainer busy")
+    print(header(*names, "engine busy", "staleness", "waits for its group s", "bound by"))
+    for (mode, size), run in median.items():
         cells = (
             mode,
+            str(size),
             f"{run['trained tokens/s']:,.0f}",
             f"{run['trained tokens/s'] / base:.2f}",
             f"{run['step s']:.2f}",
+            f"{run['processor s']:.2f}",
             f"{run['trainer busy']:.0%}",
             f"{run['engine busy']:.0%}",
             f"{run['staleness mean']:.1f}",
+            f"{run['group wait s']:.2f}",
             bound(run),
         )
         print(row(*cells))
-    lengths = median["sync"]
-    print(f"\nresponses: {lengths['length mean']:.1f} tokens on average, {lengths['length max']:.0f} the longest")
+    print(f"\nresponses: {first['length mean']:.1f} tokens on average, {first['length max']:.0f} the longest")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ NOT_QUIET = "the run's own steps are not reproduced within"
 """How `asyncrl plan` refuses a run whose times do not fit one another: that is right on a busy machine."""
 SMALLEST = {
     "against_trl.py": f"--steps 6 --asyncrl {Path(sys.executable).with_name('asyncrl')}",
-    "async_vs_sync.py": "--steps 12",
+    "async_vs_sync.py": "--steps 12 --modes sync async --group-sizes 8 1",
     "driver_load.py": "--engines 1 --slots 8 --tokens 50 --rate 500 --seconds 2 --warm-up 3",
     "efficiency.py": "--steps 12",
     "gateway.py": "--requests 64 --concurrent 8",

@@ -30,7 +30,7 @@ from asyncrl_cli.records.groups import (
     Waiting,
 )
 from asyncrl_cli.records.prompt import prompt_from, to_json
-from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, part_of_reward
+from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, part_of_reward, weighted_reward
 from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -263,15 +263,10 @@ class DurableLedger:
         """The numbers by rollout; all are equal in a uniform group. A part that a rollout lacks is skipped, or
         adds nothing to the sum, as in training (``StepRewards``)."""
         weights = self._settings.reward_parts or {REWARD: 1.0}
+        if not self._settings.parts_apart:
+            return [[weighted_reward(weights, one) for one in scores]]
         parts = [[part_of_reward(name, one.reward, one.metrics) for one in scores] for name in weights]
-        if self._settings.parts_apart:
-            return [[value for value in part if value is not None] for part in parts]
-        return [
-            [
-                sum(w * (value or 0.0) for w, value in zip(weights.values(), of_one, strict=True))
-                for of_one in zip(*parts, strict=True)
-            ]
-        ]
+        return [[value for value in part if value is not None] for part in parts]
 
     def _is_unfinished(self, sequence_id: str) -> bool:
         group_id, index = group_and_index(sequence_id)

@@ -27,8 +27,8 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.groups import Candidate, Group
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from
-from asyncrl_cli.records.rewards import Turn
-from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
+from asyncrl_cli.records.rewards import Scored, Turn
+from asyncrl_cli.records.training import MOST_VISITS, TrainingBatch, TrainingGroup
 
 PROMPT = -1
 """The value of ``start`` in a row of ``experts``, and of ``rollout_index`` in one of ``image_places``, that belongs to
@@ -87,12 +87,29 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     ids = [row[0] for row in connection.execute("SELECT id FROM groups WHERE step = ? ORDER BY id", (step,))]
     if len(ids) != settings["groups_per_step"]:
         raise _malformed(f"the batch of step {step} has {len(ids)} groups")
+    size = settings["group_size"]
     known: dict[str, Image] = {}  # one object for each image, also in several groups
-    groups = tuple(
-        _training_group(connection, step=step, group_id=group_id, size=settings["group_size"], known=known)
-        for group_id in ids
+    groups = [_training_group(connection, step=step, group_id=group_id, size=size, known=known) for group_id in ids]
+    if size == 1:
+        earlier = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
+        groups = [replace(group, earlier=earlier[group.uid]) for group in groups]
+    return TrainingBatch(step, found[0], tuple(groups))
+
+
+def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tuple[Scored, ...]:
+    """``TrainingGroup.earlier`` of a prompt's group in the batch of ``step``.
+
+    Only batches before this one count. They are committed before it is taken, and their results are never pruned, so a
+    resume and a replay read the same.
+    """
+    # By id, which is the order of the index by uid: the query ends at its limit.
+    rows = connection.execute(
+        f"SELECT group_id, r.crc, {_ROLLOUT_COLUMNS} FROM groups g JOIN rollouts r ON group_id = g.id "
+        "WHERE g.uid = ? AND g.step < ? ORDER BY g.id DESC LIMIT ?",
+        (uid, step, MOST_VISITS),
     )
-    return TrainingBatch(step, found[0], groups)
+    found = (_checked(group_id, index=0, crc=crc, columns=columns) for group_id, crc, *columns in rows)
+    return tuple(Scored(row.reward, row.measured()) for row in found)
 
 
 def _training_group(
@@ -180,10 +197,14 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
         f"SELECT rollout_index, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY rollout_index",
         (group_id,),
     ):
-        if crc is not None and row_crc(group_id, index, *columns[:-1]) != crc:
-            raise _malformed(f"rollout {training_rollout_id(group_id, index)} has another checksum")
-        rollouts[index] = RolloutRow(*columns)
+        rollouts[index] = _checked(group_id, index=index, crc=crc, columns=columns)
     return rollouts
+
+
+def _checked(group_id: int, index: int, crc: int | None, columns: Sequence[Any]) -> RolloutRow:
+    if crc is not None and row_crc(group_id, index, *columns[:-1]) != crc:
+        raise _malformed(f"rollout {training_rollout_id(group_id, index)} has another checksum")
+    return RolloutRow(*columns)
 
 
 def open_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:

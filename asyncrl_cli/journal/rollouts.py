@@ -96,11 +96,11 @@ def reward_shares(connection: sqlite3.Connection) -> Shares | None:
 
 def group_shares(connection: sqlite3.Connection) -> Shares | None:
     """The shares of groups with different rewards, which teach something, and of groups with equal rewards, correct
-    or not; None without one."""
+    or not; None without one. A group of one rollout is neither."""
     return _shares(
         connection,
         f"SELECT g.step, CASE WHEN min(r.reward) >= {CORRECT} THEN 2 WHEN min(r.reward) < max(r.reward) THEN 1 "
-        f"ELSE 0 END AS name FROM {_TRAINED} AND r.reward {_FINITE} GROUP BY g.id",
+        f"ELSE 0 END AS name FROM {_TRAINED} AND r.reward {_FINITE} GROUP BY g.id HAVING count(*) > 1",
         lambda name: GROUP_NAMES[int(name)],
     )
 

@@ -53,6 +53,11 @@ def part_of_reward(name: str, reward: float | None, metrics: Mapping[str, float]
     return reward if reward is None or name == REWARD else (metrics or {}).get(name)
 
 
+def weighted_reward(weights: Mapping[str, float], scored: Scored) -> float:
+    """The weighted sum of the parts of a rollout's reward; a part that it does not have adds nothing."""
+    return sum(w * (part_of_reward(name, scored.reward, scored.metrics) or 0.0) for name, w in weights.items())
+
+
 def missing_part(name: str, known: Iterable[str], nothing: str) -> ConfigError:
     """The error for one of ``algorithm.reward_parts`` that ``nothing`` has, such as "no rollout of the first batch"."""
     return ConfigError(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.records.generation import Rollout
-from asyncrl_cli.records.rewards import Turn
+from asyncrl_cli.records.rewards import Scored, Turn
 
 CORRECT = 1.0
 """A reward of at least this counts as correct in the accuracies shown."""
@@ -20,6 +20,9 @@ REWARD_TOLERANCE = 1e-9
 
 FEWEST_SCORED = 2
 """A group with fewer rewards has no baseline and is rejected, unless all its rollouts have one."""
+
+MOST_VISITS = 32
+"""``TrainingGroup.earlier`` has at most this many results."""
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
@@ -54,6 +57,8 @@ class TrainingGroup:
     metrics: tuple[Mapping[str, float], ...] = ()
     turns: tuple[tuple[Turn, ...], ...] = ()
     """The turns of each rollout, if the task is an environment; empty otherwise."""
+    earlier: tuple[Scored, ...] = ()
+    """In a group of one rollout: the results of the prompt's groups in earlier batches, newest admission first."""
 
     @property
     def known_rewards(self) -> list[float]:

@@ -62,6 +62,8 @@ _KEYS = {
     "algorithm.reference_path": (
         "ref_model_path ref.model.path teacher_model teacher_model_path teacher_model_name_or_path teacher_name_or_path"
     ),
+    "algorithm.preset rollout.group_size": "spo.enable spo.offline_values",
+    "algorithm.baseline_half_life": "spo.rho rho.value rho.clip_lower",
     "algorithm.preset algorithm.reference_path": "distillation distillation.enabled gkd on_policy_distillation",
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.overlong_buffer": "overlong_buffer.len",
@@ -194,6 +196,14 @@ _HINTS = {
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }
 """Hints for names of other trainers that have no corresponding key, each with these names."""
+
+VALUES = {
+    "spo": ("single_rollout", "running_baseline"),
+    "reinforce_plus_plus": ("reinforce_pp",),
+    "reinforce_plus_plus_baseline": ("reinforce_pp_baseline",),
+    "vanilla": ("clip",),
+}
+"""Values of other trainers, each with the values to use instead."""
 
 CONVERTIBLE = {
     "actor_rollout_ref": "verl",

@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.suggest import closest, did_you_mean
 from asyncrl_cli.spec.keys import Key, general, keys
-from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS
+from asyncrl_cli.spec.other_trainers import CONVERTIBLE, HINTS, KEYS, VALUES
 from asyncrl_cli.spec.problems import Problem
 
 KeyPath = tuple[int | str, ...]
@@ -155,12 +155,11 @@ def _message(detail: ErrorDetails, words: str = "") -> str:
 
 def _hint(detail: ErrorDetails, key: Key | None) -> str:
     value = detail["input"]
-    if (
-        detail["type"] in ("literal_error", "named")
-        and isinstance(value, str)
-        and (hint := did_you_mean(value, _allowed(detail)))
-    ):
-        return hint
+    if detail["type"] in ("literal_error", "named") and isinstance(value, str):
+        allowed = _allowed(detail)
+        meant = [name for name in VALUES.get(value, ()) if name in allowed]
+        if hint := did_you_mean(meant[0] if meant else value, allowed):
+            return hint
     if detail["type"] == "string_type" and isinstance(value, (bool, int, float)):
         return "put it in quotes"
     if isinstance(value, float) and value.is_integer() and detail["type"] in ("int_type", "int_from_float"):

@@ -154,7 +154,7 @@ def _advantages(objective: Objective, rewards: StepRewards, penalties: Tensor) -
     if algorithm.parts_apart:
         of_rollouts = advantages_of_parts(rewards.parts, list(algorithm.reward_parts.values()))
     else:
-        more = {"lengths": rewards.lengths, "metrics": rewards.metrics}
+        more = {"lengths": rewards.lengths, "metrics": rewards.metrics, "baseline": rewards.baseline}
         asked = {name: more[name] for name in objective.asks}
         of_rollouts = of_scored(objective.advantage, rewards.rollouts - penalties.sum(dim=2), asked)
     return of_rollouts[..., None].expand(penalties.shape)

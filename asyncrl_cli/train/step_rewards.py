@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncrl_cli.records.rewards import REWARD, missing_part, part_of_reward
+from asyncrl_cli.records.rewards import REWARD, missing_part, part_of_reward, weighted_reward
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.algorithms.advantages import overlong_penalty, uniform_groups
+from asyncrl_cli.train.algorithms.advantages import overlong_penalty, running_means, uniform_groups
 from asyncrl_cli.train.packing import longest_response
 
 
@@ -41,6 +41,9 @@ class StepRewards:
     """int64 [groups, group_size]: sampled tokens of all sequences of a rollout."""
     uniform: Tensor
     """bool [groups]: the rewards of a group, or each of their parts where they are normalized one by one, are equal."""
+    baseline: Tensor
+    """[groups, group_size]: the running means of the prompts' earlier rewards (``running_means``). Without groups of
+    one, only the mean of the step."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, spec: ExperimentSpec) -> StepRewards:
@@ -64,6 +67,7 @@ class StepRewards:
             longest = torch.tensor([[longest_response(rollout) for rollout in group.rollouts] for group in groups])
             buffer = max(1, round(algorithm.overlong_buffer * most))
             rewards -= algorithm.overlong_penalty * overlong_penalty(longest, most, buffer)
+        earlier = [[weighted_reward(weights, one) for one in group.earlier] for group in groups]
         return cls(
             rollouts=rewards,
             turns=_turns(batch, rewards, weight=weights.get(REWARD, 0.0)),
@@ -73,6 +77,7 @@ class StepRewards:
             uniform=torch.stack(
                 [uniform_groups(one) for one in (parts if algorithm.parts_apart else rewards[None])]
             ).all(dim=0),
+            baseline=running_means(rewards, earlier, algorithm.baseline_half_life),
         )
 
     @property

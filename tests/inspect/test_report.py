@@ -440,6 +440,12 @@ def test_rewards_of_few_values_are_shares_and_points_of_equal_reward_are_scatter
     assert all(abs(shown - reward) <= 0.3 for shown, (_, reward, _) in zip(heights, points, strict=True))
 
 
+def test_groups_of_one_rollout_are_not_called_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    RecordedRun(tmp_path / FILE, monkeypatch, settings(group_size=1), lambda _: 1.0).step()
+    with snapshot(tmp_path / FILE) as connection:
+        assert group_shares(connection) is None and reward_shares(connection) is not None
+
+
 @pytest.mark.parametrize(
     ("run_ids", "labels"),
     [

@@ -120,7 +120,15 @@ def contents(of: Rollout) -> tuple[Any, ...]:
 def content(batch: TrainingBatch) -> tuple[Any, ...]:
     """All data of a batch as bits, to be compared."""
     groups = tuple(
-        (group.group_id, group.uid, group.version, tuple(map(contents, group.rollouts)), group.rewards, group.metrics)
+        (
+            group.group_id,
+            group.uid,
+            group.version,
+            tuple(map(contents, group.rollouts)),
+            group.rewards,
+            group.metrics,
+            group.earlier,
+        )
         for group in batch.groups
     )
     return (batch.step, batch.version, groups)

@@ -17,6 +17,8 @@ from asyncrl_cli.train.algorithms.advantages import (
     check_advantages,
     of_scored,
     overlong_penalty,
+    running_baseline,
+    running_means,
     turn_advantages,
     uniform_groups,
 )
@@ -114,6 +116,44 @@ def test_right_and_wrong_answers_weigh_against_each_other() -> None:
     third, whole = 1 / 3, 2 / 3
     others = torch.tensor([[1.0, -third, -third, -third], [whole, whole, -whole, -whole]])
     torch.testing.assert_close(ADVANTAGES["leave_one_out"](rewards), others)
+
+
+@given(
+    rewards=st.lists(st.floats(-10, 10, width=32) | st.just(0.0), min_size=1, max_size=6),
+    half_life=st.floats(0.5, 50),
+    data=st.data(),
+)
+def test_running_mean_follows_its_recursion_and_advantages_are_normalized_over_the_step(
+    rewards: list[float], half_life: float, data: st.DataObject
+) -> None:
+    visits = st.lists(st.floats(-10, 10, width=32), max_size=8)
+    earlier = data.draw(st.lists(visits, min_size=len(rewards), max_size=len(rewards)))
+    mean, keep = np.mean(rewards), 2 ** (-1 / half_life)
+    expected = []
+    for known in earlier:
+        total, weight = 0.0, 0.0
+        for reward in reversed(known):  # each visit multiplies the weights of those before it
+            total, weight = keep * total + reward, keep * weight + 1.0
+        expected.append((mean + total) / (1.0 + weight))
+    given_rewards = torch.tensor(rewards, dtype=torch.float64)[:, None]
+    found = running_means(given_rewards, earlier, half_life)
+    np.testing.assert_allclose(found[:, 0].numpy(), expected, rtol=1e-9, atol=1e-9)
+    advantages = of_scored(running_baseline, given_rewards, {"baseline": found})[:, 0].numpy()
+    differences = np.array(rewards) - found[:, 0].numpy()
+    even = np.isclose(differences, differences[0], rtol=1e-9, atol=1e-9).all()
+    np.testing.assert_allclose(advantages, np.zeros_like(differences) if even else group_norm(differences), atol=1e-6)
+
+
+def test_first_visits_have_the_mean_of_the_step_as_their_baseline() -> None:
+    rewards = torch.tensor([[1.0], [0.0], [0.5], [0.5]], dtype=torch.float64)
+    assert running_means(rewards, [[], [], [1.0], [1.0, 0.0, 0.0]], 1.0).flatten().tolist() == [
+        0.5,
+        0.5,
+        0.75,
+        1.5 / 2.75,
+    ]
+    masked = torch.tensor([[1.0], [torch.nan]], dtype=torch.float64)
+    assert running_means(masked, [[], []], 1.0).flatten().tolist() == [1.0, 1.0]
 
 
 def test_what_a_users_estimator_returns_is_looked_at() -> None:

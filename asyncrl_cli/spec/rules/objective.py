@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from asyncrl_cli.spec.algorithm import GAE, TURN_BASELINES, AlgorithmSpec
+from asyncrl_cli.spec.algorithm import GAE, RUNNING_BASELINE, TURN_BASELINES, AlgorithmSpec
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import rule, warning
 from asyncrl_cli.spec.rules.model import MIXTURES
@@ -84,11 +84,23 @@ def uniform_groups_teach(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def group_baseline(spec: ExperimentSpec) -> Iterator[Problem]:
-    """An advantage relative to the group needs a `group_size` of 2 or more."""
-    if spec.algorithm.advantage in (*GROUP_BASELINES, *TURN_BASELINES) and spec.rollout.group_size < 2:
-        message = f"advantage {spec.algorithm.advantage} compares the rollouts of a group, and 1 is too few"
-        hint = "raise it to 2 or more (8 is usual), or set algorithm.advantage to none or gae"
+    """An advantage relative to the group needs a `group_size` of 2 or more. `running_baseline` needs a `group_size` of
+    1, and 2 groups or more in a step. `data.filter` does not exclude a prompt after a single rollout."""
+    chosen, size, groups = spec.algorithm.advantage, spec.rollout.group_size, spec.pipeline.groups_per_step
+    if chosen in (*GROUP_BASELINES, *TURN_BASELINES) and size < 2:
+        message = f"advantage {chosen} compares the rollouts of a group, and 1 is too few"
+        hint = "raise it to 2 or more (8 is usual), or set algorithm.preset to single_rollout"
         yield Problem("rollout.group_size", message, hint)
+    if chosen == RUNNING_BASELINE and size > 1:
+        message = f"advantage {chosen} compares a single rollout with the prompt's earlier ones, and a group has {size}"
+        hint = f"set it to 1, with pipeline.groups_per_step {groups * size} for as many rollouts, or use group_norm"
+        yield Problem("rollout.group_size", message, hint)
+    elif chosen == RUNNING_BASELINE and groups < 2:
+        message = f"advantage {chosen} is normalized over the groups of a step, and 1 is too few"
+        yield Problem("pipeline.groups_per_step", message, "raise it (256 is usual)")
+    if size == 1 and spec.data.filter is not None and spec.data.filter.solved_streak == 1:
+        message = "1 excludes a prompt after a single correct rollout, because a group has one"
+        yield warning("data.filter.solved_streak", message, "raise it to 4 or more, or set revisit_fraction")
 
 
 @rule
@@ -169,6 +181,7 @@ def choices_of_another(spec: ExperimentSpec) -> Iterator[Problem]:
         ("sapo_temperatures", "loss: sapo", algorithm.loss not in ("clip", "gspo", "cispo")),
         ("sequence_divisor", "aggregation: sequence_sum", algorithm.aggregation == "sequence_sum"),
         ("critic", f"advantage: {GAE}", algorithm.advantage == GAE),
+        ("baseline_half_life", f"advantage: {RUNNING_BASELINE}", algorithm.advantage == RUNNING_BASELINE),
         ("gae_lambda", f"advantage: {GAE}", algorithm.advantage == GAE),
     ):
         default = AlgorithmSpec.model_fields[key].get_default(call_default_factory=True)
