@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,7 @@ from asyncrl_cli.cli.output import echo
 
 if TYPE_CHECKING:
     from asyncrl_cli.convert.files import Result
+    from asyncrl_cli.convert.rows import Trainer
 
 app = typer.Typer(
     cls=Group, help="Convert a configuration of another trainer to a spec.", no_args_is_help=True, rich_markup_mode=None
@@ -49,20 +50,18 @@ def verl(
     its model and data; 1 when a spec has to be changed first, or the run is not supported (images, distillation); 2
     when a configuration cannot be read.
     """
-    from asyncrl_cli.convert.files import convert_one, targets
     from asyncrl_cli.convert.source import override, read_file, words
     from asyncrl_cli.convert.verl import INSTEAD, OVERRIDE, TRAINER, overrides_of
 
     line = overrides_of(words(configs, OVERRIDE))
     files = [name for name in line if os.path.exists(name) or not ("=" in name or name.startswith("~"))]
     overrides = [name for name in line if name not in files]
-    origins = files or ["overrides"]
-    results = []
-    for origin, target in zip(origins, targets(origins, output), strict=True):
-        values = override(read_file(origin, INSTEAD) if files else {}, overrides)
-        label = _label(origin if files else "", len(overrides), "override")
-        results.append(convert_one(TRAINER, origin=label, given=values, target=target))
-    _finish(results, force)
+    found = {
+        file: (_label(file, len(overrides), "override"), override(read_file(file, INSTEAD), overrides))
+        for file in files
+    }
+    found = found or {"overrides": (_label("", len(overrides), "override"), override({}, overrides))}
+    _convert(TRAINER, found, output, force)
 
 
 def trl(
@@ -83,18 +82,46 @@ def trl(
     Accelerate sets the number of processes: add --num_processes N, or --accelerate_config FILE. The exit codes are the
     same as those of `convert verl`.
     """
-    from asyncrl_cli.convert.files import convert_one, targets
     from asyncrl_cli.convert.source import read_file
     from asyncrl_cli.convert.trl import TRAINERS
     from asyncrl_cli.convert.trl_arguments import INSTEAD, parse
 
-    found = parse(arguments)
-    origins = found.files or [found.method]
+    method, files, values = parse(arguments)
+    found = {file: (_label(file, len(values), "argument"), read_file(file, INSTEAD) | values) for file in files} or {
+        method: (_label("", len(values), "argument"), values)
+    }
+    _convert(TRAINERS[method], found, output, force)
+
+
+def prime_rl(
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="ARGUMENTS",
+            help="prime-rl's TOML files, and keys as on its command line (`--max-steps 9`). All files are one "
+            "configuration: `rl.toml`, or the files of the trainer, the orchestrator and the inference server.",
+        ),
+    ],
+    output: Output = None,
+    force: Force = False,
+) -> None:
+    """Write a spec for a configuration of prime-rl, with a comment for every key (docs/from-prime-rl.md).
+
+    The exit codes are the same as those of `convert verl`.
+    """
+    from asyncrl_cli.convert.prime_rl import TRAINER, read
+
+    files, values = read(arguments)
+    _convert(TRAINER, {files[0] if files else "overrides": (", ".join(files) or "overrides", values)}, output, force)
+
+
+def _convert(trainer: Trainer, found: dict[str, tuple[str, dict[str, Any]]], output: Path | None, force: bool) -> None:
+    """Convert configurations, by the name of their file: each with its origin in a few words, and its keys."""
+    from asyncrl_cli.convert.files import convert_one, targets
+
     results = []
-    for origin, target in zip(origins, targets(origins, output), strict=True):
-        values = (read_file(origin, INSTEAD) if found.files else {}) | found.values
-        label = _label(origin if found.files else "", len(found.values), "argument")
-        results.append(convert_one(TRAINERS[found.method], origin=label, given=values, target=target))
+    for (origin, values), target in zip(found.values(), targets(list(found), output), strict=True):
+        results.append(convert_one(trainer, origin=origin, given=values, target=target))
     _finish(results, force)
 
 
@@ -143,5 +170,13 @@ add(
     function=trl,
     summary="Convert TRL's arguments.",
     example="asyncrl convert trl grpo config.yaml --num_processes 8 -o spec.yaml",
+    foreign=True,
+)
+add(
+    app,
+    name="prime-rl",
+    function=prime_rl,
+    summary="Convert prime-rl's configuration.",
+    example="asyncrl convert prime-rl rl.toml -o spec.yaml",
     foreign=True,
 )

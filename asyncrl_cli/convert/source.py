@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shlex
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -129,7 +130,8 @@ def short(text: str) -> str:
 
 
 def read_file(path: str, instead: str = "") -> dict[str, Any]:
-    """The keys of a YAML or JSON file, flattened. ``instead`` says how a program is converted.
+    """The keys of a YAML, JSON or TOML file, flattened; in TOML also the tables of a list. ``instead`` says how a
+    program is converted.
 
     Raises ``ConfigError``."""
     if Path(path).suffix in PROGRAMS:
@@ -143,13 +145,14 @@ def read_file(path: str, instead: str = "") -> dict[str, Any]:
     if len(data) > MAX_BYTES:
         raise ConfigError(f"the configuration has more than {MAX_BYTES:,} bytes", location=path)
     try:
-        document = yaml.load(data, _Loader)  # a subclass of SafeLoader
-        flat = flatten(document) if document else {}
+        toml = Path(path).suffix == ".toml"
+        document = tomllib.loads(data.decode()) if toml else yaml.load(data, _Loader)  # a subclass of SafeLoader
+        flat = flatten(document, index_lists=toml) if document else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         location = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
         raise ConfigError(
-            f"the configuration is not YAML: {getattr(error, 'problem', None) or error}",
+            f"the configuration is not {'TOML' if toml else 'YAML'}: {getattr(error, 'problem', None) or error}",
             location=location,
             hint=instead,
         ) from error
@@ -164,6 +167,30 @@ def parse_value(text: str) -> Any:
         return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
+
+
+def options_of(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """The words before the first option, and each option's values: `--name value…`, `--name=value`, `--flag`."""
+    plain: list[str] = []
+    options: dict[str, list[str]] = {}
+    current = plain
+    for word in line:
+        if word.startswith("--"):
+            name, equals, text = word[2:].partition("=")
+            current = options.setdefault(name.replace("-", "_"), [])
+            current[:] = [text] if equals else []
+        else:
+            current.append(word)
+    return plain, options
+
+
+def typed(options: Mapping[str, list[str]]) -> dict[str, Any]:
+    """The keys that options set, flattened; one without a value is true, and several values are a list."""
+    values: dict[str, Any] = {}
+    for name, texts in options.items():
+        parsed = [parse_value(text) for text in texts]
+        values |= flatten(True if not parsed else parsed[0] if len(parsed) == 1 else parsed, name)
+    return values
 
 
 def override(values: dict[str, Any], assignments: Iterable[str]) -> dict[str, Any]:

@@ -6,10 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from asyncrl_cli.convert.source import launched, parse_value, read_file, short, words
+from asyncrl_cli.convert.source import launched, options_of, read_file, short, typed, words
 from asyncrl_cli.convert.trl import DEFAULTS
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.core.flatten import flatten
 
 _LAUNCHER_OPTIONS = {
     "config_file": "accelerate_config",
@@ -43,9 +42,9 @@ def parse(arguments: Sequence[str]) -> Arguments:
     launcher, line = line[:end], line[end:]
     if launcher and launcher[-1].endswith(".py") and not line:
         raise ConfigError("programs are not read", location=short(launcher[-1]), hint=INSTEAD)
-    _, options = _options([word for word in launcher[:-1] if word != "-m"])
+    _, options = options_of([word for word in launcher[:-1] if word != "-m"])
     options = {_LAUNCHER_OPTIONS.get(name, name): texts for name, texts in options.items()}
-    plain, own = _options(line)
+    plain, own = options_of(line)
     options |= own
     script = launcher[-1].removesuffix(".py").replace("/", ".").rpartition(".")[2] if launcher else ""
     method = script if script in DEFAULTS else "grpo"
@@ -62,31 +61,12 @@ def parse(arguments: Sequence[str]) -> Arguments:
     values: dict[str, Any] = {}
     if accelerate := options.get("accelerate_config"):
         values |= _accelerate(accelerate[0])
-    for name, texts in options.items():
-        parsed = [parse_value(text) for text in texts]
-        value: Any = True if not parsed else parsed[0] if len(parsed) == 1 else parsed
-        values |= flatten(value, name)
-    return Arguments(method, files, values)
+    return Arguments(method, files, values | typed(options))
 
 
 def _begins_with_arguments(line: Sequence[str]) -> bool:
     first = line[0] if line else "--"
     return first.startswith("--") or first in DEFAULTS or (os.path.exists(first) and not first.endswith(".py"))
-
-
-def _options(line: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The words before the first option, and each option's values."""
-    plain: list[str] = []
-    options: dict[str, list[str]] = {}
-    current = plain
-    for word in line:
-        if word.startswith("--"):
-            name, equals, text = word[2:].partition("=")
-            current = options.setdefault(name.replace("-", "_"), [])
-            current[:] = [text] if equals else []
-        else:
-            current.append(word)
-    return plain, options
 
 
 def _accelerate(name: str) -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""prime-rl's configurations as specs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.convert.prime_rl import ROWS, TRAINER, read
+from asyncrl_cli.convert.rows import Conversion, convert
+from asyncrl_cli.convert.write import spec_text
+from asyncrl_cli.spec.keys import keys
+from asyncrl_cli.spec.load import load_spec
+from asyncrl_cli.spec.sections import ExperimentSpec
+from tests.convert.conftest import Command
+
+DATA = Path(__file__).parents[1] / "data/prime_rl"
+FILES = sorted(DATA.glob("*.toml"))
+WIKI = str(DATA / "wiki_search.toml")
+
+
+def converted(*words: str) -> Conversion:
+    return convert(read(words)[1], TRAINER)
+
+
+def spec_of(*words: str) -> ExperimentSpec:
+    return load_spec("spec.yaml", data=spec_text(converted(*words), "test", Path()).encode()).spec
+
+
+def test_every_row_names_a_key_of_the_spec() -> None:
+    assert [row.key for row in ROWS if row.key not in keys() and "engine_args" not in row.key] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_every_key_is_in_the_result(file: Path) -> None:
+    conversion = converted(str(file))
+    assert conversion.unknown == [] and conversion.unsupported == []
+    text = spec_text(conversion, file.name, Path())
+    assert not [key for key in conversion.source.given if key not in text], "each is named in a comment"
+
+
+def test_one_environment_is_the_task_and_rollouts_become_groups(home: Path) -> None:
+    spec = spec_of(WIKI)
+    assert (spec.task.use, spec.task.options["taskset"]) == ("verifiers", {"id": "wiki-search"})
+    assert (spec.pipeline.groups_per_step, spec.rollout.group_size, spec.pipeline.max_staleness) == (8, 16, 8)
+    assert (spec.rollout.max_prompt_tokens, spec.rollout.max_response_tokens) == (3584, 512)
+    assert spec.model.lora is not None and (spec.model.lora.rank, spec.model.lora.alpha) == (8, 32.0)
+    assert (spec.algorithm.advantage, spec.stop.steps, spec.rollout.tool_parser) == ("group_mean", 200, "hermes")
+
+
+def test_several_environments_are_a_mix_and_those_of_evaluations_are_sets(home: Path) -> None:
+    spec = spec_of(str(DATA / "multi_env.toml"), "--orchestrator.eval.group-size", "4")
+    assert [member.name for member in spec.task.mix] == ["reverse-text-a", "reverse-text-b"]
+    held_out = spec.evaluation.sets["reverse_text"]
+    assert (held_out.every, held_out.samples, held_out.data.size) == (5, 4, 64)
+    assert held_out.task is not None and held_out.task.options["held_out"] is False
+
+
+def test_on_policy_distillation_is_the_preset_distill(home: Path) -> None:
+    algorithm = spec_of(str(DATA / "opd.toml")).algorithm
+    assert (algorithm.preset, algorithm.whiten_advantages, algorithm.reward_coef) == ("distill", False, 0.0)
+    assert algorithm.reference_path == "PrimeIntellect/Qwen3-0.6B-Reverse-Text-RL"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--orchestrator.algo.type", "max_rl"], "grpo and opd have a counterpart"),
+        (["--orchestrator.train.source.0.algo.type", "echo"], "one algorithm trains all tasks"),
+        (["--model.vlm.vision_encoder_attr", "model.visual"], "docs/models.md"),
+    ],
+)
+def test_what_would_train_something_else_is_unsupported(words: list[str], reason: str) -> None:
+    (found,) = converted(WIKI, *words).unsupported
+    assert words[0].removeprefix("--") in found and reason in found
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["--orchestrator.token_batch_size", "9"], "orchestrator.token_batch_size"),
+        (["--trainer.optim.type", "muon"], "trainer.optim.type"),
+        (["--trainer.model.lora.dropout", "0.1"], "trainer.model.lora.dropout"),
+    ],
+)
+def test_what_is_lost_is_marked_and_what_is_unknown_is_named(words: list[str], key: str) -> None:
+    conversion = converted(WIKI, *words, "--trainer.my_own", "1")
+    assert [key] in conversion.lost.values() and conversion.unknown == ["trainer.my_own"]
+
+
+def test_the_files_of_the_three_processes_are_one_configuration(home: Path) -> None:
+    spec = spec_of("uv", "run", "rl", "@", str(DATA / "apart/orch.toml"), str(DATA / "apart/train.toml"))
+    assert (spec.stop.steps, spec.pipeline.groups_per_step, spec.trainer.optimizer.learning_rate) == (20, 8, 3e-6)
+    assert spec.model.path == "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
+
+
+def test_the_command(home: Path, asyncrl: Command) -> None:
+    code, out, err = asyncrl("convert", "prime-rl", WIKI, "--max-steps", "3", "-o", "spec.yaml")
+    assert code == 0, err
+    assert "0 unknown" in out and asyncrl("validate-spec", "spec.yaml")[0] == 0
+    Path("bad.toml").write_text("a = \n")
+    for words, message in {("bad.toml",): "is not TOML", ("none.toml",): "cannot be read", ("rl",): "no file"}.items():
+        code, _, err = asyncrl("convert", "prime-rl", *words)
+        assert code == 2 and message in err
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_schedules(home: Path, kind: str) -> None:
+    words = ["--trainer.scheduler.type", kind, "--trainer.scheduler.min_lr", "5e-7", "--trainer.optim.lr", "1e-6"]
+    schedule: Any = spec_of(WIKI, *words).trainer.schedule
+    assert (schedule.kind, schedule.warmup_updates) == (kind, 0 if kind == "constant" else 10)
+    assert kind == "constant" or schedule.final_fraction == 0.5
