@@ -47,7 +47,7 @@ def verl(
     """Write a spec for each configuration of verl, with a comment for every key (docs/from-verl.md).
 
     Overrides without a file are applied to verl's defaults. Exit code: 0 when every spec is valid on a machine that has
-    its model and data; 1 when a spec has to be changed first, or the run is not supported (images, distillation); 2
+    its model and data; 1 when a spec has to be changed first, or the run is not supported, such as one with images; 2
     when a configuration cannot be read.
     """
     from asyncrl_cli.convert.source import override, read_file, words
@@ -69,9 +69,9 @@ def trl(
         list[str],
         typer.Argument(
             metavar="ARGUMENTS",
-            help="YAML or JSON files of arguments; `grpo` (the default), `rloo`, `ppo` or `async_grpo`; and arguments "
-            "as `trl grpo` takes them (`--learning_rate 1e-6`), which apply to all files. A whole command line such as "
-            "`accelerate launch train.py --learning_rate 1e-6` works, too.",
+            help="YAML or JSON files of arguments; `grpo` (the default), `rloo`, `ppo`, `async_grpo` or `gkd`; and "
+            "arguments as `trl grpo` takes them (`--learning_rate 1e-6`), which apply to all files. A whole command "
+            "line such as `accelerate launch train.py --learning_rate 1e-6` works, too.",
         ),
     ],
     output: Output = None,

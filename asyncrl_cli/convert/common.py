@@ -14,6 +14,19 @@ ASSUMED_STEPS = 100
 """Steps of a run that counts epochs, where a number is a share of them: a configuration does not say how many prompts
 there are."""
 
+DISTILLATION: dict[str, Any] = {
+    "algorithm.preset": "distill",
+    "algorithm.advantage": "none",
+    "algorithm.whiten_advantages": False,
+    "algorithm.gamma": 0.0,
+    "algorithm.reward_coef": 0.0,
+    "algorithm.kl_coef": 1.0,
+    "algorithm.kl_estimator": "k1",
+    "algorithm.kl_placement": "reward",
+    "algorithm.uniform_groups": "train",
+}
+"""On-policy distillation without whitening, which other trainers do not have."""
+
 
 class Devices(NamedTuple):
     """Trainer ranks, engines, and the GPUs of each: below 1, a rank and an engine share one."""

@@ -71,6 +71,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "kl_coef": 0.05, "kl_estimator": "k1", "cliprange": 0.2, "cliprange_value": 0.2, "gamma": 1.0, "lam": 0.95,
         "reward_model_path": "EleutherAI/pythia-160m", "sft_model_path": "EleutherAI/pythia-160m",
     },
+    "gkd": _COMMON | {
+        "learning_rate": 2e-5, "temperature": 0.9, "lmbda": 0.5, "beta": 0.5, "max_new_tokens": 128, "max_length": 1024,
+    },
 }  # fmt: skip
 """TRL's own defaults of the arguments that decide something, for each trainer."""
 
@@ -80,7 +83,7 @@ ROWS = [
     Row("run_name output_dir", "name"),
     Row("seed", "seed"),
     Row("model_name_or_path sft_model_path", "model.path"),
-    Row("max_prompt_length max_completion_length vllm_max_model_length response_length", "model.max_length",
+    Row("max_prompt_length max_completion_length vllm_max_model_length response_length max_length", "model.max_length",
         "prompt and response together"),
     Row("chat_template_kwargs.*", "model.chat_template_kwargs"),
     Row("use_peft lora_r", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)"),
@@ -106,9 +109,9 @@ ROWS = [
     Row("vllm_tensor_parallel_size", "rollout.gpus_per_engine"),
     Row("num_generations", "rollout.group_size", "PPO has one response per prompt"),
     Row("max_inflight_tasks", "rollout.max_running_rollouts", "per engine: 256, or all of a step"),
-    Row("max_prompt_length vllm_max_model_length", "rollout.max_prompt_tokens",
+    Row("max_prompt_length vllm_max_model_length max_length", "rollout.max_prompt_tokens",
         "longer prompts are skipped and counted, never truncated"),
-    Row("max_completion_length response_length", "rollout.max_response_tokens"),
+    Row("max_completion_length response_length max_new_tokens", "rollout.max_response_tokens"),
     Row("temperature", "rollout.sampling.temperature", "log-probs are computed at it, in trainer and engine"),
     Row("dtype torch_dtype bf16 fp16 mixed_precision", "rollout.dtype", "that of the trainer"),
     Row("loss_type importance_sampling_level", "algorithm.preset", "a name: what it decides is written below"),
@@ -116,7 +119,7 @@ ROWS = [
     Row("reward_funcs reward_weights multi_objective_aggregation", "algorithm.reward_parts"),
     Row("multi_objective_aggregation", "algorithm.reward_aggregation"),
     Row("normalize_advantages", "algorithm.whiten_advantages", "over all tokens of a step; in TRL a part of PPO"),
-    Row("gamma", "algorithm.gamma", _PPO_ONLY),
+    Row("gamma", "algorithm.gamma", "of PPO; 0 in GKD, where later tokens have no effect"),
     Row("lam", "algorithm.gae_lambda", _PPO_ONLY),
     Row("loss_type importance_sampling_level", "algorithm.loss"),
     Row("epsilon cliprange", "algorithm.clip_low"),
@@ -127,6 +130,8 @@ ROWS = [
     Row("loss_type", "algorithm.sequence_divisor", "RLOO adds up the tokens of a sequence"),
     Row("entropy_coef", "algorithm.entropy_coef", "over tokens"),
     Row("beta kl_coef", "algorithm.kl_coef", "at 0 no reference model is loaded"),
+    Row("teacher_model_name_or_path", "algorithm.reference_path", "the teacher"),
+    Row("lmbda seq_kd", "algorithm.reward_coef", "every response is the student's own, and no reward trains"),
     Row("kl_estimator", "algorithm.kl_estimator", "k3 in the loss of GRPO, k1 in the reward of RLOO"),
     Row("beta kl_coef", "algorithm.kl_placement"),
     Row("sync_ref_model ref_model_sync_steps ref_model_mixup_alpha", "algorithm.reference_update_every",
@@ -221,6 +226,10 @@ OTHERS = [
     needless("vllm_* use_transformers_* transformers_* cache_implementation request_timeout heartbeat_* "
              "queue_maxsize token_budget",
              "asyncrl starts and restarts its engines itself; their other settings are under rollout.engine_args"),
+    needless("teacher_model_init_kwargs*", "the teacher is loaded as the policy is, in trainer.dtype"),
+    needless("packing* padding_free dataset_text_field dataset_kwargs* completion_only_loss assistant_only_loss "
+             "eos_token pad_token activation_offloading eval_packing",
+             "of supervised training: the student answers the prompts itself"),
     needless("hub_* trackio_* env.*", "the hub, and variables of the environment"),
     needless("logging_* log_* num_completions_to_print include_* disable_tqdm report_to_*",
              "every step is logged; every rollout is in the journal: `asyncrl inspect buffer`, `asyncrl watch`"),

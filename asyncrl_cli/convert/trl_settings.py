@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.convert.common import (
     ASSUMED_STEPS,
+    DISTILLATION,
     Devices,
     divided,
     model_path,
@@ -22,10 +23,10 @@ from asyncrl_cli.convert.common import (
     split,
     tracking,
 )
-from asyncrl_cli.convert.source import Source
+from asyncrl_cli.convert.source import Source, shown
 
 METHOD = "method"
-"""Not an argument: `grpo`, `rloo`, `ppo` or `async_grpo`, from the command or the default."""
+"""Not an argument: `grpo`, `rloo`, `ppo`, `async_grpo` or `gkd`, from the command or the default."""
 PROMPT_TOKENS = 1024
 """`rollout.max_prompt_tokens` where TRL has no limit."""
 CORRECTION = "vllm_importance_sampling_"
@@ -99,13 +100,14 @@ def settings(s: Source) -> dict[str, Any]:
         **logs,
         "tracking.wandb.entity": s.get("wandb_entity") if logs["tracking.wandb.project"] else None,
         "tracking.experiment": project,
+        **(_distillation(s) if s.get(METHOD) == "gkd" else {}),
     }
 
 
 def _sizes(s: Source) -> dict[str, Any]:
     """Devices, batches, steps, and the settings that depend on the number of updates in a step."""
     method = str(s.get(METHOD))
-    ppo, is_async = method == "ppo", method == "async_grpo"
+    ppo, is_async, single = method == "ppo", method == "async_grpo", method in ("ppo", "gkd")
     processes = max(s.count("num_processes"), 1)  # Accelerate's number, not TRL's
     per_device = max(s.count("per_device_train_batch_size"), 1)
     minibatches = max(s.count("num_mini_batches"), 1) if ppo else 1
@@ -117,7 +119,7 @@ def _sizes(s: Source) -> dict[str, Any]:
     else:
         per_generation = s.count("steps_per_generation")
         completions = per_device * processes * per_generation if per_generation else per_update
-    size = 1 if ppo else max(s.count("num_generations"), 1)
+    size = 1 if single else max(s.count("num_generations"), 1)
     groups = max(completions // size, 1)
     if completions % size:
         s.remark(
@@ -144,8 +146,8 @@ def _sizes(s: Source) -> dict[str, Any]:
     cpu = s.flag("use_cpu")
     if not cpu and (devices.ranks != processes or devices.per_rank < 1):
         divided(s, devices, processes)
-    response = max(s.count("response_length" if ppo else "max_completion_length"), 1)
-    prompt = s.count("max_prompt_length") or max(s.count("vllm_max_model_length") - response, 0)
+    response = max(s.count("response_length", "max_completion_length", "max_new_tokens"), 1)
+    prompt = s.count("max_prompt_length") or max(s.count("vllm_max_model_length", "max_length") - response, 0)
     if not prompt:
         prompt = PROMPT_TOKENS
         unlimited = f"TRL does not limit prompts; {prompt} is a placeholder. Longer prompts are skipped"
@@ -270,6 +272,23 @@ def _objective(s: Source, updates: int) -> dict[str, Any]:
         "algorithm.kl_placement": "reward" if ppo or rloo else "loss",
         "algorithm.reference_update_every": reference_steps,
     }
+
+
+def _distillation(s: Source) -> dict[str, Any]:
+    """GKD with λ = 1 and β = 1, the reverse KL divergence. The student's samples estimate what TRL sums over the
+    vocabulary."""
+    for name in ("lmbda", "beta"):
+        if s.number(name) != 1.0:
+            s.unsupported.append(f"{name} = {shown(s.get(name))}: preset: distill is GKD with lmbda 1 and beta 1")
+    teacher = s.get("teacher_model_name_or_path")
+    if teacher is None:
+        s.unsupported.append("teacher_model_name_or_path: without one the teacher is the model itself, with no effect")
+    if s.number("temperature") != 1.0:
+        s.remark("rollout.sampling.temperature", "TRL compares student and teacher at 1, and here at this temperature")
+    s.remark("algorithm.kl_coef", "of the sampled token; TRL sums over the vocabulary, with less variance")
+    s.remarks.pop("task.use", None)
+    unclipped = dict.fromkeys(("algorithm.clip_low", "algorithm.clip_high"))  # a step has one update
+    return DISTILLATION | unclipped | {"task.use": "prompts", "algorithm.reference_path": teacher}
 
 
 def _correction(s: Source) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from asyncrl_cli.convert import verl_settings as settings
 from asyncrl_cli.convert.common import TEXT_ONLY
 from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
 from asyncrl_cli.convert.source import launched, short
-from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, V1, A, F, M, R
+from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, TEACHERS, V1, A, D, F, L, M, R
 from asyncrl_cli.core.errors import ConfigError
 
 DEFAULTS = {
@@ -59,6 +59,10 @@ DEFAULTS = {
     f"{M}use_remove_padding": True,
     f"{M}lora_alpha": 16,
     f"{M}target_modules": "all-linear",
+    f"{L}loss_mode": "k3",
+    f"{L}use_task_rewards": True,
+    f"{L}clip_ratio_low": 0.2,
+    f"{L}clip_ratio_high": 0.2,
     "critic.optim.lr": 1e-5,
     "critic.cliprange_value": 0.5,
     "trainer.nnodes": 1,
@@ -150,7 +154,7 @@ ROWS = [
         "rollout.engine_args.gpu_memory_utilization", "an engine has its GPUs to itself"),
     Row(f"{R}enforce_eager", "rollout.engine_args.enforce_eager"),
     Row(f"{R}max_num_batched_tokens", "rollout.engine_args.max_num_batched_tokens"),
-    Row("algorithm.adv_estimator", "algorithm.preset", "a name: what it decides is written below"),
+    Row(f"algorithm.adv_estimator {D}enabled", "algorithm.preset", "a name: what it decides is written below"),
     Row("algorithm.adv_estimator algorithm.norm_adv_by_std_in_grpo", "algorithm.advantage"),
     Row("algorithm.adv_estimator", "algorithm.whiten_advantages", "in verl a part of gae and REINFORCE++"),
     Row("algorithm.gdpo_reward_keys algorithm.gdpo_reward_weights", "algorithm.reward_parts"),
@@ -170,6 +174,8 @@ ROWS = [
     Row(f"{A}kl_loss_type algorithm.kl_penalty", "algorithm.kl_estimator",
         "verl's names: kl is k1, mse is k2, low_var_kl is k3"),
     Row(f"{A}use_kl_loss algorithm.use_kl_in_reward", "algorithm.kl_placement"),
+    Row(f"{TEACHERS} {D}teacher_key", "algorithm.reference_path", "the teacher"),
+    Row(f"{L}*", "algorithm.reward_coef", "the clipped loss with the teacher's divergence as the only reward"),
     Row(f"{A}router_replay.mode *router_replay.mode *enable_rollout_routing_replay", "algorithm.router_replay"),
     Row(f"{CORRECTION}bypass_mode {CORRECTION}loss_type", "algorithm.correction.preset",
         "`decoupled`: the ratio is relative to the policy at the start of the step; `off`: to the one that sampled"),
@@ -286,8 +292,7 @@ OTHERS = [
          "give your reward function these arguments in its adapter", when=settings.reward_arguments_are_used),
     needless("reward.* reward_model.* reward_manager.* sandbox_fusion.* custom_reward_function.* data.reward_fn_key",
              "rewards are the function of task.use, whose processes task.reward_* limits; all columns reach it"),
-    unsupported("distillation.enabled", "set algorithm.preset to distill, and the teacher in algorithm.reference_path"),
-    needless("distillation.*", "no distillation here"),
+    needless("distillation.*", "the teacher is on the trainer's ranks, sharded like the policy"),
     lost("*mtp.enable *mtp.enable_train *mtp.enable_rollout", "multi-token prediction: not in a spec"),
     needless("*router_replay.* *mtp.* *.mtp *moe_load_balance*", "router replay and multi-token prediction"),
     lost(f"{R}top_p {R}top_k {R}val_kwargs.top_p {R}val_kwargs.top_k",

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from asyncrl_cli.convert.common import (
     ASSUMED_STEPS,
+    DISTILLATION,
     Devices,
     divided,
     model_path,
@@ -17,7 +18,7 @@ from asyncrl_cli.convert.common import (
     split,
     tracking,
 )
-from asyncrl_cli.convert.source import Source
+from asyncrl_cli.convert.source import Source, shown
 from asyncrl_cli.spec.data_sources import kind_of
 
 A = "actor_rollout_ref.actor."
@@ -25,6 +26,9 @@ R = "actor_rollout_ref.rollout."
 M = "actor_rollout_ref.model."
 F = f"{A}fsdp_config."
 V1 = "trainer.v1."
+D = "distillation."
+L = f"{D}distillation_loss."
+TEACHERS = f"{D}teacher_models.*.model_path"
 CORRECTION = "algorithm.rollout_correction."
 OVERLONG = (
     "reward.reward_kwargs.overlong_buffer_cfg.",
@@ -146,6 +150,7 @@ def settings(s: Source) -> dict[str, Any]:
         if s.flag(f"{R}val_kwargs.do_sample")
         else None,
         **tracking(s, "trainer.logger", project=s.get("trainer.project_name")),
+        **_distillation(s),
     }
 
 
@@ -330,6 +335,32 @@ def _kl(s: Source) -> dict[str, Any]:
         "algorithm.kl_coef": coef,
         "algorithm.kl_estimator": estimator,
         "algorithm.kl_placement": "reward" if of_reward else "loss",
+    }
+
+
+def _distillation(s: Source) -> dict[str, Any]:
+    """Distillation by policy gradient: minus k1 is the advantage of the sampled token, as with `preset: distill`."""
+    if not s.flag(f"{D}enabled"):
+        return dict.fromkeys(("algorithm.reference_path", "algorithm.reward_coef"))
+    same = {"use_policy_gradient": True, "loss_mode": "k1", "use_task_rewards": False, "loss_max_clamp": None}
+    for name, wanted in same.items():
+        if (value := s.get(f"{L}{name}")) != wanted:
+            s.unsupported.append(f"{L}{name} = {shown(value)}: preset: distill is verl's distillation with {wanted}")
+    teachers = [s.given[name] for name in s.matching(TEACHERS) if s.given[name]]
+    if len(teachers) != 1:
+        s.unsupported.append(f"{TEACHERS}: a run has one teacher, and there are {len(teachers)}")
+    rewarded = s.get("reward.custom_reward_function.path", "custom_reward_function.path")
+    if not rewarded and not s.flag(f"{R}multi_turn.enable"):
+        del s.remarks["task.use"]
+    s.remarks.pop("algorithm.advantage", None)
+    return {
+        **({} if "task.use" in s.remarks else {"task.use": "prompts"}),
+        **DISTILLATION,
+        "algorithm.reference_path": teachers[0] if teachers else None,
+        "algorithm.clip_low": s.number(f"{L}clip_ratio_low"),
+        "algorithm.clip_high": s.number(f"{L}clip_ratio_high"),
+        "algorithm.dual_clip": 3.0,
+        "algorithm.loss": "clip",
     }
 
 

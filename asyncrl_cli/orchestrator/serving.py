@@ -9,15 +9,16 @@ import asyncio
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from asyncrl_cli.core.errors import RunError, first_cause
 from asyncrl_cli.orchestrator.actors import ActorFactory
-from asyncrl_cli.orchestrator.cluster import Actors, ray_cluster, ray_is_lost, while_ray_lives
+from asyncrl_cli.orchestrator.cluster import LOOK_S, Actors, ray_cluster, ray_is_lost, while_ray_lives
 from asyncrl_cli.orchestrator.engines import EngineKeeper, client_of
 from asyncrl_cli.orchestrator.gateway_client import GatewayClient, setup_of
 from asyncrl_cli.orchestrator.interrupts import Interrupted, Stop, stop_on_signals, until_stopped
@@ -146,7 +147,14 @@ def use_engines(
 
     async def use(stop: Stop) -> T:
         stop.attach()
-        budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, warn)
+        last = ""
+
+        def note(text: str) -> None:
+            nonlocal last
+            last = text
+            warn(text)
+
+        budget = RestartBudget(spec.pipeline.max_restarts, not_recorded, note)
         factory = ActorFactory(
             spec, run_path=served.logs, search_path=search_path or Path.cwd(), log_folder=served.logs
         )
@@ -165,7 +173,7 @@ def use_engines(
             decode = decoder(tokenizer, end_tokens(folder, tokenizer), spec.task.special_tokens == "shown")
             client = client_of(spec, engines, decode)
             keeper = EngineKeeper(client, _OwnWeights())
-            kept: list[asyncio.Task[str]] = []
+            kept: list[asyncio.Task[Any]] = []
             async with asyncio.TaskGroup() as group:
 
                 async def start() -> None:
@@ -173,6 +181,8 @@ def use_engines(
                     model.set_result(folder)
                     await asyncio.gather(*(engine.running() for engine in engines))
                     kept.extend(group.create_task(keeper.keep(engine)) for engine in client.engines)
+                    limit_s = spec.pipeline.stall_minutes * 60
+                    kept.append(group.create_task(while_engines_serve(client, limit_s, lambda: last)))
 
                 serving = group.create_task(start())
                 result = await work(
@@ -230,6 +240,24 @@ def serve(
             await gateway.stop()
 
     use_engines(served, work, again="start the server again", status=status, warn=warn)
+
+
+async def while_engines_serve(client: GenerationClient, limit_s: float, cause: Callable[[], str]) -> NoReturn:
+    """Never ends; raises ``RunError`` with the cause when no engine has served for ``limit_s`` seconds.
+
+    An engine that is lost with its node waits for room without a limit, because others may serve.
+    """
+    served = time.monotonic()
+    while True:
+        await asyncio.sleep(min(LOOK_S, limit_s / 8))
+        if client.serving():
+            served = time.monotonic()
+        elif time.monotonic() - served > limit_s:
+            raise RunError(
+                f"no engine has served for {limit_s:.0f} s: {cause() or 'see the logs of the engines'}",
+                location="cluster",
+                hint="bring the node back or add another, or raise pipeline.stall_minutes",
+            )
 
 
 class _OwnWeights:

@@ -245,3 +245,27 @@ def test_rewards_that_are_normalized_one_by_one_are_parts(home: Path) -> None:
     assert "RewardResult(sum(" in text and "{f.__name__: score" in text
     plain = load_spec("spec.yaml", data=spec_text(converted("grpo", *BASE, *rewards), "test", Path()).encode()).spec
     assert plain.algorithm.reward_parts == {}, "the adapter adds them up"
+
+
+GKD = ["gkd", *BASE, "--lmbda", "1", "--beta", "1", "--teacher_model_name_or_path", "teacher/model"]
+
+
+def test_on_policy_gkd_is_the_preset_distill(home: Path) -> None:
+    spec = load_spec("spec.yaml", data=spec_text(converted(*GKD, "--max_steps", "9"), "test", Path()).encode()).spec
+    assert (spec.algorithm.preset, spec.algorithm.reference_path, spec.algorithm.gamma) == (
+        "distill",
+        "teacher/model",
+        0.0,
+    )
+    assert (spec.task.use, spec.rollout.group_size, spec.rollout.max_response_tokens) == ("prompts", 1, 128)
+    assert spec.rollout.max_prompt_tokens == 1024 - 128
+    assert converted(*GKD).unsupported == []
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [(["--lmbda", "0.5"], "lmbda"), (["--beta", "0"], "beta"), (["--teacher_model_name_or_path", "null"], "teacher")],
+)
+def test_gkd_with_another_meaning_is_refused_by_its_key(words: list[str], key: str) -> None:
+    (reason,) = converted(*GKD, *words).unsupported
+    assert reason.startswith(key)

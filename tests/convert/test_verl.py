@@ -234,13 +234,44 @@ def test_tool_formats_have_the_names_of_vllms_parsers(home: Path, name: str, par
     assert any("multi_turn.format=mine has no counterpart: `hermes`" in text for _, text in remarks)
 
 
-@pytest.mark.parametrize("override", [f"{R}top_p=0.9", "distillation.enabled=True"])
-def test_what_is_lost_is_marked_and_what_is_off_is_not(override: str) -> None:
-    name = override.partition("=")[0]
-    assert [name] in converted([*GRPO, override]).lost.values()
-    off = {"top_p": "1.0", "enabled": "False"}[re.split(r"[._]", name)[-1] if "top_p" not in name else "top_p"]
-    conversion = converted([*GRPO, f"{name}={off}"])
+def test_what_is_lost_is_marked_and_what_is_off_is_not() -> None:
+    name = f"{R}top_p"
+    assert [name] in converted([*GRPO, f"{name}=0.9"]).lost.values()
+    conversion = converted([*GRPO, f"{name}=1.0"])
     assert conversion.lost == {} and conversion.unused == [name]
+
+
+DISTILL = [
+    "distillation.enabled=True",
+    "distillation.distillation_loss.loss_mode=k1",
+    "distillation.distillation_loss.use_policy_gradient=True",
+    "distillation.distillation_loss.use_task_rewards=False",
+    "distillation.teacher_models.teacher_model.model_path=teacher/model",
+]
+
+
+def test_distillation_of_the_sampled_token_is_the_preset_distill() -> None:
+    conversion = converted([*GRPO, *DISTILL, "distillation.distillation_loss.clip_ratio_high=0.3"])
+    assert conversion.unsupported == [] and conversion.unknown == []
+    found = {setting.key: setting.value for setting in conversion.settings}
+    wanted = {"preset": "distill", "reference_path": "teacher/model", "clip_high": 0.3, "kl_coef": 1.0, "gamma": 0.0}
+    assert {key: found[f"algorithm.{key}"] for key in wanted} == wanted
+    assert found["task.use"] == "prompts" and "task.use" not in dict(conversion.remarks)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("distillation.distillation_loss.loss_mode=forward_kl_topk", "loss_mode"),
+        ("distillation.distillation_loss.use_policy_gradient=False", "use_policy_gradient"),
+        ("distillation.distillation_loss.use_task_rewards=True", "use_task_rewards"),
+        ("distillation.distillation_loss.loss_max_clamp=10", "loss_max_clamp"),
+        ("distillation.teacher_models.other.model_path=another/model", "teacher_models"),
+    ],
+)
+def test_distillation_with_another_meaning_is_refused_by_its_key(override: str, key: str) -> None:
+    (reason,) = converted([*GRPO, *DISTILL, override]).unsupported
+    assert key in reason
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,20 @@ def test_ctrl_c_ends_a_run_that_starts(own_runs: Runs, log: str) -> None:
     interrupted(own_runs, process)
 
 
+def test_ctrl_c_ends_an_evaluation(own_runs: Runs) -> None:
+    spec = own_runs.write_spec(model={"warm_start": None})
+    process = own_runs.start("evaluate", spec, "--samples", "500", "--json")
+    assert process.stderr is not None
+    lines = iter(process.stderr.readline, "")
+    assert any(line.startswith("generating") for line in lines), "it ended before"
+    mark = mark_of(process.pid)
+    assert mark and processes_of(mark)
+    process.send_signal(signal.SIGINT)
+    ended = own_runs.wait(process)
+    assert (ended.code, ended.out, ended.err) == (130, "", "stopped\n")
+    assert not processes_of(mark)
+
+
 @pytest.mark.parametrize("name", ["gcs_server", pytest.param("raylet", marks=pytest.mark.nightly)])
 def test_the_end_of_rays_own_process_is_named_with_the_command_that_continues(own_runs: Runs, name: str) -> None:
     process = own_runs.start("train", own_runs.write_spec(stop={"steps": 300}))
