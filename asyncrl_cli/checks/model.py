@@ -86,7 +86,7 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
     _check_config(config.get_text_config(), key)
     check_served(config, key)
     try:
-        model = without_weights(config)
+        model = without_weights(config, spec.model)
     except Exception as error:  # of any layer
         hint = "change the sizes in model.init.config" if spec.model.init else "name a causal language model"
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {one_line(error)}"

@@ -82,7 +82,13 @@ def export(
     checkpoint = verified_checkpoint(found, step)
     assert checkpoint is not None
     model = load_recorded(found.path).spec.model
-    export_model(checkpoint, model_stub=model_stub_path(model, found.model_stub), folder=to, lora=model.lora)
+    export_model(
+        checkpoint,
+        model_stub=model_stub_path(model, found.model_stub),
+        folder=to,
+        lora=model.lora,
+        images=model.max_images > 0,
+    )
     echo(f"the model of step {checkpoint.step} is in {to}")
 
 

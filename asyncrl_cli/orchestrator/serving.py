@@ -272,6 +272,10 @@ def _export(run: RunDirectory, spec: ExperimentSpec, checkpoint: Checkpoint, fol
     from asyncrl_cli.train.model.saving import export_model
 
     export_model(
-        checkpoint, model_stub=model_stub_path(spec.model, run.model_stub), folder=folder, lora=spec.model.lora
+        checkpoint,
+        model_stub=model_stub_path(spec.model, run.model_stub),
+        folder=folder,
+        lora=spec.model.lora,
+        images=spec.model.max_images > 0,
     )
     return folder

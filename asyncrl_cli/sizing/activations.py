@@ -31,6 +31,7 @@ class Pass(NamedTuple):
     dtype: str  # trainer.dtype
     attention: str  # trainer.attention; flash_attention_2 is counted as sdpa, which is fused as well
     lora: LoraSpec | None = None
+    images: bool = False  # the model is one that sees images; its vision tower is not counted
 
 
 def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int:
@@ -56,13 +57,13 @@ def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int
 
 def _trace(config: Any, layers: int, trained: Pass) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from transformers import AutoModelForCausalLM
 
     from asyncrl_cli.train.deepspeed_engine import recompute_activations
     from asyncrl_cli.train.model.chunked_logprobs import chunked_logprobs
+    from asyncrl_cli.train.model.image_models import model_class
 
     with FakeTensorMode(), _experts_without_routing(), torch.random.fork_rng(devices=[]):
-        model: Any = AutoModelForCausalLM.from_config(
+        model: Any = model_class(trained.images).from_config(
             shortened(config, layers),
             attn_implementation="eager" if trained.attention == "eager" else "sdpa",
             dtype=getattr(torch, trained.dtype),

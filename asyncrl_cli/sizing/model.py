@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.config import saved_config
 from asyncrl_cli.sizing.parts import NUMBER_BYTES
+from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 REFERENCE = "algorithm.reference_path"
@@ -46,7 +47,7 @@ def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
     Raises what transformers raises for a config that it cannot build, and ``ConfigError`` for adapters that the model
     cannot have and as ``sized``.
     """
-    model = without_weights(config)
+    model = without_weights(config, spec.model)
     if spec.model.lora is not None:
         from asyncrl_cli.train.model.lora import add_adapters
 
@@ -54,14 +55,18 @@ def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
     return sized(spec, config, model)
 
 
-def without_weights(config: Any) -> Any:
-    """A config's causal language model on torch's meta device. Raises what transformers raises where it cannot build
-    it."""
+def without_weights(config: Any, settings: ModelSpec) -> Any:
+    """A config's model on torch's meta device, with what ``settings`` freeze. Raises what transformers raises where it
+    cannot build it."""
     import torch
-    from transformers import AutoModelForCausalLM
+
+    from asyncrl_cli.train.model.image_models import model_class
+    from asyncrl_cli.train.model.images import freeze
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        model = model_class(settings.max_images > 0).from_config(config, attn_implementation="eager")
+    freeze(model, settings)
+    return model
 
 
 def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
@@ -76,7 +81,8 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     from asyncrl_cli.train.model.sequence_parallel import check_config
 
     weights = list(model.parameters())  # a tied one is there once
-    layers = [part for part in model.modules() if isinstance(part, GradientCheckpointingLayer)]
+    language = getattr(model.base_model, "language_model", model)  # without a vision tower
+    layers = [part for part in language.modules() if isinstance(part, GradientCheckpointingLayer)]
     kinds = [tuple(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
     embedded, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     text = config.get_text_config()
@@ -94,6 +100,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
             dtype=trainer.dtype,
             attention=trainer.attention,
             lora=spec.model.lora,
+            images=spec.model.max_images > 0,
         )
         return activation_bytes(config, kinds, settings)
 
@@ -109,7 +116,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
     check_experts(config, spec.trainer)
     path, teacher = spec.algorithm.reference_path, 0
     if path is not None:
-        teacher = sum(one.numel() for one in without_weights(saved_config(path, REFERENCE)).parameters())
+        teacher = sum(one.numel() for one in without_weights(saved_config(path, REFERENCE), spec.model).parameters())
     return SizedModel(
         name=type(model).__name__,
         parameters=sum(weight.numel() for weight in weights),

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
 from asyncrl_cli.train.model.image_models import model_class
-from asyncrl_cli.train.model.images import Vision, tower_parameters
+from asyncrl_cli.train.model.images import Vision, freeze
 from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
@@ -155,13 +154,6 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     return engine
 
 
-def freeze(model: Any, spec: ModelSpec) -> None:
-    """Have the parts in `model.freeze` not trained. Raises ``UserError`` if the model has no such part."""
-    if spec.max_images and spec.freeze:
-        for parameter in tower_parameters(model):
-            parameter.requires_grad_(False)
-
-
 def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
     """The policy of a spec, around the transformers model of ``model_dir``."""
     vision = None
@@ -283,8 +275,8 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     for part in module.modules():
         # One per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
         rounded = {name: buffer for name, buffer in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
-        if rounded and hasattr(part, "config"):
-            exact = dict(type(part)(config=part.config).named_buffers(recurse=False))
+        if rounded and (made := _made_again(part)) is not None:
+            exact = dict(made.named_buffers(recurse=False))
             for name, buffer in rounded.items():
                 buffer.data = exact[name].to(buffer.device)
         elif any(buffer.dtype != torch.float32 for buffer in rounded.values()):
@@ -293,3 +285,13 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
                 "be computed again",
                 hint="set trainer.dtype to float32, or use another model",
             )
+
+
+def _made_again(part: Any) -> torch.nn.Module | None:
+    """A module of position embeddings like ``part``: of a language model, or of a vision tower of Qwen 2.5."""
+    made: torch.nn.Module | None = None
+    if hasattr(part, "config"):
+        made = type(part)(config=part.config)
+    elif hasattr(part, "dim") and hasattr(part, "theta"):
+        made = type(part)(part.dim, part.theta)
+    return made

@@ -122,6 +122,17 @@ def architecture_sees_images(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("model.max_images", f"`{name}` is a model for images", hint)
 
 
+@rule
+def images_are_trained(spec: ExperimentSpec) -> Iterator[Problem]:
+    """With `model.max_images`, `trainer.sequence_parallel` is 1 and `model.lora.serve` is `merged`."""
+    if spec.model.max_images and spec.trainer.sequence_parallel > 1:
+        message = "sequences with images cannot be divided over ranks"
+        yield Problem("trainer.sequence_parallel", message, "set it to 1, or model.max_images to 0")
+    if spec.model.max_images and spec.model.published_adapter is not None:
+        message = "engines apply no adapters next to a vision tower: it is not tested"
+        yield Problem("model.lora.serve", message, "set it to merged, or model.max_images to 0")
+
+
 MIXTURES = ("deepseek_v3", "glm4_moe", "mixtral", "qwen3_moe")
 """Mixtures of experts that were tested; for others, the checks before a run inspect the model."""
 UNSERVED = {

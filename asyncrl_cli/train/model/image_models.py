@@ -11,7 +11,7 @@ from asyncrl_cli.core.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class ImageTokens:
+class VisionTokens:
     """How an architecture's tokens stand for an image."""
 
     names: Mapping[str, str]
@@ -20,7 +20,7 @@ class ImageTokens:
     """An image in a chat template's text. The processor puts as many placeholders there as the image needs."""
 
 
-_QWEN = ImageTokens(
+_QWEN = VisionTokens(
     {
         "vision_start_token": "<|vision_start|>",
         "vision_end_token": "<|vision_end|>",
@@ -30,7 +30,7 @@ _QWEN = ImageTokens(
     mark="<|vision_start|><|image_pad|><|vision_end|>",
 )
 IMAGE_TOKENS = {
-    "gemma3": ImageTokens(
+    "gemma3": VisionTokens(
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         mark="<start_of_image>",
     ),
@@ -73,21 +73,6 @@ def save_processor(config: Any, tokenizer: Any, directory: Path) -> None:
             hint="install torchvision as requirements/README.md describes",
         ) from error
     processor.save_pretrained(directory)
-
-
-def copy_processor(source: str | Path, directory: Path, tokenizer: Any) -> None:
-    """Write the processor of a saved model, if it has one, to ``directory``, with another ``tokenizer``."""
-    from transformers.utils import PROCESSOR_NAME, cached_file
-
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    for name in (PROCESSOR_NAME, "preprocessor_config.json"):
-        if cached_file(str(source), name, **quiet) is not None:
-            from transformers import AutoProcessor
-
-            processor = AutoProcessor.from_pretrained(source)
-            processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
-            processor.save_pretrained(directory)
-            return
 
 
 def _processor(config: Any, tokenizer: Any) -> Any:

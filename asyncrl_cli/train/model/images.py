@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.spec.inputs import ModelSpec
 
 CACHED_BYTES = 2**28
 """Pixels of images that are kept: the rows of a group have the same ones, and so do the epochs of a step."""
@@ -229,6 +230,13 @@ def tower_parameters(model: Any) -> list[nn.Parameter]:
             f"this {model.config.model_type} has no vision tower that can be frozen", hint="set model.freeze to []"
         )
     return found
+
+
+def freeze(model: Any, spec: ModelSpec) -> None:
+    """Have the parts in `model.freeze` not trained. Raises ``UserError`` if the model has no such part."""
+    if spec.max_images and "vision" in spec.freeze:
+        for parameter in tower_parameters(model):
+            parameter.requires_grad_(False)
 
 
 def _nbytes(pixels: dict[str, Tensor]) -> int:

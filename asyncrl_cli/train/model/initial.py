@@ -34,12 +34,11 @@ from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.image_models import (
     IMAGE_TOKENS,
-    copy_processor,
     model_class,
     save_processor,
     set_image_tokens,
 )
-from asyncrl_cli.train.model.saving import copy_generation_config, save_model
+from asyncrl_cli.train.model.saving import copy_generation_config, copy_processor, save_model
 from asyncrl_cli.train.model.tokenizer import (
     CHAT_TEMPLATE,
     character_tokenizer,
@@ -200,11 +199,10 @@ def copy_model_stub(model: str, chat_template: str, directory: Path) -> None:
     """
     from transformers import AutoConfig
 
-    tokenizer = load_tokenizer(model, chat_template)
-    tokenizer.save_pretrained(directory)
-    copy_processor(model, directory, tokenizer)
+    load_tokenizer(model, chat_template).save_pretrained(directory)
     AutoConfig.from_pretrained(model).save_pretrained(directory)
     copy_generation_config(model, directory)
+    copy_processor(model, directory)
 
 
 def write_weights(directory: Path, seed: int) -> None:

@@ -184,6 +184,9 @@ def _targets(model: Any, lora: LoraSpec) -> list[str]:
     from transformers.pytorch_utils import Conv1D
 
     layers = dict(model.named_modules())
+    if (language := getattr(model.base_model, "language_model", None)) is not None:  # not of its vision tower
+        own = {id(layer) for layer in language.modules()}
+        layers = {name: layer for name, layer in layers.items() if id(layer) in own}
     wanted = lora.target_modules
     if isinstance(wanted, str):
         head = model.get_output_embeddings()

@@ -20,6 +20,7 @@ from asyncrl_cli.core.files import atomic_folder
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint
 from asyncrl_cli.spec.inputs import LoraSpec
 from asyncrl_cli.train.checkpoints import reading_tensors
+from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.weights.layout import TensorSlot
 
 if TYPE_CHECKING:
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
     from asyncrl_cli.train.model.lora import PlainWeight
 
 GENERATION_CONFIG = "generation_config.json"
+PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+"""Of models with images, in the forms of all versions of transformers."""
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 5 * 10**9
 """Of weights in one file, at most. One tensor may be larger."""
 
 
 def save_model(model: Any, source: str | Path, folder: str | Path, **options: Any) -> None:
-    """Write weights, config and generation config of a transformers model to ``folder``.
+    """Write weights, config, generation config and processor of a transformers model to ``folder``.
 
     ``source``: the folder, or the hub id, of the model that it was made from; it may be ``folder``. ``options`` go
     to ``save_pretrained``.
@@ -52,6 +55,7 @@ def save_model(model: Any, source: str | Path, folder: str | Path, **options: An
         model.save_pretrained(folder, **options)
     if text is not None:
         (Path(folder) / GENERATION_CONFIG).write_bytes(text)
+    copy_processor(source, Path(folder))
 
 
 def save_while_gathered(
@@ -103,13 +107,24 @@ def copy_generation_config(source: str | Path, folder: Path) -> None:
         shutil.copyfile(kept, folder / GENERATION_CONFIG)
 
 
+def copy_processor(source: str | Path, folder: Path) -> None:
+    """Copy the files of a model's image processor, if it has some; ``source`` as in ``save_model``."""
+    for name in PROCESSOR_FILES:
+        if (kept := _saved_file(source, name)) is not None and kept.parent != folder:
+            shutil.copyfile(kept, folder / name)
+
+
 def generation_config_file(source: str | Path) -> Path | None:
     """The generation config of a model's folder or hub id; None if it has none."""
+    return _saved_file(source, GENERATION_CONFIG)
+
+
+def _saved_file(source: str | Path, name: str) -> Path | None:
     from transformers.utils import cached_file
 
     found = cached_file(
         str(source),
-        GENERATION_CONFIG,
+        name,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
@@ -144,12 +159,14 @@ def consolidate(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> dic
     return {name.removeprefix(PREFIX): whole[id(tensor)] for name, tensor in state.items()}
 
 
-def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None) -> None:
+def export_model(
+    checkpoint: Checkpoint, model_stub: str, folder: Path, lora: LoraSpec | None, images: bool = False
+) -> None:
     """Write a directory that transformers and vLLM load: weights in the dtype they were trained in, and the tokenizer.
 
     ``model_stub``: a folder, or a hub's id, with the model's config and tokenizer. ``lora``: the adapters that it was
-    trained with; they are merged. ``folder`` appears complete or not at all. Raises ``RunError``
-    when it exists and is not empty.
+    trained with; they are merged. ``images``: the model sees them. ``folder`` appears complete or not at all. Raises
+    ``RunError`` when it exists and is not empty.
     """
     from transformers import AutoTokenizer
 
@@ -157,7 +174,7 @@ def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
     folder = folder.resolve()  # the target of a link is written, and the link is kept
     try:
         with atomic_folder(folder) as unfinished:
-            model = _whole_model(checkpoint, model_stub, lora)
+            model = _whole_model(checkpoint, model_stub, lora, model_class(images))
             save_model(model, model_stub, unfinished, max_shard_size=FILE_BYTES)
             AutoTokenizer.from_pretrained(model_stub, trust_remote_code=False).save_pretrained(unfinished)
     except OSError as error:
@@ -168,9 +185,9 @@ def export_model(checkpoint: Checkpoint, model_stub: str, folder: Path, lora: Lo
         ) from None
 
 
-def _whole_model(checkpoint: Checkpoint, model_stub: str, lora: LoraSpec | None) -> Any:
+def _whole_model(checkpoint: Checkpoint, model_stub: str, lora: LoraSpec | None, built: Any) -> Any:
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from asyncrl_cli.train.model.lora import merge
 
@@ -178,9 +195,9 @@ def _whole_model(checkpoint: Checkpoint, model_stub: str, lora: LoraSpec | None)
     weights = consolidate(checkpoint, dtype if lora is None else torch.float32)
     config = AutoConfig.from_pretrained(model_stub, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = built.from_config(config, dtype=dtype)
         if lora is not None:
-            weights = merge(AutoModelForCausalLM.from_config(config), lora, weights)
+            weights = merge(built.from_config(config), lora, weights)
     model.load_state_dict({name: tensor.to(dtype) for name, tensor in weights.items()}, assign=True)
     model.tie_weights()
     return model

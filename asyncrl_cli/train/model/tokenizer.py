@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.train.model.image_models import IMAGE_TOKENS, ImageTokens
+from asyncrl_cli.train.model.image_models import IMAGE_TOKENS, VisionTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,7 +52,7 @@ def image_template(mark: str) -> str:
     return CHAT_TEMPLATE.replace("{{ message['content'] }}", parts).replace("{{ message['content'] or '' }}", parts)
 
 
-def character_tokenizer(max_length: int, images: ImageTokens | None = None) -> PreTrainedTokenizerFast:
+def character_tokenizer(max_length: int, images: VisionTokens | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer of 99 tokens: ``<pad>``, ``<eos>``, ``<unk>``, newline and printable ASCII; tokens of ``images``
     follow."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
