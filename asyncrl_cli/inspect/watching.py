@@ -19,7 +19,7 @@ from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
 from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, open_decoder, reference_text, tokens_of
 from asyncrl_cli.inspect.pages import duration, moment, number
 from asyncrl_cli.journal.events import metrics_of
-from asyncrl_cli.journal.history import evaluations, newest_batch, newest_failures, newest_steps
+from asyncrl_cli.journal.history import evaluations, failures, newest_batch, newest_steps
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import GroupRecord, due_groups, group_record, snapshot
 from asyncrl_cli.journal.rollouts import RewardRange, RolloutIndex, newest_rollout, next_rollout
@@ -96,7 +96,7 @@ def _seen(connection: sqlite3.Connection, doing: str, under_way: bool, now: floa
             },
         ),
         due=due,
-        faults=[f"{moment(one.at)} {one.part}: {one.message}" for one in newest_failures(connection, FAULTS)],
+        faults=[f"{moment(one.at)} {one.part}: {one.message}" for one in failures(connection, FAULTS)[::-1]],
     )
 
 

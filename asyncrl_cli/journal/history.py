@@ -54,7 +54,7 @@ def history(connection: sqlite3.Connection) -> History:
     return History(
         progress=progress(connection),
         starts=tuple(Start.read(connection)),
-        failures=newest_failures(connection, NEWEST_FAILURES),
+        failures=failures(connection, NEWEST_FAILURES)[::-1],
         failures_by_kind=dict(counts.fetchall()),
         work=_work(connection),
         checkpoints=tuple(Checkpoint.read(connection)),
@@ -67,15 +67,10 @@ def evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
     return tuple(sorted(Evaluation.read(connection), key=lambda one: (one.after_step, one.kind)))
 
 
-def newest_failures(connection: sqlite3.Connection, count: int) -> tuple[Fault, ...]:
-    """The newest failures, stalls included, oldest first."""
-    rows = connection.execute("SELECT at, kind, part, message FROM failures ORDER BY id DESC LIMIT ?", (count,))
-    return tuple(Fault(*row) for row in rows.fetchall()[::-1])
-
-
-def first_failures(connection: sqlite3.Connection, count: int) -> tuple[Fault, ...]:
-    """The first failures, stalls included."""
-    rows = connection.execute("SELECT at, kind, part, message FROM failures ORDER BY id LIMIT ?", (count,))
+def failures(connection: sqlite3.Connection, count: int, newest: bool = True) -> tuple[Fault, ...]:
+    """The newest failures, newest first, or the first ones; stalls included."""
+    order = "DESC" if newest else "ASC"
+    rows = connection.execute(f"SELECT at, kind, part, message FROM failures ORDER BY id {order} LIMIT ?", (count,))
     return tuple(Fault(*row) for row in rows)
 
 

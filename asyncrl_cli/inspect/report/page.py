@@ -51,7 +51,7 @@ from asyncrl_cli.inspect.report.samples import (
 from asyncrl_cli.inspect.resolved import resolved_spec, spec_text
 from asyncrl_cli.journal import rollouts
 from asyncrl_cli.journal.events import Fault
-from asyncrl_cli.journal.history import first_failures, history
+from asyncrl_cli.journal.history import failures, history
 from asyncrl_cli.journal.queries import snapshot
 from asyncrl_cli.journal.schema import FILE
 from asyncrl_cli.journal.staleness import Report, staleness_report
@@ -106,7 +106,7 @@ def summarize(run: RunDirectory) -> RunSummary:
             connection, spans=spans, names=SERIES, files=files, samples=machine, max_staleness=settings.max_staleness
         )
         decoder = open_decoder(run)
-        faults = first_failures(connection, FAULTS_SHOWN)
+        faults = failures(connection, FAULTS_SHOWN, newest=False)
         charts = tuple(_charts(connection, times, staleness))
         chosen = samples(connection, decoder)
     phase = run.status

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.core.user_code import import_named
@@ -19,8 +18,6 @@ from asyncrl_cli.train.algorithms.advantages import (
 )
 from asyncrl_cli.train.algorithms.kl import KL, KLEstimator
 from asyncrl_cli.train.algorithms.policy_loss import POLICY_LOSSES, PolicyLoss
-
-Function = TypeVar("Function")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +43,8 @@ class Objective:
         asks: tuple[str, ...] = ()
         if algorithm.advantage not in ("none", GAE):
             advantage, asks = _advantage(algorithm.advantage, search_path)
-        loss = _function(
-            POLICY_LOSSES,
-            name=algorithm.loss,
-            location="algorithm.loss",
-            search_path=search_path,
-            arguments=LOSS_ARGUMENTS,
-        )
+        loss = POLICY_LOSSES.get(algorithm.loss) or _own_loss(algorithm.loss, search_path)
         return cls(algorithm, advantage, loss, KL[algorithm.kl_estimator], asks)
-
-
-LOSS_ARGUMENTS = ("logprobs", "proximal_logprobs", "advantages", "mask", "settings")
-"""The names of the arguments of a ``PolicyLoss``."""
 
 
 REWARDS, FURTHER = "rewards", ("lengths", "metrics")
@@ -88,24 +75,17 @@ def _advantage(name: str, search_path: Path) -> tuple[AdvantageFunction, tuple[s
     return function, tuple(further for further in FURTHER if takes_all or further in named)
 
 
-def _function(
-    known: Mapping[str, Function], name: str, location: str, search_path: Path, arguments: tuple[str, ...]
-) -> Function:
-    if name in known:
-        return known[name]
-    hint = f"name a function f({', '.join(arguments)})"
-    function = _imported(name, location=location, search_path=search_path, hint=hint)
+def _own_loss(name: str, search_path: Path) -> PolicyLoss:
+    call, location = "f(logprobs, proximal_logprobs, advantages, mask, settings)", "algorithm.loss"
+    function: PolicyLoss = _imported(name, location=location, search_path=search_path, hint=f"name a function {call}")
     try:
-        inspect.signature(function).bind(*arguments)
+        inspect.signature(function).bind(*range(5))
     except TypeError as error:
-        raise ConfigError(
-            f"{name} cannot be called as f({', '.join(arguments)}): {error}",
-            location=location,
-            hint="give it these parameters, in this order",
-        ) from None
+        message, hint = f"{name} cannot be called as {call}: {error}", "give it these parameters, in this order"
+        raise ConfigError(message, location=location, hint=hint) from None
     except ValueError:  # a builtin without a signature: the first call will show
         pass
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _imported(name: str, location: str, search_path: Path, hint: str) -> Any:
