@@ -79,7 +79,8 @@ IMAGE_MODELS: dict[str, dict[str, Any]] = {
         "vision_config": {**TOWER, "fullatt_block_indexes": [1], "window_size": 56},
     },
     "qwen3_vl": {
-        "text_config": {**LANGUAGE, "rope_parameters": MROPE},
+        # Only vLLM reads the last key. transformers knows that this architecture has it.
+        "text_config": {**LANGUAGE, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
         "vision_config": {**TOWER, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
     },
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,12 +29,14 @@ from asyncrl_cli.records.generation import (
     Segment,
     TokenSequence,
 )
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.rollout.activity import Occupancy
 from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version
 from asyncrl_cli.rollout.engine_death import LogSince, death
 from asyncrl_cli.rollout.engine_settings import start_vllm
 from asyncrl_cli.rollout.priority_semaphore import Aborted, PrioritySemaphore
 from asyncrl_cli.rollout.response_text import decoder, end_tokens
+from asyncrl_cli.rollout.vllm_images import VllmImages
 from asyncrl_cli.rollout.vllm_inflight import (
     newest_experts,
     request_id,
@@ -83,6 +85,7 @@ class Engine:
             spec, model_dir=model_dir, load_format="auto" if own_weights or self._lora else "dummy", log=self._log
         )
         self._children = multiprocessing.active_children()
+        self._images = VllmImages(self._vllm)
         tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._shows_special = spec.task.special_tokens == "shown"
         self._decode = decoder(tokenizer, end_tokens(model_dir, tokenizer), self._shows_special)
@@ -110,15 +113,16 @@ class Engine:
     async def generate(self, request: RolloutRequest) -> Rollout:
         """Generate one rollout, or the rest of one, across any number of weight updates.
 
-        Raises ``Aborted`` when ``abort`` ended it first, and ``ValueError`` when the request's prefix does not begin at
-        token 0 or has gaps.
+        Raises ``Aborted`` when ``abort`` ended it first, ``ValueError`` when the request's prefix does not begin at
+        token 0 or has gaps, and ``RuntimeError`` when vLLM sees another number of tokens in an image.
         """
         prefix_ids = tuple(TokenSequence.join(request.prefix).ids.tolist())
         if not request.left:
             return finished(request, rest=[], reason="length", decode=self._decode)
         aborts = self._aborts
+        processed = await self._images.processed(request.images)
         async with self._slots.slot(request.priority):
-            output = await self._final_output(request, prefix_ids, aborts)
+            output = await self._final_output(request, prefix_ids, processed, aborts)
         self._ended_tokens += len(output.token_ids)
         before, experts = _experts(request, output)
         if self._records_experts and output.token_ids and output.routed_experts is None:
@@ -328,7 +332,7 @@ class Engine:
         self._vllm.shutdown()
 
     async def _final_output(
-        self, request: RolloutRequest, prefix_ids: tuple[int, ...], aborts: int
+        self, request: RolloutRequest, prefix_ids: tuple[int, ...], processed: list[Any], aborts: int
     ) -> CompletionOutput:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -363,7 +367,7 @@ class Engine:
         since = time.monotonic()
         try:
             async for output in self._vllm.generate(
-                self._prompt(request.prompt_ids + prefix_ids),
+                self._prompt(request.prompt_ids + prefix_ids, request.images, processed),
                 params,
                 request_id=request_id(request.rollout_id, request.generated),
                 lora_request=self._adapter,
@@ -389,11 +393,13 @@ class Engine:
         async with self._changed:
             self._changed.notify_all()
 
-    def _prompt(self, ids: tuple[int, ...]) -> Any:
+    def _prompt(self, ids: tuple[int, ...], images: Sequence[PlacedImage] = (), processed: Sequence[Any] = ()) -> Any:
         from vllm.inputs import tokens_input
 
         # With `keep` the prefix cache outlives a weight update; the salt keeps a request that starts under this version
         # from reading keys and values of an older one (decision 0005).
+        if images:
+            return self._images.prompt(ids, images=images, processed=processed, version=self._version)
         return tokens_input(list(ids), cache_salt=str(self._version))
 
 

@@ -53,6 +53,7 @@ LARGE_GPU_BYTES = 70 * 2**30
 CACHE_ARGUMENT = "kv_cache_memory_bytes"
 FLOAT32_HEAD = {"head_dtype": "float32"}
 """Logits are not rounded to bfloat16, as in the trainer."""
+MEDIA = ("image", "video", "audio")
 CPU_EXPERTS = "asyncrl_cli.rollout.vllm_cpu_experts"
 WORKER_EXTENSION = "asyncrl_cli.rollout.vllm_sampler.WorkerExtension"
 """Both are imported only by vLLM, in its core process."""
@@ -118,6 +119,17 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
         "worker_extension_cls": WORKER_EXTENSION,
         "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
     }
+    if spec.model.max_images:
+        args |= {
+            "limit_mm_per_prompt": {name: spec.model.max_images if name == "image" else 0 for name in MEDIA},
+            # The image processor normalizes pixels, as in the trainer. vLLM's layer for it has mean and deviation in
+            # buffers, and an engine that starts with dummy weights fills them with random numbers.
+            "mm_device_do_normalize": False,
+            # Of two caches that vLLM keeps in step, one is cleared with the weights. Ours is in ``VllmImages``.
+            "mm_processor_cache_gb": 0,
+        }
+    else:
+        args["language_model_only"] = True
     if rollout.gpus_per_engine:
         own_bytes = int(current_platform.get_device_total_memory()) if current_platform.is_cuda() else None
         args |= gpu_args(spec, own_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.attention import Attention, MMEncoderAttention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -45,7 +45,7 @@ def _is_plain(layer: nn.Module) -> bool:
     if layer._parameters and layer._buffers:
         return False
     if is_deferred_attention_layer(layer):  # others keep weights that are made from other layers' weights
-        return type(layer) is Attention
+        return type(layer) in (Attention, MMEncoderAttention)
     method = type(getattr(layer, "quant_method", None))
     return method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, type(None))
 
@@ -75,7 +75,7 @@ class NextLayers:
                 self._layers.append((layer, copies[layer]))
                 _await_weights(layer, copies[layer])
         copy.load_weights(tensors)  # type: ignore[operator]
-        refuse_missing(copies[layer] for layer in with_own_weights(model))
+        refuse_missing(copies[layer] for layer in with_own_weights(model, model_config))
         self._layers = [(layer, new) for layer, new in self._layers if not _has_nothing(new)]
         finalize_layerwise_processing(copy, model_config)
         for layer, owner in tied:  # such as an output layer that is the embedding: the kernel is the same as well
@@ -150,14 +150,20 @@ def _has_nothing(layer: nn.Module) -> bool:
     return bool(info.can_load() and info.load_numel_total and info.load_numel == 0)
 
 
-def with_own_weights(model: nn.Module) -> list[nn.Module]:
+def language_model(model: Any) -> Any:
+    """The part of a model that generates text: the model itself, unless it has a vision model as well."""
+    return getattr(model, "get_language_model", lambda: model)()
+
+
+def with_own_weights(model: nn.Module, model_config: ModelConfig) -> list[nn.Module]:
     """The layers that must get weights: with parameters that no other layer has.
 
-    A vision model next to the language model does not count. The trainer may not have it, and no image reaches it.
+    Where no image reaches a vision model, it does not count, and the trainer may not have it.
     """
-    language_model: Any = getattr(model, "get_language_model", lambda: model)
+    settings = model_config.multimodal_config
+    seeing = settings is not None and settings.get_limit_per_prompt("image") > 0
     owners: dict[nn.Parameter, nn.Module] = {}
-    for layer in language_model().modules():
+    for layer in (model if seeing else language_model(model)).modules():
         if not is_deferred_attention_layer(layer):  # scales of a cache, which most checkpoints do not have
             for parameter in layer.parameters(recurse=False):
                 owners.setdefault(parameter, layer)

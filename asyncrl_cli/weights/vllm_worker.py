@@ -96,7 +96,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
                     method: Any = getattr(layer, "quant_method", None)
                     if hasattr(method, "moe_kernel"):
                         method.moe_kernel = None
-            self.awaiting = with_own_weights(self.model)
+            self.awaiting = with_own_weights(self.model, self.model_config)
             initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -131,7 +131,9 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
     def _repack_tied_head(self) -> None:
         # vLLM's CPU linear keeps a packed copy of lm_head that the layerwise reload does not see when the
         # weight is tied to the embedding: without this the engine answers with the old head.
-        head = getattr(self.model, "lm_head", None)
+        from asyncrl_cli.weights.next_layers import language_model
+
+        head = getattr(language_model(self.model), "lm_head", None)
         if self.device.type != "cpu" or head is None or not hasattr(head, "cpu_linear"):
             return
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm

@@ -31,14 +31,11 @@ class Bench:
     """A real engine, and the models of all versions that it has received."""
 
     def __init__(self, spec: Any, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
         from asyncrl_cli.rollout.engine import Engine
-        from asyncrl_cli.train.model.initial import build_initial_model
 
-        build_initial_model(spec.model.init, spec.model.max_length, spec.seed, folder)
         self._spec = spec
-        self._load = lambda: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._folder = folder
+        self.build()
         self.models: dict[int, Any] = {}
         self.slots = self.layout(self.make())
         self.replica = Replica(self.slots, ranks=1)
@@ -46,9 +43,20 @@ class Bench:
         self.engine = Engine(spec, str(folder))
         self._requests = 0
 
+    def build(self) -> None:
+        """Write the initial model's folder."""
+        from asyncrl_cli.train.model.initial import build_initial_model
+
+        build_initial_model(self._spec.model.init, self._spec.model.max_length, self._spec.seed, self._folder)
+
     def make(self) -> Any:
         """The initial model, to which each version adds noise."""
         return self._load()
+
+    def _load(self) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self._folder, dtype=torch.float32).eval()
 
     def layout(self, model: Any) -> tuple[TensorSlot, ...]:
         """The tensors of a publish."""
@@ -75,7 +83,7 @@ class Bench:
                 noise = torch.randn(target.shape, generator=generator)
                 parameters[name].add_(noise, alpha=0.05)
                 if endless and name.endswith("embed_tokens.weight"):  # also used by the output layer
-                    parameters[name][model.config.eos_token_id] = 0.0
+                    parameters[name][model.config.get_text_config().eos_token_id] = 0.0
                 target.copy_(parameters[name])
         self.models[version] = model
         prepare = self.engine._prepare

@@ -95,6 +95,7 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         load_format=load_format,
         enforce_eager=True,
         skip_tokenizer_init=True,
+        language_model_only=True,
         distributed_executor_backend="uni",
         kv_cache_memory_bytes=2**20,
         block_size=32,
@@ -158,7 +159,7 @@ def rotary_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def trainers_rotary(model: Any) -> list[torch.Tensor]:
     """The cosines of the trainer's rotary embeddings, for each kind of layer that has its own."""
-    rotary = model.base_model.rotary_emb
+    rotary = getattr(model.base_model, "language_model", model.base_model).rotary_emb
     states, positions = torch.zeros(1, 1, 1), torch.tensor([[POSITION]])
     kinds = {name.removesuffix("_inv_freq") for name, _ in rotary.named_buffers()} - {"inv_freq"}
     kinds = {kind for kind in kinds if not kind.endswith("original")}

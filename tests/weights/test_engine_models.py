@@ -19,10 +19,8 @@ OFTEN = ("qwen3_moe", "gemma3_text")
 """They cover fused experts that are loaded in the pause, dense layers that are prepared, a tied and an untied head."""
 REFUSED = {"gpt_oss"}
 """Refused before a run starts (`architecture_is_served`)."""
-NEED_PROCESSOR = {"gemma3"}
-"""vLLM creates them only with the files of an image processor."""
 NEED_TORCHVISION = {"qwen3_5_text"}
-RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED, *NEED_PROCESSOR})
+RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED})
 
 
 def compare(*architectures: str) -> list[dict[str, Any]]:

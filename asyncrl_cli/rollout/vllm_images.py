@@ -1,0 +1,94 @@
+"""Images as vLLM's inputs, made by its processor for the model.
+
+The tokens come from asyncrl, with every placeholder in its place (decision 0103), so vLLM expands no prompt. Its
+processor runs on a prompt with one placeholder, only for the pixels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from asyncrl_cli.records.images import Image, PlacedImage
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+KEPT_BYTES = 2**30
+"""Processed images of the most recent requests, in bytes. A 1-megapixel image has about 12 MB."""
+
+
+class VllmImages:
+    """Makes vLLM's inputs for sequences with images. Processed images are kept by digest."""
+
+    def __init__(self, vllm: AsyncLLM) -> None:
+        self._vllm = vllm
+        self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()  # by digest: the pixels, placeholder tokens
+        self._kept_bytes = 0
+        # One thread, as in vLLM: its processors are not made for more.
+        self._thread = ThreadPoolExecutor(1, "images")
+
+    async def processed(self, images: Sequence[PlacedImage]) -> list[Any]:
+        """vLLM's input for each image. It does not depend on the weight version.
+
+        Raises ``RuntimeError`` if vLLM's processor gives an image another number of tokens.
+        """
+        if not images:
+            return []
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: list(map(self._one, images)))
+
+    def prompt(self, ids: Sequence[int], images: Sequence[PlacedImage], processed: Sequence[Any], version: int) -> Any:
+        """vLLM's input for a sequence that starts under weight ``version``."""
+        from vllm.inputs import mm_input
+        from vllm.multimodal.inputs import PlaceholderRange
+
+        return mm_input(
+            list(ids),
+            mm_kwargs={"image": list(processed)},
+            # vLLM keeps the tower's outputs by this hash. They depend on the tower's and the projector's weights.
+            mm_hashes={"image": [f"{placed.image.digest}-{version}" for placed in images]},
+            mm_placeholders={"image": [PlaceholderRange(placed.offset, placed.length) for placed in images]},
+            cache_salt=str(version),
+        )
+
+    def _one(self, placed: PlacedImage) -> Any:
+        digest = placed.image.digest
+        if (kept := self._kept.get(digest)) is None:
+            kept = self._process(placed.image)
+            self._kept[digest] = kept
+            self._kept_bytes += _nbytes(kept[0])
+            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= _nbytes(self._kept.popitem(last=False)[1][0])
+        self._kept.move_to_end(digest)
+        pixels, tokens = kept
+        if tokens != placed.length:
+            raise RuntimeError(
+                f"vLLM's processor gives image {digest} {tokens} tokens, and the model's own processor {placed.length}"
+            )
+        return pixels
+
+    def _process(self, image: Image) -> tuple[Any, int]:
+        from vllm.multimodal.processing.context import TimingContext
+        from vllm.multimodal.processing.inputs import ProcessorInputs
+
+        processor = self._vllm.renderer.mm_processor
+        assert processor is not None  # model.max_images is not 0
+        text = processor.dummy_inputs.get_dummy_text({"image": 1})
+        found = processor.apply(
+            ProcessorInputs(
+                prompt=self._vllm.get_tokenizer().encode(text, add_special_tokens=False),
+                mm_data_items=processor.info.parse_mm_data({"image": [image.decoded()]}),
+            ),
+            TimingContext(enabled=False),
+        )
+        (pixels,) = found["mm_kwargs"]["image"]
+        (place,) = found["mm_placeholders"]["image"]
+        return pixels, place.get_num_embeds()
+
+
+def _nbytes(pixels: Any) -> int:
+    """Bytes of the tensors of an input of vLLM."""
+    return sum(getattr(field.data, "nbytes", 0) for field in pixels.values())
