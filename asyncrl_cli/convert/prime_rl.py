@@ -102,7 +102,7 @@ OTHERS = [
     lost(f"{C}token_batch_size", "a step has a fixed number of groups: set pipeline.groups_per_step"),
     lost(f"{C}algo.length_penalty*", "write it as a reward of the group (docs/tasks.md)"),
     unsupported(f"{C}train.source.*.algo*", "one algorithm trains all tasks"),
-    needless(f"{C}algo.teacher.* {C}algo.sampling*", "the teacher is loaded from its folder or hub id"),
+    needless(f"{C}algo.*", "of an algorithm that asyncrl lacks, or the address of a teacher: asyncrl loads it itself"),
     lost(f"{C}*curriculum*", "algorithm.uniform_groups: reject replaces groups without an advantage; data.filter and "
          "data.curriculum choose prompts"),
     lost(f"{C}train.source.*.sampling.* {C}train.source.*.group_size", "all tasks have the settings under rollout"),
@@ -119,7 +119,7 @@ OTHERS = [
     lost("*resume*", "`asyncrl resume RUN --step N` continues a run"),
     lost(f"{V}rope_scaling {V}seed {V}max_loras {V}max_cpu_loras {V}max_lora_rank {V}lora_target_modules {V}enable_*",
          "put vLLM's own arguments under rollout.engine_args"),
-    needless("trainer orchestrator inference run.dir *output_dir clean dry_run *log.* *env_vars* *slurm* "
+    needless("run.dir *output_dir clean dry_run *log.* *env_vars* *slurm* "
              "*weight_broadcast* *rollout_transport* *heartbeat* *metrics_server* *monitors.* *ckpt *ckpt.* "
              "deployment.* inference.*",
              "asyncrl starts its processes itself, publishes weights through the hosts' memory, and logs every step"),
@@ -141,9 +141,10 @@ def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     values: dict[str, Any] = {}
     for file in files:
         part = next((part for part in PARTS if Path(file).stem.startswith((part[:5], part[:4]))), "")
-        own = read_file(file)
+        own = {key: value for key, value in read_file(file).items() if value != {}}  # an empty table says nothing
         values |= {f"{part}.{key}": value for key, value in own.items()} if part else own
-    return files, values | typed(options)
+    own = typed(options)
+    return files, {key: values[key] for key in values if not any(key.startswith(f"{name}.") for name in own)} | own
 
 
 def _first(s: Source, name: str) -> Any:
@@ -159,9 +160,11 @@ def _sources(s: Source, part: str) -> list[dict[str, Any]]:
         *path, last = name.removeprefix(prefix).split(".")
         inner = nested
         for key in path:
-            inner = inner.setdefault(key, {})
+            inner[key] = inner[key] if isinstance(inner.get(key), dict) else {}
+            inner = inner[key]
         inner[last] = s.given[name]
-    return list(nested.values())
+    sources = [source for source in nested.values() if isinstance(source, dict)]
+    return [source | {"env": env if isinstance(env := source.get("env"), dict) else {}} for source in sources]
 
 
 def _tasks(s: Source) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def _tasks(s: Source) -> dict[str, Any]:
             "name": run_name(source.get("name")) or f"source-{at}",
             "weight": source.get("ratio", 1.0),
             "use": "verifiers",
-            "options": source.get("env") or {},
+            "options": source["env"],
         }
         for at, source in enumerate(sources)
     ]
@@ -179,14 +182,15 @@ def _tasks(s: Source) -> dict[str, Any]:
         count, samples, every = (
             source.get(key, s.get(f"{C}eval.{key}")) for key in ("num_examples", "group_size", "interval")
         )
+        known = isinstance(count, int) and count > 0
         sets[re.sub(r"\W", "_", str(source.get("name") or f"set_{at}"))[:28]] = {
-            "data": {"size": count if count > 0 else ASSUMED_PROMPTS},
-            "task": {"use": "verifiers", "options": {**(source.get("env") or {}), "held_out": False}},
+            "data": {"size": count if known else ASSUMED_PROMPTS},
+            "task": {"use": "verifiers", "options": source["env"] | {"held_out": False}},
             "every": every,
             "greedy": False,
             "samples": samples,
         }
-        if count <= 0:
+        if not known:
             everything = f"prime-rl evaluates on all examples of a taskset; {ASSUMED_PROMPTS} is a placeholder"
             s.remarks["evaluation.sets"] = [everything]
     single = len(mix) == 1
@@ -225,7 +229,8 @@ def settings(s: Source) -> dict[str, Any]:
     generating = s.count("deployment.num_infer_nodes") * node * s.count("deployment.num_infer_replicas")
     generating = generating or s.count("deployment.num_infer_gpus")
     training = s.count("deployment.num_train_nodes") * node or s.count("deployment.num_train_gpus")
-    devices = Devices(training, max(generating // per_engine, s.count(f"{V}data_parallel_size")), per_engine)
+    engines = max(generating // per_engine, s.count(f"{V}data_parallel_size"), 1)
+    devices = Devices(max(training, 1), engines, per_engine)
     groups = max(s.count(f"{C}batch_size") // size, 1)
     length = s.count(f"{T}model.seq_len", f"{C}seq_len", "seq_len")
     response = s.count(f"{C}train.sampling.max_completion_tokens")
@@ -244,7 +249,7 @@ def settings(s: Source) -> dict[str, Any]:
     offload = "optimizer" if in_host and ep < 2 else "none"
     lowest = s.number(f"{T}scheduler.min_lr") / rate if rate else None
     dtype = "float32" if s.get(f"{V}dtype") == "float32" else "bfloat16"
-    running = max(s.count(f"{C}concurrency.max_inflight") // devices.engines, 1)
+    running = max(s.count(f"{C}concurrency.max_inflight") // engines, 1)
     parsers = {f"rollout.{name}": s.get(f"{V}{name.replace('tool', 'tool_call')}") for name in PARSERS}
     return {
         "name": run_name(s.get("run.name") or _first(s, "monitors.wandb.name")),
@@ -253,7 +258,7 @@ def settings(s: Source) -> dict[str, Any]:
         "model.lora.rank": s.count(f"{T}model.lora.rank") if lora else None,
         "model.lora.alpha": s.number(f"{T}model.lora.alpha") if lora else None,
         **_tasks(s),
-        "rollout.engines": devices.engines,
+        "rollout.engines": engines,
         "rollout.max_running_rollouts": running_rollouts(running, group_size=size, groups=groups * 9, devices=devices),
         "rollout.max_prompt_tokens": length - response,
         "rollout.max_response_tokens": response,
@@ -261,7 +266,7 @@ def settings(s: Source) -> dict[str, Any]:
         **{key: None if parser == "auto" else parser for key, parser in parsers.items()},
         **_algorithm(s),
         "algorithm.router_replay": s.flag(f"{T}enable_router_replay") or None,
-        "trainer.ranks": training,
+        "trainer.ranks": devices.ranks,
         "trainer.gpus_per_rank": 1,
         "trainer.dtype": dtype,
         "trainer.zero_stage": 3,

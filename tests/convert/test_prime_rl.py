@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl_cli.convert.prime_rl import ROWS, TRAINER, read
 from asyncrl_cli.convert.rows import Conversion, convert
@@ -103,6 +105,19 @@ def test_the_command(home: Path, asyncrl: Command) -> None:
     for words, message in {("bad.toml",): "is not TOML", ("none.toml",): "cannot be read", ("rl",): "no file"}.items():
         code, _, err = asyncrl("convert", "prime-rl", *words)
         assert code == 2 and message in err
+
+
+NAMES = sorted({name.replace("*", "0.x") for row in ROWS for name in row.names.split()} | TRAINER.defaults.keys())
+VALUES: st.SearchStrategy[Any] = st.sampled_from([None, -1, 0, 0.5, 3, True, "", "x", [], [1], {}])
+
+
+@given(st.dictionaries(st.sampled_from([*NAMES, "orchestrator.eval.source.0.env", "ckpt.interval"]), VALUES))
+def test_no_value_is_a_crash(values: dict[str, Any]) -> None:
+    conversion = convert(values, TRAINER)
+    spec_text(conversion, "test", Path())
+    notes = [*conversion.lost.values(), *conversion.needless.values(), conversion.unused, conversion.unknown]
+    listed = [name for names in (*notes, *(one.sources for one in conversion.settings)) for name in names]
+    assert set(listed) == set(values), "every key is in the result"
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
