@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from asyncrl_cli.convert.source import Source
 
-TEXT_ONLY = "asyncrl trains on text alone: images, video and audio of the data are dropped"
-_VISION_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|omni|multimodal", re.IGNORECASE)
+VIDEO, AUDIO = (f"asyncrl trains on text and images: {what} of the data is dropped" for what in ("video", "audio"))
+PROCESSOR = "the limits of images are in the model's preprocessor_config.json: change them in a copy of the model"
+_IMAGE_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|multimodal", re.IGNORECASE)
+_AUDIO_MODEL = re.compile(r"omni|audio", re.IGNORECASE)
 ASSUMED_STEPS = 100
 """Steps of a run that counts epochs, where a number is a share of them: a configuration does not say how many prompts
 there are."""
@@ -65,10 +67,23 @@ def run_name(text: object) -> str | None:
 
 
 def model_path(path: Any, source: Source) -> Any:
-    """`model.path`. A model for images is unsupported: its data is likely to have images, and no key says so."""
-    if _VISION_MODEL.search(PurePosixPath(str(path)).name):
-        source.unsupported.append(f"{path} is a model for images or sound: {TEXT_ONLY}")
+    """`model.path`. A model for audio is unsupported: its data is likely to have audio, and no key says so."""
+    if _AUDIO_MODEL.search(PurePosixPath(str(path)).name):
+        source.unsupported.append(f"{path} is a model for audio: {AUDIO}")
     return path
+
+
+def images(source: Source, path: Any, column: Any, limit: int, frozen: bool) -> dict[str, Any]:
+    """The settings of a run with images, at most ``limit`` in a prompt. Without ``limit`` and ``column``, a model for
+    images makes it such a run."""
+    keys = ("model.max_images", "model.freeze", "data.train.image_column", "data.eval.image_column")
+    if not limit and not column and not _IMAGE_MODEL.search(PurePosixPath(str(path)).name):
+        return dict.fromkeys(keys)
+    if not limit:
+        source.remark("model.max_images", "the configuration has no number: raise it if a row has more images")
+    if not column:
+        source.remark("data.train.image_column", "name the column with images, often `images` or `image`")
+    return dict(zip(keys, (limit or 1, ["vision"] if frozen else [], column, column), strict=True))
 
 
 def running_rollouts(limit: int, group_size: int, groups: int, devices: Devices) -> int:

@@ -61,7 +61,7 @@ def lost(names: str, note: str, *off: Any, when: Callable[[Source], bool] | None
 
 
 def unsupported(names: str, note: str, when: Callable[[Source], bool] | None = None) -> Other:
-    """Keys of a run that asyncrl cannot train, such as one with images."""
+    """Keys of a run that asyncrl cannot train, such as one with videos."""
     return Other(Without.UNSUPPORTED, names, note, when=when)
 
 

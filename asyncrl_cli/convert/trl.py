@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl_cli.convert.common import TEXT_ONLY
+from asyncrl_cli.convert.common import AUDIO, PROCESSOR, VIDEO
 from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
 from asyncrl_cli.convert.trl_settings import CORRECTION, METHOD, settings
 
@@ -86,6 +86,8 @@ ROWS = [
     Row("max_prompt_length max_completion_length vllm_max_model_length response_length max_length", "model.max_length",
         "prompt and response together"),
     Row("chat_template_kwargs.*", "model.chat_template_kwargs"),
+    Row("model_name_or_path", "model.max_images", "images of a prompt"),
+    Row("freeze_vision*", "model.freeze", "the projector is always trained"),
     Row("use_peft lora_r", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)"),
     Row("lora_alpha", "model.lora.alpha"),
     Row("lora_target_modules", "model.lora.target_modules"),
@@ -96,11 +98,13 @@ ROWS = [
     Row("dataset_config", "data.train.config"),
     Row("dataset_train_split", "data.train.split"),
     Row("dataset_prompt_column", "data.train.prompt_column"),
+    Row("dataset_name", "data.train.image_column"),
     Row("system_prompt", "data.train.system"),
     Row("dataset_name eval_strategy do_eval", "data.eval.path"),
     Row("dataset_config", "data.eval.config"),
     Row("dataset_test_split", "data.eval.split"),
     Row("dataset_prompt_column", "data.eval.prompt_column"),
+    Row("dataset_name", "data.eval.image_column"),
     Row("system_prompt", "data.eval.system"),
     Row("shuffle_dataset", "data.shuffle"),
     Row("system_prompt", "data.apply_chat_template",
@@ -201,7 +205,9 @@ OTHERS = [
          "LoRA has no dropout: the trainer's log-probs would not be those of the policy that generates",
          when=lambda s: s.flag("use_peft")),
     needless("lora_dropout lora_task_type bnb_* use_bnb_nested_quant", "no adapters, or no quantized training"),
-    unsupported("image_* *_image* *_pixels freeze_vision* video_* *multimodal* limit_mm_per_prompt*", TEXT_ONLY),
+    unsupported("video_* *_video*", VIDEO),
+    unsupported("audio_* *_audio*", AUDIO),
+    lost("image_* *_image* *_pixels *multimodal* limit_mm_per_prompt*", PROCESSOR),
     lost("chat_template chat_template_kwargs chat_template_path",
          "save a chat template as a file, and name it in model.chat_template"),
     lost("router_aux_loss_coef", "no auxiliary loss for experts", 0.001),

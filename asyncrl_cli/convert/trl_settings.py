@@ -16,6 +16,7 @@ from asyncrl_cli.convert.common import (
     DISTILLATION,
     Devices,
     divided,
+    images,
     model_path,
     multiple,
     run_name,
@@ -71,9 +72,11 @@ def settings(s: Source) -> dict[str, Any]:
         s.remark("trainer.dtype", "float16 is not supported: bfloat16 is used")
     project = s.get("wandb_project", "project")
     logs = tracking(s, "report_to", project)
+    model = s.get("model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B"
     return {
         "name": run_name(s.get("run_name") or PurePath(str(s.get("output_dir") or "")).name),
-        "model.path": model_path(s.get("model_name_or_path", "sft_model_path") or "Qwen/Qwen3-0.6B", s),
+        "model.path": model_path(model, s),
+        **images(s, model, column=None, limit=0, frozen=any(map(s.flag, s.matching("freeze_vision*")))),
         "model.chat_template_kwargs": s.section("chat_template_kwargs."),
         "model.lora.rank": s.count("lora_r") if peft else None,
         "model.lora.alpha": s.number("lora_alpha") if peft else None,
@@ -349,6 +352,9 @@ def _task(s: Source) -> dict[str, Any]:
     return task | {"task.use": "rewards:rewards"}
 
 
+COLUMNS = ("prompt_column", "image_column", "system")
+
+
 def _data(s: Source) -> dict[str, Any]:
     """`data.train` and `data.eval`: a file or folder, or a data set of the hub with its configuration and splits."""
     name = s.get("dataset_name")
@@ -362,5 +368,5 @@ def _data(s: Source) -> dict[str, Any]:
         found[f"data.{part}.config"] = s.get("dataset_config") if on_hub else None
         found[f"data.{part}.split"] = s.get(split_name) if on_hub else None
     if name is None or s.get("eval_strategy") in (None, "no", False):
-        found |= dict.fromkeys(f"data.eval.{key}" for key in ("path", "config", "split", "prompt_column", "system"))
+        found |= dict.fromkeys(f"data.eval.{key}" for key in ("path", "config", "split", *COLUMNS))
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from asyncrl_cli.convert import verl_settings as settings
-from asyncrl_cli.convert.common import TEXT_ONLY
+from asyncrl_cli.convert.common import AUDIO, PROCESSOR, VIDEO
 from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
 from asyncrl_cli.convert.source import launched, short
 from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, TEACHERS, V1, A, D, F, L, M, R
@@ -124,6 +124,8 @@ ROWS = [
     Row(f"{M}path", "model.path"),
     Row("data.max_prompt_length data.max_response_length", "model.max_length", "prompt and response together"),
     Row("data.apply_chat_template_kwargs.*", "model.chat_template_kwargs"),
+    Row("*limit_mm_per_prompt.image *limit_images", "model.max_images", "images of a prompt"),
+    Row(f"{A}freeze_vision_tower", "model.freeze", "the projector is always trained"),
     Row(f"{M}lora_rank {M}lora.rank", "model.lora.rank", "engines get merged weights, or adapters (serve: adapter)"),
     Row(f"{M}lora_alpha {M}lora.alpha", "model.lora.alpha"),
     Row(f"{M}target_modules", "model.lora.target_modules"),
@@ -134,9 +136,11 @@ ROWS = [
     Row("data.train_files", "data.train.path"),
     Row("data.train_max_samples", "data.train.size"),
     Row("data.prompt_key", "data.train.prompt_column"),
+    Row("data.image_key", "data.train.image_column"),
     Row("data.val_files", "data.eval.path"),
     Row("data.val_max_samples", "data.eval.size"),
     Row("data.prompt_key", "data.eval.prompt_column"),
+    Row("data.image_key", "data.eval.image_column"),
     Row("data.shuffle", "data.shuffle"),
     Row(f"{R}tensor_model_parallel_size {R}data_parallel_size rollout.nnodes rollout.n_gpus_per_node {R}nnodes "
         f"{R}n_gpus_per_node", "rollout.engines", "an engine is one vLLM instance"),
@@ -321,11 +325,12 @@ OTHERS = [
          when=lambda s: s.flag(f"{R}multi_turn.enable")),
     needless(f"{R}multi_turn.*", "turns and tools are your environment's (docs/agents.md)"),
     needless(f"{A}policy_loss.* {A}tau_* {A}clip_ratio*", "of other losses"),
-    unsupported("data.image_key data.video_key data.audio_key data.mm_processor_kwargs.* *limit_mm_per_prompt* "
-                f"{A}freeze_vision_tower", TEXT_ONLY, when=lambda s: not settings.is_complete(s)),
-    lost("data.image_key data.video_key data.audio_key data.mm_processor_kwargs.* *limit_mm_per_prompt* "
-         f"{A}freeze_vision_tower", TEXT_ONLY),
-    needless("data.image_* data.mm_processor_kwargs *multi_modal* *limit_images", TEXT_ONLY),
+    unsupported("data.video_key *limit_mm_per_prompt.video", VIDEO, when=lambda s: not settings.is_complete(s)),
+    unsupported("data.audio_key *limit_mm_per_prompt.audio", AUDIO, when=lambda s: not settings.is_complete(s)),
+    lost("data.video_key *limit_mm_per_prompt.video", VIDEO),
+    lost("data.audio_key *limit_mm_per_prompt.audio", AUDIO),
+    lost("data.mm_processor_kwargs.* data.image_patch_size", PROCESSOR),
+    needless("data.image_* data.mm_processor_kwargs *multi_modal* *limit_mm_per_prompt", PROCESSOR),
     lost("data.custom_cls.* data.sampler.* data.datagen.*",
          "a source of your own is `module:function` in data.train.path (docs/data.md)"),
     lost(f"data.apply_chat_template_kwargs {M}custom_chat_template",

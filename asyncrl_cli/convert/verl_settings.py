@@ -11,6 +11,7 @@ from asyncrl_cli.convert.common import (
     DISTILLATION,
     Devices,
     divided,
+    images,
     model_path,
     multiple,
     run_name,
@@ -90,9 +91,16 @@ def settings(s: Source) -> dict[str, Any]:
         only = "R2 replays the trainer's own choice of experts: there is R3 alone, which replays the engine's"
         s.remark("algorithm.router_replay", only)
     overlong = next((name for name in OVERLONG if s.flag(f"{name}enable")), None)
+    column = s.given.get("data.image_key")
+    if is_complete(s) and column:
+        s.remark("data.train.image_column", f"verl reads images from the column {column}, if the data has it")
+        column = None
+    limits = s.matching("*limit_mm_per_prompt.image") + s.matching("*limit_images")
+    frozen = s.flag(f"{A}freeze_vision_tower")
     return {
         "name": run_name(s.get("trainer.experiment_name")),
         "model.path": model_path(s.get(f"{M}path"), s),
+        **images(s, s.get(f"{M}path"), column, s.count(*limits), frozen),
         "model.max_length": prompt_tokens + response_tokens,
         "model.chat_template_kwargs": s.section("data.apply_chat_template_kwargs."),
         "model.lora.rank": lora_rank or None,
@@ -145,7 +153,7 @@ def settings(s: Source) -> dict[str, Any]:
         "trainer.attention": s.get(f"{M}override_config.attn_implementation") or "flash_attention_2",
         "trainer.offload": "all" if offloads_all else "optimizer" if s.flag(f"{F}optimizer_offload") else "none",
         **_sizes(s, prompt_tokens + response_tokens),
-        **_held_out(s),
+        **_held_out(s, column),
         "evaluation.temperature": s.number(f"{R}val_kwargs.temperature") or None
         if s.flag(f"{R}val_kwargs.do_sample")
         else None,
@@ -430,19 +438,20 @@ def _task(s: Source, in_turns: bool) -> str:
     return "rewards:reward"
 
 
-def _held_out(s: Source) -> dict[str, Any]:
+def _held_out(s: Source, image_column: Any) -> dict[str, Any]:
     """`data.eval.path` is the first file; the others are `evaluation.sets`, each named by its folder."""
     found = s.get("data.val_files")
     files = [str(path) for path in found] if isinstance(found, list) else [str(found)] if found else []
     if not files:
-        unused = ("data.eval.path", "data.eval.size", "data.eval.prompt_column", "evaluation.every", "evaluation.sets")
-        return dict.fromkeys(unused)
+        own = [f"data.eval.{key}" for key in ("path", "size", "prompt_column", "image_column")]
+        return dict.fromkeys([*own, "evaluation.every", "evaluation.sets"])
     sets: dict[str, Any] = {}
     for path in files[1:]:
         *_, folder, file = ["", *path.split("/")]
         name = re.sub(r"\W", "_", folder or file.partition(".")[0])[:28] or "set"
         unique = next(name + suffix for suffix in ("", *map(str, range(2, 99))) if name + suffix not in sets)
-        sets[unique] = {"data": {"path": path, "prompt_column": s.get("data.prompt_key")}}
+        data = {"path": path, "prompt_column": s.get("data.prompt_key"), "image_column": image_column}
+        sets[unique] = {"data": {key: value for key, value in data.items() if value is not None}}
     return {
         "data.eval.path": _data_path(s, "data.eval.path", files[:1]),
         "data.eval.size": max(s.count("data.val_max_samples"), 0) or None,

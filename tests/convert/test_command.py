@@ -54,10 +54,8 @@ def test_a_spec_that_needs_changes_ends_with_1(home: Path, asyncrl: Command) -> 
 
 
 def test_an_unsupported_run_ends_with_1(home: Path, asyncrl: Command) -> None:
-    code, out, err = asyncrl(
-        "convert", "verl", "algorithm.adv_estimator=grpo", "data.image_key=pictures", "-o", "s.yaml"
-    )
-    assert code == 1 and 'error: not supported: data.image_key = "pictures"' in err and "asyncrl train" not in out
+    code, out, err = asyncrl("convert", "verl", "algorithm.adv_estimator=grpo", "data.video_key=clips", "-o", "s.yaml")
+    assert code == 1 and 'error: not supported: data.video_key = "clips"' in err and "asyncrl train" not in out
     assert "CHECK: no counterpart" in Path("s.yaml").read_text()
 
 

@@ -101,8 +101,13 @@ def test_launchers_and_scripts_are_skipped(line: str, expected: tuple[object, ..
 
 
 def test_models_for_images_and_dropout_are_not_passed_over() -> None:
-    assert converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct").unsupported
-    assert converted("grpo", *BASE, "--max_pixels", "9").unsupported
+    conversion = converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct")
+    values = {setting.key: setting.value for setting in conversion.settings}
+    assert values["model.max_images"] == 1 and values["model.freeze"] == [] and conversion.unsupported == []
+    assert {"model.max_images", "data.train.image_column"} <= {key for key, _ in conversion.remarks}
+    assert converted("grpo", *BASE, "--model_name_or_path", "Qwen/Qwen2.5-Omni-7B").unsupported
+    assert converted("grpo", *BASE, "--video_fps", "9").unsupported
+    assert ["max_pixels"] in converted("grpo", *BASE, "--max_pixels", "9").lost.values()
     assert converted("grpo", *BASE).unsupported == []
     assert ["lora_dropout"] in converted("grpo", *BASE, "--use_peft", "--lora_dropout", "0.1").lost.values()
 

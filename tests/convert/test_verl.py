@@ -277,11 +277,9 @@ def test_distillation_with_another_meaning_is_refused_by_its_key(override: str, 
 @pytest.mark.parametrize(
     "override",
     [
-        "data.image_key=images",
         "data.video_key=videos",
-        "+data.mm_processor_kwargs={max_pixels: 9}",
-        f"{R}limit_mm_per_prompt.image=4",
-        "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+        "data.audio_key=audios",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B",
         "distillation.enabled=True",
     ],
 )
@@ -299,7 +297,38 @@ def test_image_columns_of_a_complete_configuration_are_to_check() -> None:
     """Each complete configuration has them, also if its data has no images."""
     conversion = converted([], next(file for file in FILES if file.stem == "ppo_trainer"))
     lost = [name for names in conversion.lost.values() for name in names]
-    assert conversion.unsupported == [] and {"data.image_key", "data.video_key", "data.audio_key"} <= set(lost)
+    assert conversion.unsupported == [] and {"data.video_key", "data.audio_key"} <= set(lost)
+    assert ("data.train.image_column", "verl reads images from the column images, if the data has it") in (
+        conversion.remarks
+    )
+
+
+VISION = "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "limit", "column", "freeze"),
+    [
+        ([VISION, "data.image_key=pictures"], 1, "pictures", []),
+        (["data.image_key=pictures"], 1, "pictures", []),
+        ([VISION, f"{R}limit_mm_per_prompt.image=4", f"{A}freeze_vision_tower=True"], 4, None, ["vision"]),
+    ],
+)
+def test_images_are_kept_with_column_number_and_the_trained_tower(
+    overrides: list[str], limit: int, column: str | None, freeze: list[str]
+) -> None:
+    conversion = converted([*GRPO, *overrides])
+    values = {setting.key: setting.value for setting in conversion.settings}
+    assert conversion.unsupported == []
+    assert (values["model.max_images"], values["model.freeze"]) == (limit, freeze)
+    assert values["data.train.image_column"] == values.get("data.eval.image_column") == column
+    assert "model.max_images" not in {setting.key for setting in converted(GRPO).settings}
+
+
+@pytest.mark.parametrize(("key", "word"), [("data.video_key", "video"), ("data.audio_key", "audio")])
+def test_video_and_audio_are_refused_with_that_word(key: str, word: str) -> None:
+    (reason,) = converted([*GRPO, f"{key}=column"]).unsupported
+    assert f"{word} of the data is dropped" in reason
 
 
 @pytest.mark.parametrize(
