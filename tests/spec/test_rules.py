@@ -150,7 +150,7 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
         (["model.path=my model"], "model.path", "neither a folder nor a hub id"),
         (["model.chat_template=no/such.jinja"], "model.chat_template", "is not a file"),
         (["task.use=my/tasks.py:reward"], "task.use", "`my.tasks:reward`"),
-        (["task.use=nothing"], "task.use", "ready tasks are chain_sum, math"),
+        (["task.use=nothing"], "task.use", "ready tasks are chain_sum, shapes, math"),
         (["task.use=null"], "task", "give task.use (one task) or task.mix (several)"),
         (["task.mix=[{name: a, use: exact}]"], "task.use", "set one of the two to null"),
         (["task.use=null", "task.mix=[{name: a, use: exakt}]"], "task.mix.0.use", "did you mean `exact`?"),

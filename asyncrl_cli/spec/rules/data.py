@@ -19,6 +19,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 
 READY_TASKS = {
     "chain_sum": "asyncrl_cli.tasks.ready.chain_sum:ChainSum",
+    "shapes": "asyncrl_cli.tasks.ready.shapes:Shapes",
     "math": "asyncrl_cli.tasks.ready.math_answers:MathAnswers",
     "exact": "asyncrl_cli.tasks.ready.matching:ExactMatch",
     "regex": "asyncrl_cli.tasks.ready.matching:RegexMatch",
