@@ -6,6 +6,8 @@ worth having.
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import sqlite3
@@ -19,6 +21,7 @@ from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, refe
 from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.rollouts import Extreme, extreme_rollouts, trained_steps
 from asyncrl_cli.records.generation import training_rollout_id
+from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -38,6 +41,9 @@ HELD_OUT_EACH = 3
 """Held-out prompts of a kind."""
 RESPONSE_SHOWN = 1500
 """Characters of a held-out response."""
+IMAGES_SHOWN = 4
+IMAGE_SIDE = 240
+"""Pixels of an image's longer side at most. Smaller images keep their size."""
 
 KINDS: tuple[Extreme, ...] = get_args(Extreme)
 
@@ -144,6 +150,8 @@ class Sample:
     shown: tuple[TokenShown, ...]
     left_out: int
     """Tokens that are not shown."""
+    images: tuple[str, ...]
+    """The first images of prompt and rollout, as data URLs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +197,7 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
             name = training_rollout_id(row.group_id, row.rollout_index)
             rollout = next(one for one in group.rollouts if one.rollout_id == name)
             shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
+            images = [*group.prompt.images, *(placed.image for placed in rollout.images)]
             found.append(
                 Sample(
                     kind=kind,
@@ -202,9 +211,19 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
                     step=row.step + 1,
                     shown=shown,
                     left_out=left_out,
+                    images=tuple(map(_data_url, images[:IMAGES_SHOWN])),
                 )
             )
     return found
+
+
+def _data_url(image: Image) -> str:
+    """A small copy. It is encoded again, so a report has no bytes of files that others made."""
+    small = image.decoded()
+    small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
+    written = io.BytesIO()
+    small.save(written, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
 def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
