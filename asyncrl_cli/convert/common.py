@@ -12,6 +12,10 @@ VIDEO, AUDIO = (f"asyncrl trains on text and images: {what} of the data is dropp
 PROCESSOR = "the limits of images are in the model's preprocessor_config.json: change them in a copy of the model"
 _IMAGE_MODEL = re.compile(r"[-_.]VL\b|VL\d|llava|vision|multimodal", re.IGNORECASE)
 _AUDIO_MODEL = re.compile(r"omni|audio", re.IGNORECASE)
+IN_TURN = (
+    "the other trainer generates and trains in turn, and so does `sync`: one part of the GPUs waits for the other. "
+    "`mode: async` with `max_staleness: 1` uses all of them"
+)
 ASSUMED_STEPS = 100
 """Steps of a run that counts epochs, where a number is a share of them: a configuration does not say how many prompts
 there are."""

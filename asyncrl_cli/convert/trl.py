@@ -13,51 +13,21 @@ from asyncrl_cli.convert.common import AUDIO, PROCESSOR, VIDEO
 from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
 from asyncrl_cli.convert.trl_settings import CORRECTION, METHOD, settings
 
+# fmt: off
 _COMMON = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "num_train_epochs": 3,
-    "learning_rate": 1e-6,
-    "lr_scheduler_type": "linear",
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "gradient_checkpointing": True,
-    "seed": 42,
-    "save_strategy": "steps",
-    "save_steps": 500,
-    "eval_strategy": "no",
-    "logging_steps": 10,
-    "report_to": "none",
-    "project": "huggingface",
-    "dataset_train_split": "train",
-    "dataset_test_split": "test",
-    "dataset_prompt_column": "prompt",
-    "shuffle_dataset": True,
-    "lora_r": 16,
-    "lora_alpha": 32,
-    "temperature": 1.0,
-    "vllm_mode": "colocate",
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3, "learning_rate": 1e-6,
+    "lr_scheduler_type": "linear", "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0,
+    "max_grad_norm": 1.0, "gradient_checkpointing": True, "seed": 42, "save_strategy": "steps", "save_steps": 500,
+    "eval_strategy": "no", "logging_steps": 10, "report_to": "none", "project": "huggingface",
+    "dataset_train_split": "train", "dataset_test_split": "test", "dataset_prompt_column": "prompt",
+    "shuffle_dataset": True, "lora_r": 16, "lora_alpha": 32, "temperature": 1.0, "vllm_mode": "colocate",
     "vllm_tensor_parallel_size": 1,
 }
 _GRPO = {
-    "num_generations": 8,
-    "max_completion_length": 512,
-    "num_iterations": 1,
-    "beta": 0.0,
-    "epsilon": 0.2,
-    "loss_type": "dapo",
-    "scale_rewards": "group",
-    "importance_sampling_level": "token",
-    "sapo_temperature_pos": 1.0,
-    "sapo_temperature_neg": 1.05,
-    f"{CORRECTION}correction": True,
-    f"{CORRECTION}mode": "sequence_mask",
-    f"{CORRECTION}clip_max": 3.0,
-    "ref_model_mixup_alpha": 0.6,
-    "ref_model_sync_steps": 512,
+    "num_generations": 8, "max_completion_length": 512, "num_iterations": 1, "beta": 0.0, "epsilon": 0.2,
+    "loss_type": "dapo", "scale_rewards": "group", "importance_sampling_level": "token", "sapo_temperature_pos": 1.0,
+    "sapo_temperature_neg": 1.05, f"{CORRECTION}correction": True, f"{CORRECTION}mode": "sequence_mask",
+    f"{CORRECTION}clip_max": 3.0, "ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512,
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _COMMON | _GRPO,
@@ -74,7 +44,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "gkd": _COMMON | {
         "learning_rate": 2e-5, "temperature": 0.9, "lmbda": 0.5, "beta": 0.5, "max_new_tokens": 128, "max_length": 1024,
     },
-}  # fmt: skip
+}
+# fmt: on
 """TRL's own defaults of the arguments that decide something, for each trainer."""
 
 _PPO_ONLY = "of PPO only"

@@ -14,6 +14,7 @@ from typing import Any
 from asyncrl_cli.convert.common import (
     ASSUMED_STEPS,
     DISTILLATION,
+    IN_TURN,
     Devices,
     divided,
     images,
@@ -167,11 +168,7 @@ def _sizes(s: Source) -> dict[str, Any]:
     if counted is None and s.number("num_train_epochs") % 1:
         s.remark("stop.epochs", "epochs are whole numbers here: rounded up")
     if not is_async:
-        s.remark(
-            "pipeline.mode",
-            "TRL generates and trains in turn, and so does `sync`: one part of the GPUs waits for the other. "
-            "`mode: async` with `max_staleness: 1` uses all of them",
-        )
+        s.remark("pipeline.mode", IN_TURN)
     return {
         "model.max_length": prompt + response,
         "rollout.engines": devices.engines,

@@ -15,73 +15,31 @@ from asyncrl_cli.convert.source import launched, short
 from asyncrl_cli.convert.verl_settings import CORRECTION, OVERLONG, TEACHERS, V1, A, D, F, L, M, R
 from asyncrl_cli.core.errors import ConfigError
 
+# fmt: off
 DEFAULTS = {
-    "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
-    "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
-    "data.prompt_key": "prompt",
-    "data.max_prompt_length": 512,
-    "data.max_response_length": 512,
-    "data.train_batch_size": 1024,
-    "data.shuffle": True,
-    "algorithm.adv_estimator": "gae",
-    "algorithm.norm_adv_by_std_in_grpo": True,
-    "algorithm.gamma": 1.0,
-    "algorithm.lam": 1.0,
-    "algorithm.kl_penalty": "kl",
-    "algorithm.kl_ctrl.kl_coef": 0.001,
-    f"{CORRECTION}rollout_is_threshold": 2.0,
-    f"{A}ppo_mini_batch_size": 256,
-    f"{A}ppo_epochs": 1,
-    f"{A}ppo_max_token_len_per_gpu": 16384,
-    f"{A}clip_ratio": 0.2,
-    f"{A}clip_ratio_c": 3.0,
-    f"{A}tau_pos": 1.0,
-    f"{A}tau_neg": 1.05,
-    f"{A}policy_loss.loss_mode": "vanilla",
-    f"{A}loss_agg_mode": "token-mean",
-    f"{A}entropy_coeff": 0,
-    f"{A}kl_loss_coef": 0.001,
-    f"{A}kl_loss_type": "low_var_kl",
-    f"{A}grad_clip": 1.0,
-    f"{A}optim.lr": 1e-6,
-    f"{A}optim.betas": [0.9, 0.999],
-    f"{A}optim.weight_decay": 0.01,
-    f"{A}optim.lr_warmup_steps": -1,
-    f"{A}optim.lr_scheduler_type": "constant",
-    f"{A}optim.min_lr_ratio": 0.0,
-    f"{R}n": 1,
-    f"{R}temperature": 1.0,
-    f"{R}tensor_model_parallel_size": 2,
-    f"{R}max_num_seqs": 256,
-    f"{R}val_kwargs.n": 1,
-    f"{M}path": "~/models/deepseek-llm-7b-chat",
-    f"{M}enable_gradient_checkpointing": True,
-    f"{M}use_remove_padding": True,
-    f"{M}lora_alpha": 16,
-    f"{M}target_modules": "all-linear",
-    f"{L}loss_mode": "k3",
-    f"{L}use_task_rewards": True,
-    f"{L}clip_ratio_low": 0.2,
-    f"{L}clip_ratio_high": 0.2,
-    "critic.optim.lr": 1e-5,
-    "critic.cliprange_value": 0.5,
-    "trainer.nnodes": 1,
-    "trainer.n_gpus_per_node": 8,
-    "trainer.total_epochs": 30,
-    "trainer.save_freq": -1,
-    "trainer.test_freq": -1,
-    "trainer.logger": ["console", "wandb"],
-    "trainer.project_name": "verl_examples",
-    "trainer.experiment_name": "gsm8k",
-    "async_training.staleness_threshold": 0.1,
-    "async_training.trigger_parameter_sync_step": 4,
-    "async_training.require_batches": 1,
-    "async_training.partial_rollout": True,
-    f"{V1}separate_async.parameter_sync_step": 4,
-    f"{V1}sampler.max_off_policy_threshold": 8,
-    "rollout.nnodes": 1,
+    "data.train_files": "~/data/rlhf/gsm8k/train.parquet", "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
+    "data.prompt_key": "prompt", "data.max_prompt_length": 512, "data.max_response_length": 512,
+    "data.train_batch_size": 1024, "data.shuffle": True, "algorithm.adv_estimator": "gae",
+    "algorithm.norm_adv_by_std_in_grpo": True, "algorithm.gamma": 1.0, "algorithm.lam": 1.0,
+    "algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.kl_coef": 0.001, f"{CORRECTION}rollout_is_threshold": 2.0,
+    f"{A}ppo_mini_batch_size": 256, f"{A}ppo_epochs": 1, f"{A}ppo_max_token_len_per_gpu": 16384, f"{A}clip_ratio": 0.2,
+    f"{A}clip_ratio_c": 3.0, f"{A}tau_pos": 1.0, f"{A}tau_neg": 1.05, f"{A}policy_loss.loss_mode": "vanilla",
+    f"{A}loss_agg_mode": "token-mean", f"{A}entropy_coeff": 0, f"{A}kl_loss_coef": 0.001,
+    f"{A}kl_loss_type": "low_var_kl", f"{A}grad_clip": 1.0, f"{A}optim.lr": 1e-6, f"{A}optim.betas": [0.9, 0.999],
+    f"{A}optim.weight_decay": 0.01, f"{A}optim.lr_warmup_steps": -1, f"{A}optim.lr_scheduler_type": "constant",
+    f"{A}optim.min_lr_ratio": 0.0, f"{R}n": 1, f"{R}temperature": 1.0, f"{R}tensor_model_parallel_size": 2,
+    f"{R}max_num_seqs": 256, f"{R}val_kwargs.n": 1, f"{M}path": "~/models/deepseek-llm-7b-chat",
+    f"{M}enable_gradient_checkpointing": True, f"{M}use_remove_padding": True, f"{M}lora_alpha": 16,
+    f"{M}target_modules": "all-linear", f"{L}loss_mode": "k3", f"{L}use_task_rewards": True, f"{L}clip_ratio_low": 0.2,
+    f"{L}clip_ratio_high": 0.2, "critic.optim.lr": 1e-5, "critic.cliprange_value": 0.5, "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 8, "trainer.total_epochs": 30, "trainer.save_freq": -1, "trainer.test_freq": -1,
+    "trainer.logger": ["console", "wandb"], "trainer.project_name": "verl_examples", "trainer.experiment_name": "gsm8k",
+    "async_training.staleness_threshold": 0.1, "async_training.trigger_parameter_sync_step": 4,
+    "async_training.require_batches": 1, "async_training.partial_rollout": True,
+    f"{V1}separate_async.parameter_sync_step": 4, f"{V1}sampler.max_off_policy_threshold": 8, "rollout.nnodes": 1,
     "rollout.n_gpus_per_node": 8,
 }
+# fmt: on
 """verl's own defaults of the keys that decide something: a file with `defaults: [ppo_trainer]` has them, too."""
 
 OVERRIDE = r"[+~]*[a-z]\w*(\.\w+)+="
@@ -251,18 +209,14 @@ ROWS = [
 """Keys of verl that decide a key of a spec, in the order of the spec."""
 
 _VLLM = "put vLLM's own arguments under rollout.engine_args"
-_ITSELF = (
-    "asyncrl does this itself: every run has a folder below runs_dir, with its checkpoints, and is evaluated first"
-)
 # fmt: off
 OTHERS = [
     needless("*_target_ hydra.* defaults ray_kwargs.* trainer.ray_wait_register_center_timeout *nccl_timeout",
              "about verl's own processes and configuration"),
     needless("*profiler.* *profiler", "profiling: asyncrl has `timeline`, `report` and metrics of its own"),
-    lost("*megatron.*_parallel_size *megatron.sequence_parallel *virtual_pipeline_model_parallel_size",
-         "the trainer is DeepSpeed ZeRO-3: no Megatron; experts are divided by trainer.expert_parallel", 1, True),
-    lost("*.veomni.expert_parallel_size *.engine.tp *.engine.pp *.engine.vpp *.engine.ep *.engine.cp *.engine.etp",
-         "the trainer is DeepSpeed ZeRO-3: experts are divided by trainer.expert_parallel", 1),
+    lost("*megatron.*_parallel_size *megatron.sequence_parallel *virtual_pipeline_model_parallel_size "
+         "*.veomni.expert_parallel_size *.engine.tp *.engine.pp *.engine.vpp *.engine.ep *.engine.cp *.engine.etp",
+         "the trainer is DeepSpeed ZeRO-3: experts are divided by trainer.expert_parallel", 1, True),
     lost("*moe_aux_loss_coeff *router_aux_loss_coef", "no auxiliary loss for experts"),
     needless("*.megatron.* *.veomni.* *.torchtitan.* *.actor.engine.* *.ref.engine.* critic.engine.* *model_engine *@*",
              "settings of another trainer than DeepSpeed ZeRO-3: set trainer.zero_stage and trainer.offload"),
@@ -276,11 +230,11 @@ OTHERS = [
     lost("actor_rollout_ref.ref.model.path actor_rollout_ref.ref.model", "set algorithm.reference_path"),
     needless("actor_rollout_ref.ref.*",
              "the reference is the initial policy, on the trainer's ranks; see algorithm.reference_update_every"),
-    needless("*ulysses_sequence_parallel_size", "sequences of critic and reference are divided as those of the policy"),
     lost("*qat.enable *quantization *quantization_config_file", "no quantized training or rollouts"),
     needless("*.qat* *turbo_config* *fsdp_config* *.fsdp.* *torch_compile *fused_kernel* *_checkpointing "
              "*entropy_from_logits* *pad_to_length* *tiled_mlp* *enable_activation_offload *use_liger *use_shm "
-             "actor_rollout_ref.hybrid_engine *prefix_grouper *calculate_* *data_loader_seed *actor.shuffle",
+             "actor_rollout_ref.hybrid_engine *prefix_grouper *calculate_* *data_loader_seed *actor.shuffle "
+             "*ulysses_sequence_parallel_size",
              "how the trainer computes: DeepSpeed ZeRO, a chunked output head, and no option needed"),
     needless("*micro_batch_size *micro_batch_size_per_gpu *log_prob_* *max_token_len_per_gpu *use_dynamic_bsz",
              "micro-batches are filled up to trainer.tokens_per_microbatch, also for log-probs and the critic"),
@@ -302,8 +256,8 @@ OTHERS = [
     lost(f"{R}top_p {R}top_k {R}val_kwargs.top_p {R}val_kwargs.top_k",
          "no top-p and no top-k: the recorded log-probs would not be those of the sampled tokens", 1, 1.0),
     lost(f"{R}ignore_eos {R}over_sample_rate {R}pipeline_model_parallel_size {R}expert_parallel_size "
-         f"{R}moe_tensor_parallel_size "
-         f"{R}data_parallel_size {R}max_model_len {R}logprobs_mode {R}cudagraph_capture_sizes {R}scheduling_policy",
+         f"{R}moe_tensor_parallel_size {R}max_model_len {R}logprobs_mode {R}cudagraph_capture_sizes "
+         f"{R}scheduling_policy",
          _VLLM, 1, "processed_logprobs", "fcfs"),
     lost(f"{R}engine_kwargs.*", _VLLM),
     lost(f"{R}agent.default_agent_loop {R}agent.agent_loop_config_path {R}agent.custom_async_server.*",
@@ -313,7 +267,7 @@ OTHERS = [
     needless(f"{R}disaggregation.* {R}name {R}mode {R}load_format {R}free_cache_engine {R}layered_summon {R}seed "
              f"{R}enable_chunked_prefill {R}enable_prefix_caching {R}multi_stage_wake_up {R}disable_log_stats "
              f"{R}full_determinism {R}skip_* {R}prompt_length {R}response_length {R}checkpoint_engine.* "
-             f"{R}agent.* {R}prometheus.* {R}calculate_log_probs {A}use_rollout_log_probs {A}rollout_n",
+             f"{R}agent.* {R}prometheus.* {A}use_rollout_log_probs {A}rollout_n",
              "the engines are vLLM's, and asyncrl sets this itself"),
     needless(f"{R}trace.* trainer.log_val_generations trainer.rollout_data_dir trainer.validation_data_dir skip.*",
              "every prompt, rollout and reward is in the run's journal: `asyncrl inspect buffer`, `asyncrl watch`"),
@@ -339,9 +293,9 @@ OTHERS = [
          "*exclude_modules", "models and tokenizers are loaded by transformers, from model.path"),
     lost(f"{M}override_config.*", "change it in the config.json of a copy of the model"),
     lost(f"{M}lora.type {M}lora.dropout", "adapters are plain LoRA, without dropout", "lora"),
-    needless(f"{M}lora.* {M}override_config {M}lora_* {M}target_modules {M}tokenizer {M}type",
+    needless(f"{M}lora.* {M}override_config {M}lora_* {M}tokenizer {M}type",
              "other settings of the model"),
-    needless("data.val_batch_size data.return_* data.*num_workers data.validation_shuffle data.*_workers data.use_shm "
+    needless("data.val_batch_size data.return_* data.*num_workers data.validation_shuffle data.*_workers "
              "data.filter_prompts data.enable_thinking_mode data.*tokenized*",
              "prompts get the chat template; longer ones are skipped"),
     lost("algorithm.use_pf_ppo", "no PF-PPO"),
@@ -355,12 +309,12 @@ OTHERS = [
          "`asyncrl resume RUN` continues a run; checkpoints are on a file system"),
     needless(f"{A}checkpoint.* trainer.resume_mode trainer.val_before_train trainer.balance_batch "
              "trainer.del_local_ckpt_after_load trainer.max_critic_ckpt_to_keep trainer.use_legacy_worker_impl "
-             "trainer.use_v1 trainer.default_local_dir", _ITSELF),
+             "trainer.use_v1 trainer.default_local_dir",
+             "every run has a folder below runs_dir, with its checkpoints, and is evaluated first"),
     lost("rollout.n", f"the rollouts per prompt are those of {R}n"),
     lost(f"{V1}colocate_async.* {V1}sampler.custom_sampler.*", "of verl's asynchronous trainer only", 1),
     needless(f"{V1}* transfer_queue.* async_training.*",
              "the ledger decides which groups start and which are trained; none is dropped for its age"),
-    needless("global_profiler.*", "profiling"),
 ]
 # fmt: on
 """Keys of verl without a counterpart."""

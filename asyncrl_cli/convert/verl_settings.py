@@ -9,6 +9,7 @@ from typing import Any, Literal
 from asyncrl_cli.convert.common import (
     ASSUMED_STEPS,
     DISTILLATION,
+    IN_TURN,
     Devices,
     divided,
     images,
@@ -168,11 +169,7 @@ def _sizes(s: Source, longest: int) -> dict[str, Any]:
     in_turn = mode in ("sync", "colocate_async")  # all GPUs generate, and then all of them train
     fully_async = mode == "fully_async"
     if mode == "sync":
-        s.remark(
-            "pipeline.mode",
-            "this configuration of verl generates and trains in turn, and so does `sync`: half of the GPUs wait. "
-            "`mode: async` with `max_staleness: 1` uses all of them",
-        )
+        s.remark("pipeline.mode", IN_TURN)
     staleness = None
     if fully_async:
         staleness = math.ceil(s.number("async_training.staleness_threshold"))

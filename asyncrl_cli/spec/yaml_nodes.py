@@ -157,7 +157,9 @@ def read_yaml(text: str, origin: Location, problems: list[Problem], path: str = 
     except yaml.MarkedYAMLError as error:
         mistake = explain_syntax(error, text)
         location = origin if mistake.line is None else reader.location(mistake.line, mistake.column or 0)
-        reader.report(path, f"not valid YAML: {mistake.message}", location, mistake.hint)
+        toml = origin.file.endswith(".toml")
+        hint = f"prime-rl's TOML becomes a spec with: asyncrl convert prime-rl {origin.file}" if toml else mistake.hint
+        reader.report(path, f"not valid YAML: {mistake.message}", location, hint)
     except _TooLarge as error:
         location = reader.location(error.mark.line, error.mark.column)
         reader.report(path, str(error), location, "use fewer levels and aliases, or put data into files")

@@ -101,6 +101,8 @@ def test_the_command(home: Path, asyncrl: Command) -> None:
     code, out, err = asyncrl("convert", "prime-rl", WIKI, "--max-steps", "3", "-o", "spec.yaml")
     assert code == 0, err
     assert "0 unknown" in out and asyncrl("validate-spec", "spec.yaml")[0] == 0
+    code, _, err = asyncrl("validate-spec", WIKI)
+    assert code == 2 and f"asyncrl convert prime-rl {WIKI}" in err
     Path("bad.toml").write_text("a = \n")
     for words, message in {("bad.toml",): "is not TOML", ("none.toml",): "cannot be read", ("rl",): "no file"}.items():
         code, _, err = asyncrl("convert", "prime-rl", *words)
