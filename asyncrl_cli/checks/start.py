@@ -28,6 +28,7 @@ from asyncrl_cli.core.imports import large_imports
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.core.user_code import CODE_S, user_code
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.sources import row_location
 from asyncrl_cli.gateway.parsers import check_reasoning_parser, check_tool_parser
 from asyncrl_cli.monitors.base import Monitor
@@ -256,6 +257,7 @@ class StartChecks:
             texts_are_chats=spec.data.apply_chat_template and templates_texts(tokenizer),
             ends=end_tokens(self._model_dir, tokenizer),
             spec=start,
+            images=ImageTokens(self._model_dir, spec.model.max_images, spec.data.image_max_pixels),
         )
         limit_s = THOROUGH_PROMPTS_S if self._thorough else PROMPTS_S
         rows = Rows.read(start, self._search_path)

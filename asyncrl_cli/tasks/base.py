@@ -189,9 +189,10 @@ class CheckingTask(Protocol):
 class DemonstrationTask(Protocol):
     """A task that has demonstrations, for a supervised warm start."""
 
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message] | Prompt:
         """Return a prompt's text and a response without the end token; or a conversation that ends with the response,
-        an assistant's message. The prompt must not be one of the ``eval`` split.
+        an assistant's message. A conversation with images is a ``Prompt``, which has them. The prompt must not be one
+        of the ``eval`` split.
 
         ``clean`` asks for a faultless response; otherwise it is drawn from the task's mixture of good and bad ones.
         """

@@ -126,7 +126,7 @@ class MixTask:
         task, its_prompt = self.scored_by(prompt)
         return task.reward(its_prompt, response, finished)
 
-    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message]:
+    def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str] | Sequence[Message] | Prompt:
         """One of a task of the mix, by weight among those that have any. Raises ``TaskError`` if none has."""
         tasks = list(self.tasks.values())
         weights = [
@@ -138,7 +138,7 @@ class MixTask:
                 "no task of the mix has demonstrations", location="task.mix", hint="leave out model.warm_start"
             )
         (task,) = rng.choices(tasks, weights)
-        shown: tuple[str, str] | Sequence[Message] = task.demonstration(rng, clean)
+        shown: tuple[str, str] | Sequence[Message] | Prompt = task.demonstration(rng, clean)
         return shown
 
 

@@ -10,21 +10,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl_cli.core.errors import DataError
 from asyncrl_cli.data.chat_template import ChatTemplate, chat_of
+from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.data.sources import read_source, row_location
-from asyncrl_cli.records.prompt import ChatError, Prompt, to_json
+from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.prompt import ChatError, Prompt, image_digests, to_json
 from asyncrl_cli.spec.inputs import WarmStart
 
 DATA = "model.warm_start.data"
 
-Example = tuple[list[int], list[bool]]
-"""Token ids, and for each whether it is learned; the first one is not."""
+
+class Example(NamedTuple):
+    """Token ids, and for each whether it is learned; the first one is not."""
+
+    ids: list[int]
+    learned: list[bool]
+    images: tuple[PlacedImage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +59,29 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class RowEncoder:
     """Encodes rows with a model's tokenizer and template. ``ends`` are the tokens at which engines end a reply;
-    ``texts_are_chats``: prompts that are texts become users' messages."""
+    ``texts_are_chats``: prompts that are texts become users' messages. ``images`` encodes texts with images."""
 
     tokenizer: Any
     template: ChatTemplate
     texts_are_chats: bool
     ends: frozenset[int]
     spec: WarmStart
+    images: ImageTokens = field(default_factory=partial(ImageTokens, "", 0, 0))
 
     def encode(self, prompt: Prompt) -> Example:
         """The tokens up to the last learned one. Raises ``ChatError`` for a row that has no reply, or that the template
         does not render as a run would."""
         ids: list[int] = []
         learned: list[bool] = []
+        placed: list[PlacedImage] = []
+        known = {image.digest: image for image in prompt.images}
         pieces = self._pieces(prompt)
-        for number, (context, templated, reply) in enumerate(pieces, start=1):
-            before = self.tokenizer(context, add_special_tokens=not templated)["input_ids"]
+        for number, (context, templated, reply, digests) in enumerate(pieces, start=1):
+            if digests:
+                before, own = self.images.encode(context, [known[digest] for digest in digests])
+                placed += [replace(one, offset=len(ids) + one.offset) for one in own]
+            else:
+                before = self.tokenizer(context, add_special_tokens=not templated)["input_ids"]
             tokens = self.tokenizer(reply, add_special_tokens=False)["input_ids"]
             sampled = until_end(tokens, self.ends)
             if sampled is None and number < len(pieces):
@@ -78,17 +92,18 @@ class RowEncoder:
             learned += [False] * len(before) + [True] * len(sampled) + [False] * len(after)
         if learned[0]:
             raise ChatError("there is no text before the reply")
-        return ids, learned
+        return Example(ids, learned, tuple(placed))
 
-    def _pieces(self, prompt: Prompt) -> list[tuple[str, bool, str]]:
-        """The text before each learned reply, whether the template wrote it, and the reply with its end."""
+    def _pieces(self, prompt: Prompt) -> list[tuple[str, bool, str, list[str]]]:
+        """The text before each learned reply, whether the template wrote it, the reply with its end, and the digests of
+        the images in the text."""
         messages, tools, variables = chat_of(prompt)
         if (column := self.spec.response_column) is not None:
             reply = prompt.fields.get(column)
             if not isinstance(reply, str) or not reply:
                 raise ChatError(f"the row has no text in the column `{column}`")
             if isinstance(prompt.content, str) and not self.texts_are_chats:
-                return [(prompt.content, False, reply)]
+                return [(prompt.content, False, reply, [])]
             messages = (*messages, {"role": "assistant", "content": reply})
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not replies or replies[-1] != len(messages) - 1 or len(messages) == 1:
@@ -98,7 +113,7 @@ class RowEncoder:
             raise ChatError("two messages of an assistant follow one another: join them")
         template = self.template.with_variables(variables)
         full = template.text(messages, tools)
-        pieces, at = [], 0
+        pieces, at, first = [], 0, 0
         for index in learned:
             before = template.text(messages[:index], tools, reply=True)
             through = template.text(messages[: index + 1], tools)
@@ -106,8 +121,9 @@ class RowEncoder:
                 advice = ": use train_on: last" if index < len(messages) - 1 else ""
                 fault = f"the chat template renders the first {index} messages differently once later ones are there"
                 raise ChatError(fault + advice)
-            pieces.append((full[at : len(before)], True, full[len(before) : len(through)]))
-            at = len(through)
+            digests = image_digests(messages[first:index])
+            pieces.append((full[at : len(before)], True, full[len(before) : len(through)], digests))
+            at, first = len(through), index + 1
         return pieces
 
 
@@ -126,7 +142,7 @@ def encode_rows(rows: Rows, encoder: RowEncoder, max_length: int) -> tuple[list[
     examples = []
     for index, prompt in enumerate(rows.prompts):
         example = encode_row(rows, index, prompt, encoder)
-        if len(example[0]) <= max_length:
+        if len(example.ids) <= max_length:
             examples.append(example)
     if not examples:
         message = f"all {len(rows.prompts):,} rows are longer than model.max_length {max_length}"

@@ -29,12 +29,16 @@ from torch.nn import functional as F
 
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.data.chat_template import ChatTemplate
-from asyncrl_cli.records.prompt import Message
+from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.records.prompt import ChatError, Message, Prompt
 from asyncrl_cli.rollout.response_text import end_tokens
 from asyncrl_cli.spec.inputs import WarmStart
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, Task
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.conversations import Example, RowEncoder, Rows, encode_rows, until_end
+from asyncrl_cli.train.model.image_models import model_class
+from asyncrl_cli.train.model.images import Vision, freeze, states
 from asyncrl_cli.train.model.saving import save_model
 from asyncrl_cli.train.model.sequence_parallel import ROPE_BY_LENGTH
 from asyncrl_cli.train.model.tokenizer import load_tokenizer, templates_texts, without_progress_bars
@@ -64,18 +68,17 @@ def warm_start(
     chat_template: str | None = None,
     apply_chat_template: bool = True,
     template_kwargs: Mapping[str, Any] | None = None,
+    seeing: ExperimentSpec | None = None,
 ) -> None:
     """Train the model in ``model_dir_in`` on CPU in float32 and write it, with its tokenizer, to ``directory_out``.
 
     ``source`` has the demonstrations, or is the rows of ``spec.data``. ``max_length`` bounds one of them in tokens;
     ``chat_template`` is a file's path, as in the spec, and ``apply_chat_template`` and ``template_kwargs`` are as
-    there. Sets the process's number of threads while it runs.
+    there; ``seeing`` is the spec of a run with images. Sets the process's number of threads while it runs.
 
     Raises ``UserError`` if the task has no demonstrations, one is too long, or the loss is not finite, and as
     ``encode_rows``.
     """
-    from transformers import AutoModelForCausalLM
-
     if not isinstance(source, Rows | DemonstrationTask):
         raise UserError(
             "the task has no demonstrations",
@@ -88,14 +91,27 @@ def warm_start(
     template = ChatTemplate(tokenizer, template_kwargs)
     texts_are_chats = apply_chat_template and templates_texts(tokenizer)
     with without_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(model_dir_in, dtype=torch.float32)
+        model = model_class(seeing is not None).from_pretrained(model_dir_in, dtype=torch.float32)
+    vision: Vision | None = None
+    image_tokens = ImageTokens("", 0, 0)
+    if seeing is not None:
+        freeze(model, seeing.model)
+        vision = Vision(model, str(model_dir_in), bidirectional=seeing.rollout.gpus_per_engine > 0)
+        image_tokens = ImageTokens(str(model_dir_in), seeing.model.max_images, seeing.data.image_max_pixels)
+    encoder = RowEncoder(
+        tokenizer,
+        template=template,
+        texts_are_chats=texts_are_chats,
+        ends=ends,
+        spec=spec,
+        images=image_tokens,
+    )
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     rng = random.Random(f"warm_start/{seed}")
 
     skipped = 0
     batches: Iterator[list[Example]]  # drawn one by one, each before its update
     if isinstance(source, Rows):
-        encoder = RowEncoder(tokenizer, template=template, texts_are_chats=texts_are_chats, ends=ends, spec=spec)
         encoded, skipped = encode_rows(source, encoder, max_length)
         drawn = _shuffled(encoded, rng)
         batches = (list(islice(drawn, spec.batch_size)) for _ in range(spec.steps))
@@ -103,11 +119,11 @@ def warm_start(
         chat = _Chat(tokenizer, texts_are_chats, template)
         clean_updates = round(spec.steps * spec.clean_fraction)
         batches = (
-            _tokenized(
+            _examples(
                 [source.demonstration(rng, update < clean_updates) for _ in range(spec.batch_size)],
                 chat=chat,
+                encoder=encoder,
                 max_length=max_length,
-                ends=ends,
             )
             for update in range(spec.steps)
         )
@@ -120,7 +136,7 @@ def warm_start(
     torch.set_num_threads(1)
     try:
         with ThreadPoolExecutor(_threads(model, spec), "warm start") as pool:
-            _train(model, batches=batches, pad_id=pad_id, spec=spec, pool=pool, progress=shown)
+            _train(model, batches=batches, pad_id=pad_id, spec=spec, pool=pool, progress=shown, vision=vision)
     finally:
         torch.set_num_threads(threads)
     save_model(model, model_dir_in, directory_out)
@@ -132,14 +148,28 @@ def collate(examples: list[Example], pad_id: int) -> tuple[torch.Tensor, torch.T
 
     Padding is on the right, where a causal model's real tokens cannot see it: no attention mask is needed.
     """
-    width = max(len(ids) for ids, _ in examples) - 1
+    width = max(len(ids) for ids, *_ in examples) - 1
     inputs = torch.full((len(examples), width), pad_id)
     labels = torch.full((len(examples), width), IGNORED)
-    for row, (ids, learned) in enumerate(examples):
+    for row, example in enumerate(examples):
+        ids, learned = example[:2]
         inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
         following = torch.tensor(ids[1:])
         labels[row, : len(ids) - 1] = following.where(torch.tensor(learned[1:]), IGNORED)
     return inputs, labels
+
+
+def _examples(
+    demonstrations: Sequence[tuple[str, str] | Sequence[Message] | Prompt],
+    chat: _Chat,
+    encoder: RowEncoder,
+    max_length: int,
+) -> list[Example]:
+    """Those with images, which are prompts, and then the others."""
+    prompts = [one for one in demonstrations if isinstance(one, Prompt)]
+    others = [one for one in demonstrations if not isinstance(one, Prompt)]
+    found = [_short_enough(_encoded(one, encoder), one.uid, max_length) for one in prompts]
+    return found + _tokenized(others, chat=chat, max_length=max_length, ends=encoder.ends)
 
 
 def _tokenized(
@@ -148,6 +178,8 @@ def _tokenized(
     max_length: int,
     ends: frozenset[int],
 ) -> list[Example]:
+    if not demonstrations:
+        return []
     tokenizer = chat.tokenizer
     prompts, responses, templated = zip(*map(chat.texts, demonstrations), strict=True)
     encoded = {  # a template writes the tokenizer's first token itself
@@ -160,13 +192,29 @@ def _tokenized(
     examples = []
     for text, prompt, response in zip(prompts, prompt_ids, response_ids, strict=True):
         ids = [*prompt, *(until_end(response, ends) or [*response, tokenizer.eos_token_id])]
-        if len(ids) > max_length:
-            raise UserError(
-                f"the demonstration for {text!r} has {len(ids)} tokens, more than model.max_length {max_length}",
-                hint="raise model.max_length, or make demonstrations shorter by task.options",
-            )
-        examples.append((ids, [False] * len(prompt) + [True] * (len(ids) - len(prompt))))
+        example = Example(ids, [False] * len(prompt) + [True] * (len(ids) - len(prompt)))
+        examples.append(_short_enough(example, text, max_length))
     return examples
+
+
+def _encoded(demonstration: Prompt, encoder: RowEncoder) -> Example:
+    try:
+        return encoder.encode(demonstration)
+    except ChatError as error:
+        raise UserError(
+            f"the demonstration {demonstration.uid!r} cannot be encoded: {error}",
+            location="model.warm_start",
+            hint="correct the task's method `demonstration`",
+        ) from error
+
+
+def _short_enough(example: Example, name: str, max_length: int) -> Example:
+    if len(example.ids) > max_length:
+        raise UserError(
+            f"the demonstration for {name!r} has {len(example.ids)} tokens, more than model.max_length {max_length}",
+            hint="raise model.max_length, or make demonstrations shorter by task.options",
+        )
+    return example
 
 
 def _shuffled(examples: Sequence[Example], rng: random.Random) -> Iterator[Example]:
@@ -215,6 +263,7 @@ def _train(
     spec: WarmStart,
     pool: Executor,
     progress: Callable[[int, int, float], None],
+    vision: Vision | None,
 ) -> None:
     optimizers = _optimizers(model, spec)
     model.eval()  # without dropout: threads would share its random numbers
@@ -222,7 +271,7 @@ def _train(
         factor = schedule.factor(
             update, spec.steps, warmup=spec.warmup_steps, kind="cosine", final_fraction=FINAL_FRACTION
         )
-        loss = _accumulate_gradients(model, examples=examples, pad_id=pad_id, pool=pool)
+        loss = _accumulate_gradients(model, examples=examples, pad_id=pad_id, pool=pool, vision=vision)
         if not math.isfinite(loss):
             raise UserError(f"the warm start's loss is {loss} at update {update + 1}", hint="lower its learning rates")
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -234,14 +283,21 @@ def _train(
         progress(update + 1, spec.steps, loss)
 
 
-def _accumulate_gradients(model: Any, examples: list[Example], pad_id: int, pool: Executor) -> float:
+def _accumulate_gradients(
+    model: Any, examples: list[Example], pad_id: int, pool: Executor, vision: Vision | None = None
+) -> float:
     """Set the gradients of the mean loss over all response tokens of ``examples``, and return that loss."""
-    tokens = sum(sum(learned) for _, learned in examples)
+    tokens = sum(sum(example[1]) for example in examples)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def passes(rows: list[Example]) -> tuple[float, tuple[torch.Tensor | None, ...]]:
         inputs, labels = collate(rows, pad_id)
-        logits = model(input_ids=inputs, use_cache=False).logits
+        if vision is not None and any(row.images for row in rows):
+            images = vision.inputs([row.images for row in rows], inputs.shape[1])
+            hidden = states(model.base_model, ids=inputs, positions=None, images=images)
+            logits = model.get_output_embeddings()(hidden)
+        else:
+            logits = model(input_ids=inputs, use_cache=False).logits
         summed = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
         loss = summed / tokens
         # Not ``backward``, which would add to the gradients in whatever order threads end.

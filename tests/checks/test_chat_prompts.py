@@ -91,7 +91,7 @@ def test_the_first_token_is_written_once() -> None:
     assert rendered(loaded, TEXT, apply_chat_template=False) == f"{first}2 + 2?", "by the tokenizer"
     pairs = [("2 + 2?", "4"), [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
     for demonstration in pairs:
-        ((ids, learned),) = _tokenized(
+        ((ids, learned, _),) = _tokenized(
             [demonstration], _Chat(loaded, True, ChatTemplate(loaded)), 99, frozenset({number})
         )
         assert ids[: learned.index(True)].count(number) == 1, "the same holds for the demonstrations of a warm start"

@@ -147,7 +147,7 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
     task, chat = Calculator(), ChatFormat(tokenizer)
     for seed in range(8):
         messages = task.demonstration(random.Random(seed), clean=True)
-        ((ids, learned),) = _tokenized(
+        ((ids, learned, _),) = _tokenized(
             [messages], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, chat.end_tokens
         )
         prompt = learned.index(True)
@@ -165,9 +165,9 @@ def test_a_demonstration_ends_where_the_model_ends_a_turn() -> None:
     )
     ends = frozenset({tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("#")})
     conversation = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    ((ids, learned),) = _tokenized([conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends)
+    ((ids, learned, _),) = _tokenized([conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends)
     assert tokenizer.decode(ids[learned.index(True) :]) == "yes#"
-    ((ids, learned),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, ends)
+    ((ids, learned, _),) = _tokenized([("hi", "yes")], _Chat(tokenizer, False, ChatTemplate(tokenizer)), 256, ends)
     assert tokenizer.decode(ids[learned.index(True) :]) == "yes<eos>"
     assert _tokenized([("hi", "yes")], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends) == _tokenized(
         [conversation], _Chat(tokenizer, True, ChatTemplate(tokenizer)), 256, ends

@@ -55,7 +55,7 @@ def encoder(template: str | None = CHATML, texts_are_chats: bool = True, **keys:
 def learned(one: RowEncoder, prompt: Prompt) -> list[str]:
     """The text of each stretch of learned tokens."""
     stretches: list[list[int]] = []
-    ids, mask = one.encode(prompt)
+    ids, mask, _ = one.encode(prompt)
     for index, (token, counts) in enumerate(zip(ids, mask, strict=True)):
         if counts:
             stretches += [] if mask[index - 1] else [[]]
@@ -67,7 +67,7 @@ def learned(one: RowEncoder, prompt: Prompt) -> list[str]:
 @settings(deadline=None)
 def test_every_reply_is_learned_with_its_end_after_the_tokens_that_a_run_has(chat: Any, template: str) -> None:
     one = encoder(template, train_on="all")
-    ids, mask = one.encode(Prompt("1", chat))
+    ids, mask, _ = one.encode(Prompt("1", chat))
     replies = [message["content"] for message in chat if message["role"] == "assistant"]
     assert learned(one, Prompt("1", chat)) == [f"{reply}<eos>" for reply in replies]
     shown = ChatFormat(one.tokenizer)

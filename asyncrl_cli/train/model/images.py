@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import inspect
 import io
+import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,7 @@ class Vision:
         self._processor = image_processor(folder)
         self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._cached_bytes = 0
+        self._lock = threading.Lock()
 
     def inputs(self, rows: Sequence[Sequence[PlacedImage]], tokens: int) -> ImageInputs:
         """The inputs, on the CPU, for ``rows`` of as many ``tokens``; no row stands for one without an image."""
@@ -129,15 +131,19 @@ class Vision:
         )
 
     def _pixels(self, image: Image) -> dict[str, Tensor]:
-        key = image.digest
-        if key not in self._cached:
-            made = self._processed(image.decoded())
-            self._cached[key] = made
+        with self._lock:  # of threads in a warm start
+            if (kept := self._cached.get(image.digest)) is not None:
+                return kept
+        made = self._processed(image.decoded())
+        with self._lock:
+            if image.digest in self._cached:
+                return made
+            self._cached[image.digest] = made
             self._cached_bytes += _nbytes(made)
             while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
                 _, oldest = self._cached.popitem(last=False)
                 self._cached_bytes -= _nbytes(oldest)
-        return self._cached[key]
+        return made
 
     def _processed(self, image: Any) -> dict[str, Tensor]:
         made = self._processor(images=[image], return_tensors="pt")
@@ -183,9 +189,11 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
         arguments["position_ids"] = positions
     if images.bidirectional and shown:
         arguments["token_type_ids"] = placeholders.long()
-    with _embedding(backbone.get_input_embeddings(), ids, None if shown else found):
-        outputs = backbone(input_ids=torch.where(placeholders, token, text), use_cache=False, **arguments)
-    hidden: Tensor = outputs.last_hidden_state
+    given = torch.where(placeholders, token, text)
+    # Threads that share a model (warm_start.py) must not meet each other's hooks, so there is none without need.
+    special = not shown or not torch.equal(given, ids)
+    with _embedding(backbone.get_input_embeddings(), ids, None if shown else found) if special else nullcontext():
+        hidden: Tensor = backbone(input_ids=given, use_cache=False, **arguments).last_hidden_state
     return hidden
 
 

@@ -142,6 +142,7 @@ def prepare_model(
                     chat_template=model.chat_template,
                     apply_chat_template=spec.data.apply_chat_template,
                     template_kwargs=model.chat_template_kwargs,
+                    seeing=spec if model.max_images else None,
                 )
     except OSError as error:
         if final.is_dir():  # another run has just made the same model
