@@ -11,6 +11,7 @@ a saved model, which is trained for some steps, with its real vocabulary. No par
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -35,9 +36,9 @@ PARTS: dict[str, Part] = {
     "trainer": parts.trainer,
     "engine": parts.engine,
     "ratio": parts.ratio,
-    "resume": parts.kill_and_resume,
     "memory": parts.memory,
     "model": parts.own_model,
+    "resume": parts.kill_and_resume,
 }
 """In this order. Parts share runs, so a later part often takes no time."""
 
@@ -59,9 +60,17 @@ def carry_out(
         except Exception as error:
             result = {"ok": False, "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
         results[name] = result | {"seconds": round(time.monotonic() - started, 1)}
+        release_gpu()
         keep(results)
         note(f"{name} {'done' if result['ok'] else 'FAILED: ' + result['error'].splitlines()[0]}")
     return results
+
+
+def release_gpu() -> None:
+    """Return the GPU memory that torch keeps for this process: the engines of later parts measure what is free."""
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def main() -> int:

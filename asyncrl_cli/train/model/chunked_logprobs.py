@@ -1,9 +1,10 @@
 """The output head: log-probabilities and entropies of tokens without the logits of all of them.
 
 Positions go through the output layer in chunks. Invariant: except the layer's weights and their gradient no tensor
-here has more than ``CHUNK_NUMBERS`` numbers, or one position's where a vocabulary is larger than that. A chunk's
-logits live once, in float32: they become log-probabilities in place, and those become the logits' gradient in place.
-With more than one chunk each is computed again in the backward pass: one of them lives at a time.
+here has more than ``CHUNK_NUMBERS`` numbers, on a GPU ``GPU_CHUNK_NUMBERS``, or one position's where a vocabulary is
+larger than that. A chunk's logits live once, in float32: they become log-probabilities in place, and those become the
+logits' gradient in place. With more than one chunk each is computed again in the backward pass: one of them lives at a
+time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor, nn
 
 CHUNK_NUMBERS = 2**25
-"""Logits that exist at a time: 128 MiB in float32."""
+"""Logits that exist at a time on a CPU: 128 MiB in float32."""
+GPU_CHUNK_NUMBERS = 2**27
+"""Logits that exist at a time on a GPU: 512 MiB in float32. Each chunk reads and writes the gradient of all weights, so
+smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 33 ms with 2^28 for 4,096 tokens, a
+vocabulary of 151,936 and a width of 2,560."""
 
 BLOCK_NUMBERS = 2**18
 """Numbers of a block, the unit of a CPU's sums of entropies: a block stays in the cache, and a chunk's probabilities
@@ -68,7 +73,8 @@ class _Scores(torch.autograd.Function):
         entropy: Entropy,
     ) -> Any:
         logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        chunks = _chunks(hidden.shape[0], weight.shape[0], CHUNK_NUMBERS)
+        most = GPU_CHUNK_NUMBERS if hidden.is_cuda else CHUNK_NUMBERS
+        chunks = _chunks(hidden.shape[0], weight.shape[0], most)
         logs = None
         for chunk in chunks:
             logs = None  # frees the last one first
@@ -126,8 +132,7 @@ def _add_product(total: Tensor, gradient: Tensor, exact: Tensor, hidden: Tensor)
     if hidden.dtype == total.dtype:
         total.addmm_(gradient.T, hidden)
     elif hidden.is_cuda:  # by its bfloat16 units, which add in float32
-        for rows in _chunks(len(total), total.shape[1], CHUNK_NUMBERS):
-            total[rows].add_(torch.mm(gradient[:, rows].T, hidden, out_dtype=torch.float32))
+        torch.addmm(total, gradient.T, hidden, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(exact.T, hidden.float())
 
