@@ -147,11 +147,6 @@ def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     return files, {key: values[key] for key in values if not any(key.startswith(f"{name}.") for name in own)} | own
 
 
-def _first(s: Source, name: str) -> Any:
-    """The value of a key that `rl.toml` has once, and the other files each."""
-    return s.get(name, *(f"{part}.{name}" for part in PARTS))
-
-
 def _sources(s: Source, part: str) -> list[dict[str, Any]]:
     """The sources of ``train`` or ``eval``, as nested mappings."""
     nested: dict[str, Any] = {}
@@ -243,7 +238,8 @@ def settings(s: Source) -> dict[str, Any]:
         s.remark("trainer.schedule.kind", "prime-rl decays in the last decay_steps only, and this over the whole run")
     if s.count(f"{T}model.cp") > 1 and s.get(f"{T}model.cp_style") == "ring":
         s.remark("trainer.sequence_parallel", "no ring attention: ranks exchange heads (Ulysses)")
-    if _first(s, "max_steps") is None:
+    names, limits = s.matching("*monitors.wandb.name"), s.matching("*max_steps")
+    if s.get(*limits) is None:
         s.remark("stop.steps", f"prime-rl runs without an end; {ASSUMED_STEPS} is a placeholder")
     in_host = s.flag(f"{T}model.optim_cpu_offload") or s.flag(f"{T}model.full_offload")
     offload = "optimizer" if in_host and ep < 2 else "none"
@@ -252,7 +248,7 @@ def settings(s: Source) -> dict[str, Any]:
     running = max(s.count(f"{C}concurrency.max_inflight") // engines, 1)
     parsers = {f"rollout.{name}": s.get(f"{V}{name.replace('tool', 'tool_call')}") for name in PARSERS}
     return {
-        "name": run_name(s.get("run.name") or _first(s, "monitors.wandb.name")),
+        "name": run_name(s.get("run.name", *names)),
         "model.path": model_path(s.get(f"{T}model.name", f"{C}model.name", f"{V}model", "model.name"), s),
         "model.max_length": length,
         "model.lora.rank": s.count(f"{T}model.lora.rank") if lora else None,
@@ -281,13 +277,9 @@ def settings(s: Source) -> dict[str, Any]:
         "trainer.offload": "all" if s.flag(f"{T}model.fsdp_cpu_offload") else offload,
         "pipeline.mode": "async",
         "pipeline.groups_per_step": groups,
-        "checkpoints.every": _first(s, "ckpt.interval") or 0,
-        "checkpoints.keep_last": _first(s, "ckpt.keep_last"),
-        "checkpoints.keep_every": _first(s, "ckpt.keep_interval"),
+        "checkpoints.every": s.get(*s.matching("*ckpt.interval")) or 0,
         "tracking.mlflow": False,
-        "tracking.wandb.project": _first(s, "monitors.wandb.project"),
-        "tracking.wandb.entity": _first(s, "monitors.wandb.entity"),
-        "stop.steps": _first(s, "max_steps") or ASSUMED_STEPS,
+        "stop.steps": s.get(*limits) or ASSUMED_STEPS,
     }
 
 

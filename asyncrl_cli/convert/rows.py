@@ -75,7 +75,7 @@ class Trainer:
     """Another trainer: its name, its own defaults by key, and what becomes of its keys.
 
     ``rows`` are in the order of the spec. The first of ``others`` that matches a key holds for it. ``settings`` gives
-    the values of those keys of a spec that are more than a copy of the first of the row's names.
+    the values of those keys of a spec that are more than a copy of the first of the row's names that is set.
     """
 
     name: str
@@ -130,7 +130,7 @@ def convert(given: Mapping[str, Any], trainer: Trainer) -> Conversion:
     for row in trainer.rows:
         names = [name for pattern in row.names.split() for name in source.matching(pattern)]
         mapped.update(names)
-        value = values[row.key] if row.key in values else source.get(*row.names.split())
+        value = values[row.key] if row.key in values else source.get(*names, *row.names.split())
         remarks = tuple(source.remarks.get(row.key, ()))
         if value is not None or remarks:
             sources = {name: source.given[name] for name in names if name in source.given}

@@ -5,6 +5,7 @@ A name may include its sections, as in `rollout.n`.
 
 from __future__ import annotations
 
+# fmt: off
 _KEYS = {
     "data.train.path": "train_files train_data data_files dataset_name dataset dataset_path prompt_data",
     "data.eval.path": "val_files val_data eval_dataset",
@@ -21,14 +22,12 @@ _KEYS = {
     "data.eval.size": "val_max_samples",
     "data.shuffle": "shuffle_dataset",
     "rollout.max_prompt_tokens": "max_prompt_length prompt_max_len prompt_length",
-    "rollout.max_response_tokens": (
+    "rollout.max_response_tokens":
         "max_response_length response_length max_completion_length generate_max_len max_new_tokens max_tokens "
-        "rollout_max_response_len max_generate_length"
-    ),
+        "rollout_max_response_len max_generate_length",
     "model.max_length": "max_model_len max_seq_len max_seq_length seq_len",
-    "pipeline.groups_per_step": (
-        "train_batch_size rollout_batch_size global_batch_size batch_size generation_batch_size"
-    ),
+    "pipeline.groups_per_step":
+        "train_batch_size rollout_batch_size global_batch_size batch_size generation_batch_size",
     "evaluation.prompts": "val_batch_size per_device_eval_batch_size",
     "trainer.minibatches": "steps_per_generation ppo_mini_batch_size num_minibatches policy_mini_batch_size",
     "rollout.max_running_rollouts": "micro_rollout_batch_size max_num_seqs max_concurrent_rollouts max_inflight",
@@ -63,35 +62,31 @@ _KEYS = {
     "algorithm.reference_update_every": "sync_ref_model ref_model_sync_steps",
     "model.warm_start.train_on": "assistant_only_loss completion_only_loss mask_history train_on_inputs",
     "model.warm_start.response_column": "response_key output_key response_field",
-    "algorithm.reference_path": (
-        "ref_model_path ref.model.path teacher_model teacher_model_path teacher_model_name_or_path teacher_name_or_path"
-    ),
+    "algorithm.reference_path":
+        "ref_model_path ref.model.path teacher_model teacher_model_path teacher_model_name_or_path "
+        "teacher_name_or_path",
     "algorithm.preset rollout.group_size": "spo.enable spo.offline_values",
     "algorithm.baseline_half_life": "spo.rho rho.value rho.clip_lower",
     "algorithm.preset algorithm.reference_path": "distillation distillation.enabled gkd on_policy_distillation",
     "algorithm.mask_truncated": "mask_truncated_completions overlong_filtering",
     "algorithm.overlong_buffer": "overlong_buffer.len",
     "algorithm.overlong_penalty": "overlong_buffer.penalty_factor",
-    "algorithm.uniform_groups": (
-        "filter_groups filter_groups.enable dynamic_filtering filter_zero_advantages zero_variance_filter"
-    ),
+    "algorithm.uniform_groups":
+        "filter_groups filter_groups.enable dynamic_filtering filter_zero_advantages zero_variance_filter",
     "data.filter algorithm.uniform_groups": "online_difficulty_filtering",
-    "algorithm.correction.cap": (
+    "algorithm.correction.cap":
         "importance_cap vllm_importance_sampling_cap vllm_is_truncated_threshold rollout_is_threshold "
-        "tis_imp_ratio_cap behav_imp_weight_cap"
-    ),
-    "algorithm.correction.preset": (
-        "vllm_importance_sampling_correction enable_vllm_is_correction use_tis use_decoupled_loss"
-    ),
+        "tis_imp_ratio_cap behav_imp_weight_cap",
+    "algorithm.correction.preset":
+        "vllm_importance_sampling_correction enable_vllm_is_correction use_tis use_decoupled_loss",
     "algorithm.correction.level": "rollout_is",
     "algorithm.correction.mask_high": "token_mask_high",
     "algorithm.correction.mask_low": "token_mask_low",
     "algorithm.reward_parts task.mix": "reward_weights",
     "algorithm.reward_parts": "gdpo_reward_keys gdpo_reward_weights reward_components",
     "algorithm.reward_aggregation": "multi_objective_aggregation",
-    "task.tools.mcp": (
-        "mcp_servers mcpservers mcp_servers_config_path multi_turn.tool_config_path tool_config_path mcp_config"
-    ),
+    "task.tools.mcp":
+        "mcp_servers mcpservers mcp_servers_config_path multi_turn.tool_config_path tool_config_path mcp_config",
     "trainer.optimizer.learning_rate": "lr learning_rate actor_learning_rate",
     "trainer.optimizer.betas": "optim.betas",
     "trainer.optimizer.eps": "adam_epsilon optimizer.epsilon",
@@ -116,10 +111,9 @@ _KEYS = {
     "model.chat_template_kwargs": "apply_chat_template_kwargs tokenizer_kwargs enable_thinking",
     "stop.epochs": "total_epochs num_train_epochs num_episodes total_train_epochs num_epoch num_epochs",
     "stop.steps": "max_steps total_steps total_training_steps num_steps num_rollout max_training_steps",
-    "pipeline.max_staleness": (
+    "pipeline.max_staleness":
         "max_async_level async_level max_off_policy_steps max_head_offpolicyness staleness_threshold "
-        "async_queue_size max_policy_age max_staleness_steps"
-    ),
+        "async_queue_size max_policy_age max_staleness_steps",
     "pipeline.mode": "async_train async_training",
     "pipeline.publish_every": "trigger_parameter_sync_step update_weights_interval",
     "pipeline.partial_rollouts": "partial_rollout",
@@ -142,55 +136,44 @@ _KEYS = {
 
 _HINTS = {
     "all columns of a row reach the task: name it in task.options, or read it in your reward function": "label_key",
-    "an assistant message at the end of a prompt is continued by itself; remove it": (
-        "continue_final_message add_generation_prompt"
-    ),
-    "prompts above rollout.max_prompt_tokens are always skipped and counted; remove it": (
-        "filter_overlong_prompts truncation"
-    ),
-    "asyncrl takes care of this itself; remove it": (
+    "an assistant message at the end of a prompt is continued by itself; remove it":
+        "continue_final_message add_generation_prompt",
+    "prompts above rollout.max_prompt_tokens are always skipped and counted; remove it":
+        "filter_overlong_prompts truncation",
+    "asyncrl takes care of this itself; remove it":
         "return_raw_chat balance_batch rollout.mode use_vllm vllm_mode enable_chunked_prefill "
-        "free_cache_engine load_format vllm_enable_sleep"
-    ),
-    "micro-batches are counted in tokens: set trainer.tokens_per_microbatch": (
+        "free_cache_engine load_format vllm_enable_sleep",
+    "micro-batches are counted in tokens: set trainer.tokens_per_microbatch":
         "gradient_accumulation_steps per_device_train_batch_size micro_batch_size micro_train_batch_size "
-        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu"
-    ),
+        "ppo_micro_batch_size ppo_micro_batch_size_per_gpu",
     "micro-batches are always filled by tokens, up to trainer.tokens_per_microbatch; remove it": "use_dynamic_bsz",
-    "the trainer chooses these batches itself, within trainer.tokens_per_microbatch; remove it": (
-        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu"
-    ),
+    "the trainer chooses these batches itself, within trainer.tokens_per_microbatch; remove it":
+        "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu log_prob_max_token_len_per_gpu",
     "the engines are vLLM's; remove it": "rollout.name",
-    "sampling has no top-p, top-k, min-p or penalties: they would make the recorded log-probs wrong; remove it": (
-        "top_p top_k min_p repetition_penalty"
-    ),
+    "sampling has no top-p, top-k, min-p or penalties: they would make the recorded log-probs wrong; remove it":
+        "top_p top_k min_p repetition_penalty",
     "set rollout.engine_args.gpu_memory_utilization": "gpu_memory_utilization vllm_gpu_memory_utilization",
     "set rollout.engine_args.enforce_eager": "enforce_eager",
     "set rollout.engine_args.max_num_batched_tokens": "max_num_batched_tokens",
     "set rollout.engine_args.enable_prefix_caching": "enable_prefix_caching",
     "put vLLM's own arguments under rollout.engine_args": "vllm engine_kwargs",
-    "set algorithm.advantage: group_norm scales by the deviation, group_mean does not": (
-        "scale_rewards norm_adv_by_std_in_grpo"
-    ),
+    "set algorithm.advantage: group_norm scales by the deviation, group_mean does not":
+        "scale_rewards norm_adv_by_std_in_grpo",
     "set algorithm.loss: `gspo` has ratios of sequences, `clip` of tokens": "importance_sampling_level",
     "set algorithm.kl_coef, with algorithm.reference_path or reference_update_every": "ref_model_mixup_alpha",
-    "rewards are the task's: set task.use to `module:function`": (
+    "rewards are the task's: set task.use to `module:function`":
         "reward_funcs reward_fn reward_fn_key reward_model reward_manager reward_pretrain remote_rm_url "
-        "custom_reward_function"
-    ),
+        "custom_reward_function",
     "set trainer.optimizer.betas, a list of two": "adam_beta1 adam_beta2",
-    "warm-up is counted in optimizer updates: set trainer.schedule.warmup_updates": (
-        "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio"
-    ),
+    "warm-up is counted in optimizer updates: set trainer.schedule.warmup_updates":
+        "warmup_ratio lr_warmup_ratio lr_warmup_steps_ratio",
     "set trainer.dtype and rollout.dtype to bfloat16": "bf16",
     "float16 is not supported: set trainer.dtype and rollout.dtype to bfloat16": "fp16",
     "trainers run DeepSpeed ZeRO: set trainer.zero_stage": "strategy",
-    "distribute GPUs with trainer.ranks and gpus_per_rank, rollout.engines and gpus_per_engine": (
-        "n_gpus_per_node num_gpus n_gpus actor_num_gpus_per_node gpus_per_node"
-    ),
-    "a spec does not count machines: start a Ray cluster on them, and name it in cluster.address": (
-        "nnodes num_nodes actor_num_nodes"
-    ),
+    "distribute GPUs with trainer.ranks and gpus_per_rank, rollout.engines and gpus_per_engine":
+        "n_gpus_per_node num_gpus n_gpus actor_num_gpus_per_node gpus_per_node",
+    "a spec does not count machines: start a Ray cluster on them, and name it in cluster.address":
+        "nnodes num_nodes actor_num_nodes",
     "trainer and engines have separate devices; remove it": "colocate_all_models hybrid_engine",
     "every run is evaluated before and after training; remove it": "val_before_train",
     "evaluate without training with `asyncrl evaluate SPEC` (or a RUN); remove it": "val_only eval_only do_eval",
@@ -199,6 +182,7 @@ _HINTS = {
     "every step is logged; remove it": "logging_steps",
     "every rollout is in the run's journal: see `asyncrl inspect buffer`; remove it": "log_completions",
 }
+# fmt: on
 """Hints for names of other trainers that have no corresponding key, each with these names."""
 
 VALUES = {
