@@ -88,7 +88,8 @@ def check_model(spec: ExperimentSpec, config: Any, tokenizer: Any) -> tuple[str,
     try:
         model = without_weights(config, spec.model)
     except Exception as error:  # of any layer
-        hint = "change the sizes in model.init.config" if spec.model.init else "name a causal language model"
+        wanted = "a vision-language model (model.max_images)" if spec.model.max_images else "a causal language model"
+        hint = "change the sizes in model.init.config" if spec.model.init else f"name {wanted}"
         message = f"transformers cannot build this {config.model_type}: {type(error).__name__}: {one_line(error)}"
         raise ConfigError(message, location=key, hint=hint) from error
     vocabulary = model.get_input_embeddings().num_embeddings

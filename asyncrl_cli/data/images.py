@@ -116,7 +116,7 @@ class ImageTokens:
     def __init__(self, folder: str, max_images: int, max_pixels: int) -> None:
         """The limits: images of a conversation, and pixels of each."""
         self._folder = folder
-        self._max_images = max_images
+        self.max_images = max_images
         self._max_pixels = max_pixels
 
     @cached_property
@@ -128,7 +128,8 @@ class ImageTokens:
             if not hasattr(found, "image_processor"):  # it gives a tokenizer where there is no processor
                 raise ValueError("the model has none")
         except Exception as error:  # transformers raises anything for wrong files
-            fault = f"no processor for images can be loaded from {self._folder}: {error}"
+            reason = " ".join(str(error).split())
+            fault = f"no processor for images can be loaded from {self._folder}: {reason}"
             hint = "use a vision-language model, and install torchvision (docs/models.md)"
             raise ConfigError(fault, location="model.max_images", hint=hint) from error
         return found
@@ -139,11 +140,11 @@ class ImageTokens:
 
         Raises ``ChatError`` unless the text shows each image once, and ``ConfigError`` without a processor.
         """
-        if not self._max_images:
+        if not self.max_images:
             hint = "set it to the number of images that a conversation may have, or remove the images"
             raise ChatError(f"images ({len(images)}), and model.max_images is 0: {hint}")
-        if len(images) > self._max_images:
-            raise ChatError(f"{len(images)} images, more than model.max_images ({self._max_images})")
+        if len(images) > self.max_images:
+            raise ChatError(f"{len(images)} images, more than model.max_images ({self.max_images})")
         pixels = [image.decoded() for image in images]
         for number, (width, height) in enumerate((one.size for one in pixels), start=1):
             if width * height > self._max_pixels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +24,9 @@ MAX_SKIPS_IN_A_ROW = 10_000
 
 UNUSABLE_NAMED = 20
 """Number of unusable rows that are named in warnings; all are counted."""
+
+PROMPTS_WITH_IMAGES = 8
+"""Number of prompts that are encoded at a time if they may have images."""
 
 FIRST_ROWS = 200
 """Number of rows that are searched at the start for prompts that are short enough."""
@@ -57,6 +61,7 @@ class PromptEncoder:
         self._texts_are_chats = apply_chat_template and templates_texts(tokenizer)
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self._images = images or ImageTokens("", 0, 0)
+        self.sees_images = self._images.max_images > 0
 
     @classmethod
     def of(cls, spec: ExperimentSpec, tokenizer: Any, episodic: bool = False) -> PromptEncoder:
@@ -166,6 +171,7 @@ class PromptSource:
         self.skipped = self.unusable = 0
         self._serial = 0
         self._all_solved = False
+        self._ready = deque[Candidate]()  # encoded with their images
 
     def next(self) -> tuple[Prompt, Encoded]:
         """The next prompt that is short enough. Raises ``RunError`` after ``MAX_SKIPS_IN_A_ROW`` prompts without
@@ -213,8 +219,21 @@ class PromptSource:
         if self.filter is not None:
             self.filter.visited(uid, solved)
 
+    async def prepare(self, count: int) -> int:
+        """How many of the next ``count`` prompts can be admitted now. With images they are encoded here in a thread, a
+        few at a time: a large image takes a tenth of a second, and the first requests must not wait for the others."""
+        if not self.encoder.sees_images:
+            return count
+        if not self._ready:
+            wanted = min(count, PROMPTS_WITH_IMAGES)
+            self._ready.extend(await asyncio.to_thread(lambda: [self._next_candidate() for _ in range(wanted)]))
+        return min(count, len(self._ready))
+
     def candidate(self) -> Candidate:
         """The next prompt, with the loader's position after it."""
+        return self._ready.popleft() if self._ready else self._next_candidate()
+
+    def _next_candidate(self) -> Candidate:
         prompt, encoded = self.next()
         self._serial += 1
         return Candidate(

@@ -170,7 +170,10 @@ class RolloutScheduler:
             self._client.room.clear()
             resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
             slots = max(0, self._client.free - resting)
-            if count := min(slots // self._spec.rollout.group_size, self._buffer.room()):
+            if wanted := min(slots // self._spec.rollout.group_size, self._buffer.room()):
+                count = min(await self._prompts.prepare(wanted), self._buffer.room())
+                if count < wanted:
+                    self._client.room.set()  # for the others
                 candidates = [self._prompts.candidate() for _ in range(count)]
                 for group in await self._buffer.admit(candidates):
                     self._start(group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Sequence
@@ -15,15 +16,19 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
-from asyncrl_cli.core.errors import DataError
+from asyncrl_cli.core.errors import ConfigError, DataError
 from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, with_column
+from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.rows import ImagePrompts
 from asyncrl_cli.data.sources import read_source
-from asyncrl_cli.orchestrator.prompt_source import PromptEncoder
+from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptEncoder, PromptSource
 from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from, to_json
-from asyncrl_cli.spec.inputs import SplitSpec
-from tests.data.vision_model import animation, picture, save_processor
+from asyncrl_cli.spec.inputs import ModelInit, SplitSpec
+from asyncrl_cli.train.model.initial import write_model_stub
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
+from tests.data.pictures import animation, picture
+from tests.small_models import IMAGE_MODELS
 
 RED, BLUE = picture("red"), picture("blue", 112, 112)
 RED_URL = f"data:image/png;base64,{base64.b64encode(RED).decode()}"
@@ -168,9 +173,12 @@ def test_marks_are_replaced_in_order_and_texts_are_kept(pieces: list[str], as_me
 # -- tokens
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save_processor(tmp_path_factory.mktemp("model"))
+@pytest.fixture(scope="module", params=IMAGE_MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Config, tokenizer and processor of a small model."""
+    folder = tmp_path_factory.mktemp("model")
+    write_model_stub(ModelInit(architecture=request.param, config=IMAGE_MODELS[request.param]), 256, folder)
+    return str(folder)
 
 
 def encoder(model: str, max_images: int = 2, max_pixels: int = 10**6, max_tokens: int = 500) -> PromptEncoder:
@@ -189,14 +197,14 @@ def test_a_prompt_with_images_has_the_ids_of_the_models_own_processor_and_their_
     found = encoder(model).encode_with_images(prompt)
     processor = AutoProcessor.from_pretrained(model)
     chat = [{"role": "user", "content": [{"type": "image"}, text("and "), {"type": "image"}, text("?")]}]
-    whole = processor(
-        text=processor.apply_chat_template(chat), images=[one.decoded() for one in prompt.images], return_tensors="pt"
-    )
+    rendered = processor.apply_chat_template(chat)
+    whole = processor(text=[rendered], images=[[one.decoded() for one in prompt.images]], return_tensors="pt")
     assert found is not None and list(found.ids) == whole["input_ids"][0].tolist()
-    sizes = (whole["image_grid_thw"].prod(-1) // 4).tolist()
+    gemma = "image_grid_thw" not in whole
+    sizes = [processor.image_seq_length] * 2 if gemma else (whole["image_grid_thw"].prod(-1) // 4).tolist()
     assert [placed.length for placed in found.images] == sizes
     assert [placed.image for placed in found.images] == list(prompt.images)
-    pad = processor.image_token_id
+    (pad,) = processor.image_token_ids
     inside = {at for placed in found.images for at in range(placed.offset, placed.offset + placed.length)}
     assert inside == {at for at, token in enumerate(found.ids) if token == pad}
 
@@ -221,17 +229,39 @@ def test_images_beyond_a_limit_are_refused_with_its_key(model: str, limits: dict
 
 
 def test_a_placeholder_in_the_rows_text_is_refused(model: str) -> None:
-    prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text("<|image_pad|>"))), {}, (Image.of(RED),))
+    mark = AutoProcessor.from_pretrained(model).image_token
+    prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text(mark))), {}, (Image.of(RED),))
     with pytest.raises(DataError, match="1 images"):
         encoder(model).encode(prompt)
 
 
 def test_a_template_that_shows_no_image_is_refused(model: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|image_pad|>", "")
+    tokenizer.chat_template = "{% for part in messages[0]['content'] %}{{ part['text'] or part }}{% endfor %}"
     prompt = Prompt("p", tuple(user(image(Image.of(RED).digest), text("what?"))), {}, (Image.of(RED),))
     with pytest.raises(DataError, match="1 images"):
         PromptEncoder(tokenizer, 500, images=ImageTokens(model, 2, 10**6)).encode(prompt)
+
+
+def test_a_text_model_has_no_processor(tmp_path: Path) -> None:
+    character_tokenizer(256).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match="no processor for images can be loaded") as caught:
+        ImageTokens(str(tmp_path), 2, 10**6).encode("a", [Image.of(RED)])
+    assert caught.value.location == "model.max_images"
+
+
+def test_a_row_with_a_lost_image_is_skipped_with_a_warning_and_counted(folder: Path, model: str) -> None:
+    names = ["red", "lost", *["blue"] * 9]
+    rows = rows_of(folder, *({"prompt": "what?", "images": f"pictures/{name}.png"} for name in names))
+    warnings: list[str] = []
+    source = PromptSource(PromptLoader(rows, 0, shuffle=False), encoder(model), warn=warnings.append)
+    assert asyncio.run(source.prepare(10)) == PROMPTS_WITH_IMAGES
+    assert source.unusable == 1 and "rows.jsonl:2: image 1" in warnings[0] and "unusable_prompts" in warnings[0]
+    candidates = [source.candidate() for _ in range(10)]
+    assert [candidate.serial for candidate in candidates] == [*range(1, 11)]
+    assert [candidate.images[0].image.data for candidate in candidates] == [RED, *[BLUE] * 9]
+    assert candidates[-1].loader["position"] == 11
 
 
 def test_a_digest_without_its_image_is_refused(model: str) -> None:

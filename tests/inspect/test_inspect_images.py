@@ -19,7 +19,7 @@ from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.directory import RunDirectory
-from tests.data.vision_model import picture
+from tests.data.pictures import picture
 from tests.journal.buffer_stand_ins import rollout
 
 SETTINGS = BufferSettings(1, 1, 1, "wait", 10, 1, False)

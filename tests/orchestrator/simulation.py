@@ -35,7 +35,7 @@ from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut
 from asyncrl_cli.orchestrator.launch import Start, _save_before_leaving
 from asyncrl_cli.orchestrator.loop import Orchestrator
 from asyncrl_cli.orchestrator.metrics import batch_digest
-from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptSource
 from asyncrl_cli.orchestrator.resume import prepare
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.records.generation import (
@@ -424,8 +424,10 @@ class SimulatedBuffer(Buffer):
 class Encoder:
     """Prompt ``p7`` has the tokens (7, 7); the text of tokens is their numbers."""
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return (int(prompt.uid[1:]),) * 2
+    sees_images = False
+
+    def encode_with_images(self, prompt: Prompt) -> Encoded:
+        return Encoded((int(prompt.uid[1:]),) * 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(map(str, ids))

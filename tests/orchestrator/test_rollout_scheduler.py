@@ -34,7 +34,7 @@ from asyncrl_cli.data.loader import PromptFilter, PromptLoader
 from asyncrl_cli.journal.buffer import Buffer
 from asyncrl_cli.journal.schema import open_for_reading
 from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.orchestrator.prompt_source import PromptSource
+from asyncrl_cli.orchestrator.prompt_source import Encoded, PromptSource
 from asyncrl_cli.orchestrator.rollout_scheduler import LEAST, RolloutScheduler, rollout_seed
 from asyncrl_cli.records.generation import RolloutFailure, RolloutRequest, group_and_index
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken, Waiting
@@ -51,8 +51,10 @@ STEPS = 4
 class Encoder:
     """Prompt ``p7`` has the tokens (7, 7)."""
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return (int(prompt.uid[1:]),) * 2
+    sees_images = False
+
+    def encode_with_images(self, prompt: Prompt) -> Encoded:
+        return Encoded((int(prompt.uid[1:]),) * 2)
 
 
 class Scorer:

@@ -20,7 +20,7 @@ from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.model.image_models import IMAGE_TOKENS
-from tests.data.vision_model import picture
+from tests.data.pictures import picture
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
 from tests.small_models import IMAGE_MODELS
