@@ -95,7 +95,7 @@ if [ "$device" = cpu ]; then
   packages "$torch" 2>/dev/null || packages --extra-index-url "$torch_index" "$torch" ||
     fail "pip finds no $torch for $("$venv/bin/python" --version)" "pip's indexes and $torch_index" \
       "open a way to that index, or set PIP_FIND_LINKS to a folder with the wheel"
-  stand_ins=(requirements/absent/*)
+  stand_ins=(requirements/absent/torchaudio requirements/absent/torchcodec)
 fi
 # The only package of the locks that has to be compiled.
 if ! packages "$(grep '^pycosat==' "requirements/$device.lock")" >/dev/null 2>&1; then
@@ -104,6 +104,7 @@ if ! packages "$(grep '^pycosat==' "requirements/$device.lock")" >/dev/null 2>&1
 fi
 packages --requirement <(grep -v '^pycosat==' "requirements/$device.lock")
 pip install --no-deps --no-build-isolation "${stand_ins[@]}" --editable .
+[ "$device" != cpu ] || bash requirements/vision.sh "$PWD/$venv/bin/python" || true
 # vLLM's wheel is for every Python, and its file WHEEL names 3.12 alone: newer releases of pip report that.
 problems=$("$venv/bin/python" -m pip --disable-pip-version-check check |
   grep -v -e '^vllm.* is not supported on this platform$' -e '^No broken requirements') || true

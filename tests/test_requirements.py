@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
-UNLOCKED = {"prometheus"}
+UNLOCKED = {"prometheus", "vision"}
 """Extras whose packages are in no lock."""
 
 

@@ -32,6 +32,7 @@ from asyncrl_cli.checks.machine import (
     GIB,
     available_memory,
     check_folder,
+    check_images,
     check_packages,
     driver_problem,
     existing,
@@ -104,6 +105,7 @@ def _checks(runs_dir: Path, quick: bool, deeply: bool) -> Iterator[Check]:
     headers = Path(sysconfig.get_path("include"), "Python.h").is_file()
     yield Check("system", lambda: check_python(platform.system(), sys.version_info[:2]))
     yield Check("packages", lambda: check_all_packages(versions))
+    yield Check("images", check_image_packages)
     yield Check("devices", lambda: check_build(gpus, versions, driver_problem() if on_gpu else None))
     yield Check("processors", lambda: check_processors(os.cpu_count() or 1, len(os.sched_getaffinity(0))))
     yield Check("memory", lambda: check_free_memory(available_memory()))
@@ -139,6 +141,14 @@ def check_all_packages(versions: Mapping[str, str]) -> str:
     if "mlflow" not in versions:
         raise ConfigError("not installed: mlflow", hint="install with `make install`")
     return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def check_image_packages() -> Result:
+    """Whether models can get images. Most runs have text alone."""
+    try:
+        return check_images()
+    except ConfigError as error:
+        return Warned(str(error.message), error.hint or "")
 
 
 def check_build(gpus: tuple[str, ...], versions: Mapping[str, str], driver: tuple[str, str] | None = None) -> Result:

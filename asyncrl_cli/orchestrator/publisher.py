@@ -345,7 +345,7 @@ class Publisher:
         if actor is None:  # lost since it was chosen; its keeper starts another one
             raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
-            actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids),
+            actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids, probe.images),
             name,
             self._timeout_s + seconds_for(size_of(manifest.slots)),
         )

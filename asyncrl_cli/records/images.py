@@ -58,3 +58,8 @@ class PlacedImage:
     image: Image
     offset: int
     length: int
+
+    @property
+    def end(self) -> int:
+        """The index after its last placeholder."""
+        return self.offset + self.length

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import Scored, Turn
 
 CORRECT = 1.0
@@ -100,10 +101,11 @@ class StepReport:
 class Probe:
     """A fixed sequence and the trainer's own log-probs of it: an engine that serves the same weights agrees.
 
-    ``logprobs`` are float32, of shape [len(ids) - 1]: the first token has none. ``base_logprobs`` are those of the
+    ``logprobs`` are float32, of the tokens after the first one and after ``images``. ``base_logprobs`` are those of the
     model without its adapters, where engines get the adapters alone: an engine that does not apply them has these.
     """
 
     ids: tuple[int, ...]
     logprobs: NDArray[np.float32]
     base_logprobs: NDArray[np.float32] | None = None
+    images: tuple[PlacedImage, ...] = ()

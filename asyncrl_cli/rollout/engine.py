@@ -302,8 +302,10 @@ class Engine:
         self._scheduler.release()
         await self._wake()
 
-    async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
-        """Log-probs of a fixed sequence, through the path that serves rollouts."""
+    async def attest(
+        self, probe_ids: tuple[int, ...], stall_s: float, images: tuple[PlacedImage, ...] = ()
+    ) -> Attestation:
+        """Log-probs of a fixed sequence (of ``Probe.logprobs``' tokens), through the path that serves rollouts."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -315,9 +317,10 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        processed = await self._images.processed(images)
         async with self._scheduler:
             async for output in self._vllm.generate(
-                self._prompt(probe_ids),
+                self._prompt(probe_ids, images, processed),
                 params,
                 request_id=f"probe-{self._probes}",
                 lora_request=self._adapter,
@@ -325,7 +328,8 @@ class Engine:
             ):
                 last = output
         logprobs = [entry[token].logprob for entry, token in zip(last.prompt_logprobs[1:], probe_ids[1:], strict=True)]
-        return Attestation(self._version, np.asarray(logprobs, dtype=np.float32), stall_s)
+        first = max([1, *(one.end for one in images)])
+        return Attestation(self._version, np.asarray(logprobs[first - 1 :], dtype=np.float32), stall_s)
 
     def shutdown(self) -> None:
         """Stop vLLM and its processes."""

@@ -32,6 +32,7 @@ from asyncrl_cli.records.generation import (
     RolloutRequest,
     Segment,
 )
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.rollout.activity import ActivityClock
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -178,7 +179,13 @@ class RolloutWorker:
         )
 
     async def update_weights(
-        self, version: int, path: str, slots: tuple[TensorSlot, ...], policy: str, probe_ids: tuple[int, ...]
+        self,
+        version: int,
+        path: str,
+        slots: tuple[TensorSlot, ...],
+        policy: str,
+        probe_ids: tuple[int, ...],
+        probe_images: tuple[PlacedImage, ...] = (),
     ) -> Attestation:
         """Load ``version`` from the host's replica, and prove it.
 
@@ -194,7 +201,7 @@ class RolloutWorker:
             finally:
                 self._clock.end_update(stall_s)
             resumed = time.monotonic()
-            attestation = await self._engine.attest(probe_ids, stall_s)
+            attestation = await self._engine.attest(probe_ids, stall_s, probe_images)
             return replace(attestation, resumed_s=time.monotonic() - resumed)
         except Exception as error:
             if self._engine.dead:

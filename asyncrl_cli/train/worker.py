@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,15 +256,15 @@ class TrainerWorker:
                 if missing is None:
                     write_shard(tensors[name], begin=begin, own=own, copies=self._copies)
             # On all ranks, as the forward pass is collective (decision 0003), while a GPU copies what was begun above.
-            ids, logprobs = self._probe(prompt_ids)
-            base = self._base_logprobs.get(ids)
+            probe = self._probe(prompt_ids)
+            base = self._base_logprobs.get(probe.ids)
             if adapter_only and base is None:
                 with without_adapters(self._model):
-                    _, base = self._probe(prompt_ids)
-                self._base_logprobs = {ids: base}
+                    base = self._probe(prompt_ids).logprobs
+                self._base_logprobs = {probe.ids: base}
         if missing is not None:
             raise missing
-        return Probe(ids, logprobs, base) if self._rank == 0 else None
+        return replace(probe, base_logprobs=base) if self._rank == 0 else None
 
     def save_model(self, folder: str) -> None:
         """Write the weights as a Hugging Face directory with the tokenizer. Rank 0 writes."""
@@ -300,23 +301,31 @@ class TrainerWorker:
             written |= self._learner.reference.save(Path(folder), self._rank)
         return {path.relative_to(folder).as_posix(): digest for path, digest in written.items()}
 
-    def _probe(self, prompt_ids: Sequence[int]) -> tuple[tuple[int, ...], Any]:
+    def _probe(self, prompt_ids: Sequence[int]) -> Probe:
         import torch
 
         from asyncrl_cli.train.model.probe import PROBE_TOKENS, probe_ids
 
         vocabulary = self._model.config.get_text_config().vocab_size
-        length = min(PROBE_TOKENS, self._spec.model.max_length - 1)
+        policy = self._engine.module
+        image = None if policy.vision is None else policy.vision.stand_in(policy.model)
+        length = min(PROBE_TOKENS, self._spec.model.max_length - 1 - (image.length if image else 0))
         ids = torch.tensor([probe_ids(prompt_ids, tokenizer=self._tokenizer, vocabulary=vocabulary, length=length)])
         mask = torch.ones_like(ids, dtype=torch.bool)
         mask[:, 0] = False
-        device = self._engine.device
-        policy = self._engine.module
+        ids, mask, images, first = ids.to(self._engine.device), mask.to(self._engine.device), {}, 1
+        if image is not None:
+            ids, mask, images["images"] = policy.vision.with_image(policy.model, ids, mask)
+            first = image.end
         # An engine's log-probs of a prompt, which the probe is, are not divided by the temperature.
         temperature, policy.temperature = policy.temperature, 1.0
         try:
             with torch.no_grad():
-                logprobs = self._engine(ids.to(device), mask.to(device))
+                logprobs = self._engine(ids, mask, **images)
         finally:
             policy.temperature = temperature
-        return tuple(ids[0].tolist()), logprobs[0, 1:].float().cpu().numpy()
+        return Probe(
+            tuple(ids[0].tolist()),
+            logprobs[0, first:].float().cpu().numpy(),
+            images=() if image is None else (image,),
+        )

@@ -209,3 +209,10 @@ def test_a_check_without_one_of_its_packages_names_it() -> None:
     with pytest.raises(ConfigError, match="the package peft is not installed") as refused:
         run_check(Check("algorithm", look))
     assert "asyncrl[lora]" in refused.value.hint
+
+
+def test_images_without_torchvision_name_package_and_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="images need the package torchvision") as refused:
+        machine.check_images()
+    assert refused.value.location == "model.max_images" and "asyncrl[vision]" in (refused.value.hint or "")

@@ -164,7 +164,7 @@ class Engine(Actor):
 
     @remote
     async def update_weights(
-        self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...]
+        self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...], *_: Any
     ) -> Attestation:
         await self._awake.wait()
         self._may_die(0.05)

@@ -55,7 +55,9 @@ class Engine:
         self.update_weights = self
         self.hosts: StandInHosts
 
-    async def remote(self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...]) -> Attestation:
+    async def remote(
+        self, version: int, path: str, slots: Any, policy: str, probe_ids: tuple[int, ...], *_: Any
+    ) -> Attestation:
         assert (slots, policy, probe_ids) == (layout(RANKS), "keep", PROBE)
         if self.dead:
             raise ActorDiedError()

@@ -20,6 +20,8 @@ from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.model.image_models import IMAGE_TOKENS
+from asyncrl_cli.train.model.tokenizer import character_tokenizer
+from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from tests.data.pictures import picture
 from tests.e2e.conftest import Runs
 from tests.e2e.test_weights import TOLERANCE, Bench
@@ -53,6 +55,14 @@ class VisionBench(Bench):
         ids, places = self.tokens.encode(text, images)
         return RolloutRequest(name, tuple(ids), Sampling(1.0, tokens, seed), images=places)
 
+    def layout(self, model: Any) -> tuple[TensorSlot, ...]:
+        return plan_slots((name, p.dtype, tuple(p.shape)) for name, p in self.published(model).items())
+
+    def published(self, model: Any) -> dict[str, torch.Tensor]:
+        # transformers drops a part of the names in published checkpoints of Gemma 3 when it loads one.
+        long = "vision_tower.vision_model." if model.config.model_type == "gemma3" else "vision_tower."
+        return {name.replace("vision_tower.", long): p for name, p in model.named_parameters()}
+
     def gap(self, rollout: Rollout, request: RolloutRequest, version: int) -> float:
         """The largest difference to the log-probs of one version's weights, in nats."""
         return float(np.abs(self.recomputed_with(rollout, request, version) - rollout.logprobs).max())
@@ -70,7 +80,8 @@ class VisionBench(Bench):
         at_images = torch.zeros_like(ids)
         for one in images:
             at_images[0, one.offset : one.offset + one.length] = 1
-        inputs["mm_token_type_ids" if "image_grid_thw" in inputs else "token_type_ids"] = at_images
+        if "image_grid_thw" in inputs:  # Gemma 3's placeholders see each other only where vLLM runs on GPUs
+            inputs["mm_token_type_ids"] = at_images
         text = torch.where((ids == self.placeholder) & (at_images == 0), 0, ids)  # a sampled placeholder is text
 
         def embed_true_ids(layer: Any, arguments: Any) -> Any:
@@ -93,7 +104,10 @@ def loops() -> Iterator[asyncio.Runner]:
 def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBench:
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
-    init = {"architecture": architecture, "config": IMAGE_MODELS[architecture]}
+    tokens = character_tokenizer(256, IMAGE_TOKENS[architecture])
+    tokens.add_tokens(["\n" * count for count in (2, 3, 4)])  # vLLM's processor of Gemma 3 asks for them
+    tokens.save_pretrained(folder / "tokenizer")
+    init = {"architecture": architecture, "config": IMAGE_MODELS[architecture], "tokenizer": str(folder / "tokenizer")}
     model = {"init": init, "warm_start": None, "max_length": 256, "max_images": 2}
     spec = load_spec(Runs(folder).write_spec(model=model, rollout={"max_running_rollouts": 8})).spec
     os.environ.update(engine_environment(spec))
@@ -195,6 +209,21 @@ def test_image_rollout_continues_after_abort_and_weight_update(bench: VisionBenc
     late = newer.versions == 31
     assert late.any() and not late.all()
     assert np.abs(bench.recomputed_with(newer, request, 31) - newer.logprobs)[late].max() < TOLERANCE
+
+
+def test_probe_with_an_image_has_the_logprobs_of_transformers(bench: VisionBench, loops: asyncio.Runner) -> None:
+    request = bench.request("35-0", RED, BLUE)
+    probe = replace(request, prompt_ids=request.prompt_ids[: request.images[0].end + 10], images=request.images[:1])
+
+    async def attest() -> np.ndarray:
+        await bench.publish(35, "keep")
+        return (await bench.engine.attest(probe.prompt_ids, 0.0, probe.images)).probe_logprobs
+
+    answer = loops.run(attest())
+    after = torch.tensor(probe.prompt_ids[probe.images[0].end :])
+    logprobs = bench._logits(torch.tensor([probe.prompt_ids]), probe.images, 35).log_softmax(-1)[-11:-1]
+    assert len(answer) == 10
+    assert np.abs(logprobs.gather(1, after[:, None])[:, 0].numpy() - answer).max() < TOLERANCE
 
 
 def test_placeholder_that_the_policy_sampled_is_text(bench: VisionBench, loops: asyncio.Runner) -> None:

@@ -88,7 +88,7 @@ class StandInEngine:
         self.version = version
         return self.stall_s
 
-    async def attest(self, probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
+    async def attest(self, probe_ids: tuple[int, ...], stall_s: float, images: Any = ()) -> Attestation:
         return Attestation(self.version, np.zeros(len(probe_ids) - 1, dtype=np.float32), stall_s)
 
 
@@ -355,7 +355,7 @@ def test_the_death_of_an_idle_engine_is_noticed(worker: RolloutWorker) -> None:
 def test_an_engine_that_dies_of_the_probe_says_why(worker: RolloutWorker) -> None:
     engine: Any = worker._engine
 
-    async def attest(probe_ids: tuple[int, ...], stall_s: float) -> Attestation:
+    async def attest(probe_ids: tuple[int, ...], stall_s: float, images: Any = ()) -> Attestation:
         engine.dead = True
         raise RuntimeError("EngineCore encountered an issue")
 

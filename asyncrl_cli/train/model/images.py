@@ -3,7 +3,7 @@
 A model scatters an image's features over its placeholder tokens. A token that the policy sampled may have the same id,
 and is text, as it is for the engine. So the places of images count here, never ids.
 
-Invariant: every pass runs the vision tower, with a grey image where a micro-batch has none. Under ZeRO-3 the tower's
+Invariant: every pass runs the vision tower, with a stand-in where a micro-batch has none. Under ZeRO-3 the tower's
 weights are gathered by all ranks together, and the gradients of what is trained are added up over all of them.
 """
 
@@ -27,7 +27,7 @@ from asyncrl_cli.spec.inputs import ModelSpec
 
 CACHED_BYTES = 2**28
 """Pixels of images that are kept: the rows of a group have the same ones, and so do the epochs of a step."""
-GREY = (56, 56)
+STAND_IN = (56, 56)
 """Width and height of the image that stands for none, in pixels; processors enlarge it where they need more."""
 
 
@@ -96,6 +96,7 @@ class Vision:
         self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._cached_bytes = 0
         self._lock = threading.Lock()
+        self._placed: PlacedImage | None = None
 
     def inputs(self, rows: Sequence[Sequence[PlacedImage]], tokens: int) -> ImageInputs:
         """The inputs, on the CPU, for ``rows`` of as many ``tokens``; no row stands for one without an image."""
@@ -104,7 +105,7 @@ class Vision:
             for one in placed:
                 placeholders[index, one.offset : one.offset + one.length] = True
         found = [self._pixels(one.image) for placed in rows for one in placed]
-        parts = found or [self._pixels(_grey())]
+        parts = found or [self._pixels(_stand_in())]
         pixels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         positions = None
         if self._rope_index is not None:
@@ -115,15 +116,21 @@ class Vision:
             )
         return ImageInputs(placeholders, pixels, positions, self._bidirectional)
 
+    def stand_in(self, model: Any) -> PlacedImage:
+        """The image of ``with_image``. The first call runs the vision tower."""
+        if self._placed is None:
+            image = _stand_in()
+            with torch.no_grad():
+                pixels = {name: tensor.to(model.device) for name, tensor in self._pixels(image).items()}
+                found = model.base_model.get_image_features(**pixels, return_dict=True)
+            self._placed = PlacedImage(image, 1, sum(len(part) for part in found.pooler_output))
+        return self._placed
+
     def with_image(self, model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, ImageInputs]:
-        """``ids`` and ``mask``, [rows, tokens], with a grey image of the model before each row's second token."""
-        grey = _grey()
-        with torch.no_grad():
-            pixels = {name: tensor.to(ids.device) for name, tensor in self._pixels(grey).items()}
-            found = model.base_model.get_image_features(**pixels, return_dict=True)
-        count = sum(len(part) for part in found.pooler_output)
-        placeholders = torch.full((len(ids), count), model.config.image_token_id, device=ids.device)
-        inputs = self.inputs([(PlacedImage(grey, 1, count),)] * len(ids), ids.shape[1] + count)
+        """``ids`` and ``mask``, [rows, tokens], with an image of the model before each row's second token."""
+        placed = self.stand_in(model)
+        placeholders = torch.full((len(ids), placed.length), model.config.image_token_id, device=ids.device)
+        inputs = self.inputs([(placed,)] * len(ids), ids.shape[1] + placed.length)
         return (
             torch.cat([ids[:, :1], placeholders, ids[:, 1:]], dim=1),
             torch.cat([mask[:, :1], torch.zeros_like(placeholders, dtype=torch.bool), mask[:, 1:]], dim=1),
@@ -150,11 +157,11 @@ class Vision:
         return {name: made[name] for name in made if name in self._accepted}
 
 
-def _grey() -> Image:
+def _stand_in() -> Image:
     from PIL import Image as images
 
     written = io.BytesIO()
-    images.new("RGB", GREY, "grey").save(written, "PNG")
+    images.radial_gradient("L").resize(STAND_IN).convert("RGB").save(written, "PNG")
     return Image.of(written.getvalue())
 
 
