@@ -185,7 +185,7 @@ class Buffer:
     async def batch(self, step: int) -> TrainingBatch:
         """A batch that was taken, from the journal."""
         await self._commit()  # before it is trained: no other file may have a later step than the journal
-        return await self._disk.run(self._book.journal.batch, step)
+        return await self._disk.run(self._book.batch, step)
 
     async def requeue(self, group_ids: Sequence[int]) -> list[tuple[int, int, int]]:
         """Abandon overdue groups and start their prompts again; returns (old index, new index, version) for each."""

@@ -31,7 +31,7 @@ from asyncrl_cli.records.groups import (
 )
 from asyncrl_cli.records.prompt import prompt_from, to_json
 from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, part_of_reward, weighted_reward
-from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, are_equal
+from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, TrainingBatch, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
 
@@ -220,6 +220,10 @@ class DurableLedger:
         self.ledger.take(upcoming)
         self.journal.taken(upcoming, self.ledger.counts().late - late)
         return None
+
+    def batch(self, step: int) -> TrainingBatch:
+        """The batch of a step, as the trainer gets it. Call it in the journal's thread. Raises as ``Journal.batch``."""
+        return self.journal.batch(step, self._settings.earlier_results)
 
     def publish(self, record: PublishRecord) -> None:
         """A version is published. A record of an earlier version replaces the present one.

@@ -74,10 +74,11 @@ class RolloutRow(NamedTuple):
 _ROLLOUT_COLUMNS = ", ".join(RolloutRow._fields)
 
 
-def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
+def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False) -> TrainingBatch:
     """The batch of a step, as it was taken. Raises ``LookupError`` when it is not there, or its tokens are pruned.
 
-    Texts are left empty: training needs none. Raises ``sqlite3.DatabaseError`` for damage.
+    ``earlier``: fill in ``TrainingGroup.earlier``; groups have one rollout. Texts are left empty: training needs none.
+    Raises ``sqlite3.DatabaseError`` for damage.
     """
     found = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
     if found is None:
@@ -90,9 +91,9 @@ def read_batch(connection: sqlite3.Connection, step: int) -> TrainingBatch:
     size = settings["group_size"]
     known: dict[str, Image] = {}  # one object for each image, also in several groups
     groups = [_training_group(connection, step=step, group_id=group_id, size=size, known=known) for group_id in ids]
-    if size == 1:
-        earlier = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
-        groups = [replace(group, earlier=earlier[group.uid]) for group in groups]
+    if earlier:
+        results = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
+        groups = [replace(group, earlier=results[group.uid]) for group in groups]
     return TrainingBatch(step, found[0], tuple(groups))
 
 

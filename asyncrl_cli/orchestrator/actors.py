@@ -18,6 +18,7 @@ from asyncrl_cli.orchestrator.placement import Examiner, PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
+from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.inputs import TaskSpec
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
@@ -152,6 +153,7 @@ def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
         ahead=pipeline.ahead,
         reward_parts=spec.algorithm.reward_parts,
         parts_apart=spec.algorithm.parts_apart,
+        earlier_results=spec.algorithm.advantage == RUNNING_BASELINE,
     )
 
 

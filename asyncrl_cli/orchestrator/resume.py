@@ -143,7 +143,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
         book.opening()
         for step in range(first, taken):
             try:
-                book.journal.batch(step)
+                book.batch(step)
             except LookupError as error:
                 raise RunError(
                     f"the steps after step {first} cannot be trained again: {error.args[0]}",

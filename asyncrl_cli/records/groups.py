@@ -51,6 +51,8 @@ class BufferSettings:
     """Weights of the parts of the reward that ``reject_uniform`` compares; empty: it compares the reward alone."""
     parts_apart: bool = False
     """Whether it compares each part instead of their weighted sum."""
+    earlier_results: bool = False
+    """Whether batches have ``TrainingGroup.earlier``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ class TrainingGroup:
     turns: tuple[tuple[Turn, ...], ...] = ()
     """The turns of each rollout, if the task is an environment; empty otherwise."""
     earlier: tuple[Scored, ...] = ()
-    """In a group of one rollout: the results of the prompt's groups in earlier batches, newest admission first."""
+    """For a running baseline: the results of the prompt's groups in earlier batches, newest admission first."""
 
     @property
     def known_rewards(self) -> list[float]:
