@@ -569,7 +569,7 @@ class Simulation:
         client = client_of(spec, processes, Encoder().decode, dog.progress, buffer.note_request)
         scorer: Any = Scorer()
         encoder, data = Encoder(), prompts(PROMPTS)
-        held_out = [(prompt, encoder.encode(prompt)) for prompt in data[:2]]
+        held_out = [(prompt, encoder.encode_with_images(prompt)) for prompt in data[:2]]
         evaluator = Evaluator(
             spec,
             write=run.write_text,

@@ -21,6 +21,7 @@ from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.intervals import wilson
 from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, mean_pass_at, pass_at
+from asyncrl_cli.orchestrator.prompt_source import Encoded
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
@@ -108,7 +109,7 @@ def evaluator(folder: Path, scorer: Any, sets: dict[str, HeldOut] | None = None,
         buffer=Journal(),  # type: ignore[arg-type]
         reporter=NOTHING,  # type: ignore[arg-type]
         opening=BEGINNING,  # type: ignore[arg-type]
-        held_out=HeldOut([(prompt, (1, 2)) for prompt in prompts(3)], scorer),
+        held_out=HeldOut([(prompt, Encoded((1, 2))) for prompt in prompts(3)], scorer),
         sets=sets or {},
     )
     return found, client, directory
@@ -255,7 +256,7 @@ def test_what_is_due_when(tmp_path: Path) -> None:
 
 def test_a_set_of_episodes_is_played(tmp_path: Path) -> None:
     player = Player()
-    data = HeldOut([(prompt, ()) for prompt in prompts(3)], Scorer(set()), player)  # type: ignore[arg-type]
+    data = HeldOut([(prompt, Encoded(())) for prompt in prompts(3)], Scorer(set()), player)  # type: ignore[arg-type]
     sets = {"tools": {"data": {"size": 3}}}
     parts = evaluator(tmp_path, Scorer(set()), {"tools": data}, evaluation={"sets": sets})
     result = evaluated(parts, "tools:greedy", 0)
@@ -277,7 +278,7 @@ def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
         async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Any]:
             return rollout(rollout_id, (CONTEXT,)), RewardFailure("nothing was sampled")
 
-    data = HeldOut([(prompt, ()) for prompt in prompts(2)], Scorer(set()), Silent())  # type: ignore[arg-type]
+    data = HeldOut([(prompt, Encoded(())) for prompt in prompts(2)], Scorer(set()), Silent())  # type: ignore[arg-type]
     parts = evaluator(tmp_path, Scorer(set()), {"x": data}, evaluation={"sets": {"x": {"data": {"size": 2}}}})
     assert np.all(rollout("1-0", (CONTEXT,)).versions == CONTEXT)
     with pytest.raises(RunError, match="every evaluation episode failed; the first: nothing was sampled"):

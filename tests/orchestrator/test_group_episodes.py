@@ -12,6 +12,7 @@ import numpy as np
 from stand_ins import Here, kill, run, segment
 from test_rollout_scheduler import Harness
 
+from asyncrl_cli.orchestrator.prompt_source import Encoded
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.records.generation import CONTEXT, Rollout, Sampling, Segment
 from asyncrl_cli.records.groups import Waiting
@@ -22,8 +23,10 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 class NoTokens:
     """An encoder for a task whose rollouts are episodes."""
 
-    def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return ()
+    sees_images = False
+
+    def encode_with_images(self, prompt: Prompt) -> Encoded:
+        return Encoded(())
 
 
 class Episodes:
