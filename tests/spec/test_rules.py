@@ -18,6 +18,7 @@ from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, t
 ROOT = Path(__file__).parents[2]
 ROWS = (f"model.warm_start.data.path={ROOT}/tests/fixtures/sft.jsonl", "model.warm_start.data.prompt_column=messages")
 Write = Callable[..., Path]
+SEES = "model={path: null, init: {architecture: qwen2_5_vl, tokenizer: characters}}"
 ON_GPUS = (
     *("rollout.gpus_per_engine=1", "trainer.gpus_per_rank=1"),
     *("rollout.dtype=bfloat16", "trainer.dtype=bfloat16"),
@@ -208,6 +209,9 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "vLLM's loader writes its experts",
         ),
         (["model.lora={rank: 600, serve: adapter}"], "model.lora.rank", "of rank 512 at most"),
+        ([SEES.replace("qwen2_5_vl", "qwen3"), "model.max_images=1"], "model.max_images", "`qwen3` sees no images"),
+        ([SEES], "model.max_images", "`qwen2_5_vl` is a model for images"),
+        ([SEES, "model.max_images=1", "model.lora={serve: adapter}"], "model.lora.serve", "next to a vision tower"),
         (
             ["model.lora={serve: adapter}", "rollout.engine_args={quantization: fp8_per_tensor}", *ON_GPUS],
             "rollout.engine_args.quantization",
@@ -464,3 +468,9 @@ def test_engines_on_gpus_may_compute_in_fp8_where_the_difference_is_corrected(
     off = "algorithm.correction={level: null, cap: null}"
     problems = [problem for problem in findings(write(), *fp8, off) if problem.severity == "error"]
     assert [problem.path for problem in problems] == ["algorithm.correction.level"]
+
+
+def test_sequences_with_images_are_not_divided(write: Write) -> None:
+    divided = ("trainer.ranks=2", "trainer.sequence_parallel=2")
+    messages = [problem.message for problem in findings(write(), SEES, "model.max_images=1", *divided)]
+    assert "sequences with images cannot be divided over ranks" in messages

@@ -27,7 +27,7 @@ def picture(seed: int, width: int = 56, height: int = 56) -> Image:
     return Image.of(written.getvalue())
 
 
-def saved_model(architecture: str, folder: Path) -> None:
+def saved_model(architecture: str, folder: Path, max_length: int = 256) -> None:
     """A model of ``IMAGE_MODELS`` in which every weight is random and an image matters."""
     import torch
     from transformers import AutoModelForImageTextToText
@@ -36,7 +36,7 @@ def saved_model(architecture: str, folder: Path) -> None:
     from tests.small_models import IMAGE_MODELS
 
     init = ModelInit(architecture=architecture, config=IMAGE_MODELS[architecture])
-    build_initial_model(init, max_length=256, seed=0, directory=folder)
+    build_initial_model(init, max_length=max_length, seed=0, directory=folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     torch.manual_seed(0)
     with torch.no_grad():

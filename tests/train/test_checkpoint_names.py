@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.shards import engine_layout, shards, with_checkpoint_parts, write_shard
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots, size_of
 from asyncrl_cli.weights.mapped import Copies
-from tests.small_models import ARCHITECTURES, small_model
+from tests.small_models import ARCHITECTURES, IMAGE_MODELS, small_model
+from tests.train.pictures import saved_model
 
 
 def view(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
@@ -20,10 +22,24 @@ def view(memory: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
 
 @pytest.mark.slow  # it imports the models of eight architectures
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_memory_of_a_version_has_every_tensor_of_the_checkpoint(architecture: str, tmp_path: Any) -> None:
+def test_the_memory_of_a_version_has_every_tensor_of_the_checkpoint(architecture: str, tmp_path: Path) -> None:
+    check_names(small_model(architecture), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", IMAGE_MODELS)
+def test_the_memory_of_a_model_that_sees_images_has_every_tensor_of_its_checkpoint(
+    architecture: str, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    saved_model(architecture, tmp_path / "in")
+    check_names(AutoModelForImageTextToText.from_pretrained(tmp_path / "in", dtype=torch.float32), tmp_path)
+
+
+def check_names(model: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    model = small_model(architecture)
     model.save_pretrained(tmp_path)
     slots = engine_layout(model, torch.float32)
     memory = torch.zeros(size_of(slots), dtype=torch.uint8)

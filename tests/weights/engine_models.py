@@ -25,7 +25,7 @@ os.environ |= ENVIRONMENT | CPU_ENVIRONMENT | {"HF_HUB_OFFLINE": "1"}
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  # first, as in vLLM's own worker: it adapts torch to CPUs
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -37,7 +37,8 @@ from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.mapped import Copies
 from asyncrl_cli.weights.replica import VERSION_BYTES
 from asyncrl_cli.weights.vllm_worker import BACKEND, ReplicaInitInfo, ReplicaTransferEngine
-from tests.small_models import small_model
+from tests.small_models import IMAGE_MODELS, small_model
+from tests.train.pictures import saved_model
 
 POSITION = 4000
 """The position at which rotary frequencies are compared."""
@@ -54,8 +55,12 @@ def main() -> None:
 
 def compared(architecture: str, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = small_model(architecture)
-    model.save_pretrained(folder / "model")
+    if architecture in IMAGE_MODELS:
+        saved_model(architecture, folder / "model", max_length=2 * POSITION)
+        model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    else:
+        model = small_model(architecture)
+        model.save_pretrained(folder / "model")
     _, loaded = engine_model(folder, "auto")
     config, served = engine_model(folder, "dummy")
     transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
@@ -86,6 +91,7 @@ def _fields(slot: TensorSlot) -> dict[str, Any]:
 
 def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]:
     """vLLM's model for the folder ``model``, as its CPU worker creates it."""
+    images = (folder / "model/processor_config.json").is_file()
     latent = hasattr(AutoConfig.from_pretrained(folder / "model").get_text_config(), "kv_lora_rank")
     config = AsyncEngineArgs(
         model=str(folder / "model"),
@@ -94,8 +100,10 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         max_num_batched_tokens=2 * POSITION,
         load_format=load_format,
         enforce_eager=True,
-        skip_tokenizer_init=True,
-        language_model_only=True,
+        skip_tokenizer_init=not images,  # a processor of images has one
+        limit_mm_per_prompt={"image": 1} if images else {},
+        mm_device_do_normalize=False,
+        language_model_only=not images,
         distributed_executor_backend="uni",
         kv_cache_memory_bytes=2**20,
         block_size=32,
@@ -153,7 +161,7 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def rotary_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers():
-        if name.endswith("cos_sin_cache"):
+        if name.endswith("cos_sin_cache") and not name.startswith("vis"):  # only of language models
             yield name, buffer[POSITION].chunk(2)[0].float()
 
 

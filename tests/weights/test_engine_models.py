@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.small_models import ARCHITECTURES
+from tests.small_models import ARCHITECTURES, IMAGE_MODELS
 
 pytestmark = pytest.mark.stack
 
@@ -36,6 +36,11 @@ def compare(*architectures: str) -> list[dict[str, Any]]:
 
 def test_a_published_version_is_what_the_folder_is() -> None:
     check(compare(*OFTEN))
+
+
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's models for images import torchvision")
+def test_a_published_version_is_what_the_folder_is_for_models_that_see_images() -> None:
+    check(compare(*IMAGE_MODELS))
 
 
 @pytest.mark.nightly

@@ -29,8 +29,9 @@ _QWEN = VisionTokens(
     },
     mark="<|vision_start|><|image_pad|><|vision_end|>",
 )
+GEMMA = "gemma3"
 IMAGE_TOKENS = {
-    "gemma3": VisionTokens(
+    GEMMA: VisionTokens(
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         mark="<start_of_image>",
     ),
@@ -75,9 +76,19 @@ def save_processor(config: Any, tokenizer: Any, directory: Path) -> None:
     processor.save_pretrained(directory)
 
 
+def name_tower(weights: Path) -> None:
+    """Give the tower's tensors in a saved Gemma 3 the names that it has on the hub, which vLLM requires. transformers
+    saves a model under the names that it was loaded with, and a new one under others."""
+    from safetensors.torch import load_file, save_file
+
+    saved = load_file(weights)
+    renamed = {name.replace("vision_tower.", "vision_tower.vision_model.", 1): saved[name] for name in saved}
+    save_file(renamed, weights, metadata={"format": "pt"})
+
+
 def _processor(config: Any, tokenizer: Any) -> Any:
     vision = config.vision_config
-    if config.model_type == "gemma3":
+    if config.model_type == GEMMA:
         from transformers.models.gemma3 import Gemma3Processor
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 

@@ -33,8 +33,10 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.image_models import (
+    GEMMA,
     IMAGE_TOKENS,
     model_class,
+    name_tower,
     save_processor,
     set_image_tokens,
 )
@@ -227,6 +229,8 @@ def write_weights(directory: Path, seed: int) -> None:
                 hint="change the sizes in model.init.config",
             ) from error
     save_model(model, directory, directory)
+    if config.model_type == GEMMA:
+        name_tower(directory / "model.safetensors")
 
 
 def _saved_tokenizer(path: str) -> Any:
@@ -272,8 +276,10 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
         tied = {name: init.config[name] for name in ("tie_word_embeddings",) if name in init.config}
         text = own | tied | init.config.get(TEXT_CONFIG, {}) | from_tokenizer  # vLLM reads both configs
         settings = {**init.config, TEXT_CONFIG: text}
+        vision = {"vision_use_head": False} if init.architecture == GEMMA else {}  # vLLM has no such head
         if "out_hidden_size" in vars(config_class.sub_configs["vision_config"]) and "hidden_size" in text:
-            settings["vision_config"] = {"out_hidden_size": text["hidden_size"], **init.config.get("vision_config", {})}
+            vision["out_hidden_size"] = text["hidden_size"]
+        settings["vision_config"] = vision | init.config.get("vision_config", {})
     else:
         settings = {**own, **init.config, **from_tokenizer}
     try:
