@@ -9,7 +9,8 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import count
 
-from asyncrl_cli.core.errors import RunError
+from asyncrl_cli.core.errors import DataError, RunError
+from asyncrl_cli.data.images import ImageError
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.journal.durable import DurableLedger
 from asyncrl_cli.journal.file import prepare_resume
@@ -173,7 +174,12 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
         loader.restore(position_now)
     for epoch, position, uid, *recorded in () if accept_changed_data else rows:
         loader.restore({"epoch": epoch, "position": position})
-        found = loader.newest()
+        try:
+            found = loader.newest()
+        except DataError as error:
+            if isinstance(error.__context__, ImageError):
+                continue  # the file of an image is gone, and the journal has it
+            raise
         if [found.uid, *prompt_texts(found)] != [uid, *recorded]:
             now = "other contents" if found.uid == uid else f"prompt {found.uid!r} at its position"
             raise RunError(

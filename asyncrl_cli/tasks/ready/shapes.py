@@ -51,7 +51,7 @@ class Scene:
         picture = Pillow.new("RGB", (SIDE * CELL, SIDE * CELL), "white")
         draw = ImageDraw.Draw(picture)
         for index, thing in enumerate(self.cells):
-            size = rng.randint(CELL // 2, CELL - 6)
+            size = rng.randint(CELL - 10, CELL - 4)
             row, column = divmod(index, SIDE)
             x = column * CELL + rng.randint(1, CELL - size - 1)
             y = row * CELL + rng.randint(1, CELL - size - 1)

@@ -1,0 +1,98 @@
+"""Images on the real stack: a run that is killed and resumed without its image files equals the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from asyncrl_cli.journal.schema import FILE, open_for_reading
+from asyncrl_cli.tasks.ready.shapes import Shapes
+
+from .conftest import ROOT, Runs, rows
+from .faults.disturbed import DisturbedRun
+from .faults.verdict import differences, replay_violations
+from .journal import probe_gaps
+
+pytestmark = pytest.mark.stack
+
+STEPS, GROUPS = 3, 4
+ADMITTED = "SELECT count(*) FROM groups"
+REWARD = """
+def reward(prompt, response):
+    return sum(map(ord, response)) % 97 / 97  # different responses differ, also those of random weights
+"""
+
+
+def spec_for(runs: Runs, name: str, pipeline: dict[str, Any]) -> Path:
+    """The template `vision` with one picture for each row, and a reward that random weights earn."""
+    folder = runs.folder / name
+    assert runs.run("init", "vision", folder).code == 0
+    (folder / "my_reward.py").write_text(REWARD)
+    with (folder / "train.jsonl").open("w") as file:
+        for row, prompt in enumerate(Shapes().prompts("train", 2 * STEPS * GROUPS)):
+            (folder / f"pictures/{row}.png").write_bytes(prompt.images[0].data)
+            line = {"uid": str(row), "question": "how many?", "image": f"pictures/{row}.png"}
+            file.write(json.dumps(line) + "\n")
+    spec = yaml.safe_load((folder / "spec.yaml").read_text())
+    spec |= {"name": name, "runs_dir": str(runs.folder), "stop": {"steps": STEPS}, "tracking": {"mlflow": False}}
+    spec["model"]["freeze"] = []  # the tower's weights are published, too
+    spec["data"]["eval"] = None
+    del spec["evaluation"], spec["checkpoints"]
+    spec["pipeline"] |= {"groups_per_step": GROUPS, **pipeline}
+    (folder / "spec.yaml").write_text(yaml.safe_dump(spec))
+    return folder / "spec.yaml"
+
+
+def test_image_run_is_equal_after_a_kill_without_its_files_and_replays(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    ended = runs.run("train", spec_for(runs, "undisturbed", {"mode": "sync", "max_staleness": 0}))
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    undisturbed = runs.newest()
+    trained = rows(undisturbed, "metrics.jsonl")
+    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in trained), trained
+    assert max(probe_gaps(undisturbed).values()) < 1e-4
+    assert any(row.get("publish/probe_change", 0.0) > 1e-3 for row in trained), "the weights moved"
+
+    spec = spec_for(runs, "disturbed", {"mode": "async", "max_staleness": 0})
+    run = DisturbedRun(runs, spec, STEPS, random.Random(0))
+    try:
+        run.start()
+        # All groups are in the journal, and the last ones are not trained: their pictures are not needed any more.
+        run.until(lambda: (run.ask(ADMITTED) or 0) == STEPS * GROUPS, "the last group's admission")
+        assert run.mark and run.trained() < STEPS
+        os.kill(run.pid, signal.SIGKILL)
+        run.await_cleanup()
+        with closing(open_for_reading(run.journal)) as journal:
+            for (uid,) in journal.execute("SELECT uid FROM groups").fetchall():
+                (spec.parent / f"pictures/{uid}.png").unlink()
+        run.resume()
+        run.finish(resumes=1)
+    finally:
+        run.end()
+    assert run.resumes == 1 and not run.stops, run.printed()
+    assert not differences(undisturbed, run.folder)
+    assert not replay_violations(runs, run)
+    with closing(open_for_reading(run.folder / FILE)) as journal:
+        (images,) = journal.execute("SELECT count(*) FROM images").fetchone()
+        prompts = journal.execute("SELECT DISTINCT digest FROM image_places").fetchall()
+    assert images == len(prompts) == STEPS * GROUPS
+
+    report = runs.folder / "vision.html"
+    ended = runs.run("report", run.folder, "-o", report)
+    assert ended.code == 0, ended.err
+    assert "data:image/png;base64," in report.read_text()
+
+
+@pytest.mark.slow
+def test_vision_example_is_a_valid_spec_with_images(tmp_path: Path) -> None:
+    ended = Runs(tmp_path).run("validate-spec", ROOT / "specs/shapes-vl.yaml", "--prompt")
+    assert ended.code == 0, ended.out + ended.err
+    assert "<|image_pad|>" in ended.out
