@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from asyncrl_cli.rollout.engine_settings import BLOCK_SIZE, batched_tokens
@@ -40,20 +40,42 @@ def engine_parts(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None 
     adapters = Part("adapters", slots * number, f"slots of rank {lora.slot_rank if lora is not None else 0}")
     logits = min(rollout.max_running_rollouts, 1024) * model.vocabulary * 4 * LOGIT_COPIES // ranks
     tokens = int(_argument(spec, "max_num_batched_tokens", batched_tokens(spec, gpu_bytes)))
+    images = _image_parts(model, tokens, number)
     if not rollout.gpus_per_engine:
         # It is made next to the weights that serve (decision 0052).
         following = Part("next version", adapters.bytes or weights.bytes, "prepared while this one serves")
         return some(
-            [weights, adapters, following, Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts")]
+            [
+                weights,
+                adapters,
+                following,
+                *images,
+                Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
+            ]
         )
     return some(
         [
             weights,
             adapters,
             Part("activations", tokens * ACTIVATION_WIDTHS * model.hidden * number, f"a batch of {tokens:,} tokens"),
+            *images,
             Part("logits", logits, f"of {rollout.max_running_rollouts} rollouts"),
             Part("CUDA graphs and context", GRAPH_BYTES, "assumed"),
         ]
+    )
+
+
+def _image_parts(model: SizedModel, tokens: int, number: int) -> tuple[Part, ...]:
+    """The tower's pass over the images of a batch, and vLLM's cache of its results: as many tokens as a batch has, or
+    the largest image's."""
+    if (tower := model.tower) is None:
+        return ()
+    cached = max(tokens, tower.tokens)
+    images = cached // tower.tokens
+    activations = replace(tower, frozen=True).activations(images, number)
+    return (
+        Part("vision tower's activations", activations, f"{images} × {tower.patches:,} patches, assumed"),
+        Part("encoder cache", cached * model.hidden * number, f"the features of {cached:,} tokens"),
     )
 
 

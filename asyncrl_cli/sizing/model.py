@@ -22,6 +22,30 @@ class ActivationBytes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Tower:
+    """The vision tower of a model, and the largest image that it gets: `data.image_max_pixels`, or as many as
+    `model.max_length` has room for."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    pixels: int  # numbers of a patch's pixels
+    patches: int  # of the largest image
+    tokens: int  # that stand for this image
+    frozen: bool  # not trained
+
+    def activations(self, images: int, number: int, recompute: bool = False) -> int:
+        """Bytes of the tower's pass over as many of the largest images, for numbers of ``number`` bytes; assumed.
+
+        A trained tower keeps about ten vectors of its width and three of the inner one for each layer and patch, a
+        frozen tower has those of one layer.
+        """
+        layer = 10 * self.hidden + 3 * self.intermediate
+        kept = layer if self.frozen else layer + self.layers * self.hidden if recompute else layer * self.layers
+        return images * self.patches * (kept + self.pixels) * number
+
+
+@dataclass(frozen=True, slots=True)
 class SizedModel:
     """How many numbers a model's weights have. A tied weight counts once."""
 
@@ -39,6 +63,7 @@ class SizedModel:
     activations: ActivationBytes
     teacher: int = 0  # all weights of the model in `algorithm.reference_path`; 0 without it
     routed: int = 0  # bytes of a token's experts in all layers, which `algorithm.router_replay` records
+    tower: Tower | None = None  # None: the model sees no images
 
 
 def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
@@ -134,4 +159,26 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
         activations=activations,
         teacher=teacher,
         routed=len(layers) * int(chosen) * (2 if experts > 256 else 1),
+        tower=_tower(spec, config) if spec.model.max_images else None,
+    )
+
+
+def _tower(spec: ExperimentSpec, config: Any) -> Tower:
+    vision = config.vision_config
+    if (side := getattr(vision, "image_size", None)) is not None:  # every image gets this size
+        patches = (side // vision.patch_size) ** 2
+        tokens = getattr(config, "mm_tokens_per_image", patches)
+    else:
+        merged = getattr(vision, "spatial_merge_size", 1) ** 2
+        # A row whose image has more tokens than a sequence is too long.
+        tokens = min(-(-spec.data.image_max_pixels // (vision.patch_size**2 * merged)), spec.model.max_length)
+        patches = tokens * merged
+    return Tower(
+        hidden=vision.hidden_size,
+        intermediate=vision.intermediate_size,
+        layers=getattr(vision, "depth", None) or vision.num_hidden_layers,
+        pixels=3 * vision.patch_size**2 * getattr(vision, "temporal_patch_size", 1),
+        patches=patches,
+        tokens=tokens,
+        frozen="vision" in spec.model.freeze,
     )

@@ -40,10 +40,16 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
     slice_, predicting = -(-length // size), -(-positions // size)
     activations = model.activations(rows, slice_, predicting, trainer.gradient_checkpointing)
     activations += _packed_mask(spec, length)
+    seen, images = 0, 0
+    if (tower := model.tower) is not None:
+        most = trainer.tokens_per_microbatch if trainer.packing else rows * spec.model.max_images * tower.tokens
+        images = max(1, min(most, trainer.tokens_per_microbatch) // tower.tokens)
+        seen = tower.activations(images, NUMBER_BYTES[trainer.dtype], trainer.gradient_checkpointing)
     recomputed = ", recomputed" if trainer.gradient_checkpointing else ""
     passes = (
         Part("gathered layers", gathered, "of other ranks' weights, for a pass"),
         Part("activations", activations, f"{rows} × {slice_:,} tokens{recomputed}"),
+        Part("vision tower's activations", seen, f"{images} × {tower.patches if tower else 0:,} patches, assumed"),
         Part("reduce buckets", _buckets(spec, model), "gradients on their way"),
     )
     step = (Part("gradients for the step", _step(spec, model.trained), "a copy, while the optimizer steps"),)
@@ -65,7 +71,13 @@ def rank_parts(spec: ExperimentSpec, model: SizedModel) -> Rank:
 
 def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     """The parts that a rank has on its device between two steps. Only ZeRO-3 keeps the memory of gradients."""
-    passing = {"activations", "gathered layers", "reduce buckets", "gradients for the step"}
+    passing = {
+        "activations",
+        "vision tower's activations",
+        "gathered layers",
+        "reduce buckets",
+        "gradients for the step",
+    }
     if spec.trainer.zero_stage < 3:
         passing.add("gradients")
     return tuple(part for part in rank_parts(spec, model).device if part.name not in passing)

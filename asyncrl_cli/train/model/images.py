@@ -1,10 +1,10 @@
 """Images in the trainer: their pixels, their places, and the pass of a model that sees them (decision 0104).
 
 A model scatters an image's features over its placeholder tokens. A token that the policy sampled may have the same id,
-and is text, as it is for the engine. So the places of images count here, never ids.
+and is text, for the engine, too. So the places of images count here, never ids.
 
 Invariant: every pass runs the vision tower, with a stand-in where a micro-batch has none. Under ZeRO-3 the tower's
-weights are gathered by all ranks together, and the gradients of what is trained are added up over all of them.
+weights are gathered by all ranks together, and gradients are added up over all of them.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _embedding(embeddings: nn.Module, ids: Tensor, unplaced: Any | None) -> Iter
 TOWERS = ("visual", "vision_tower", "vision_model")
 """Names of vision towers in transformers' models."""
 PROJECTORS = ("merger", "projector", "connector")
-"""What the names of projectors have in them; Qwen's are a part of its tower."""
+"""Parts of projectors' names; Qwen's is inside its tower."""
 
 
 def tower_parameters(model: Any) -> list[nn.Parameter]:
