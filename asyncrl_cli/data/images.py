@@ -58,7 +58,7 @@ def with_column(content: str | tuple[Message, ...], value: Any) -> tuple[Message
 
 
 def named_images(content: str | Sequence[Message]) -> list[Any]:
-    """What names the images of messages that are not loaded yet: paths, URLs, bytes or mappings of them."""
+    """Return the paths, URLs, bytes and mappings that messages have for images."""
     messages = () if isinstance(content, str) else content
     return [_named(part) for message in messages for part in _parts(message) if is_image(part)]
 
@@ -96,7 +96,8 @@ def checked(data: bytes, name: str = "the image") -> Image:
             width, height = opened.size
             if width * height > MOST_PIXELS:
                 raise ImageError(f"{name} has {width} x {height} pixels, more than {MOST_PIXELS:,}")
-            if (frames := getattr(opened, "n_frames", 1)) > 1:
+            # A camera's JPEG may have a preview as its second frame.
+            if (frames := getattr(opened, "n_frames", 1)) > 1 and opened.format != "MPO":
                 raise ImageError(f"{name} is animated: it has {frames} frames")
         found = Image.of(data)
         found.decoded()

@@ -13,11 +13,12 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 from pyarrow import parquet
 from transformers import AutoProcessor, AutoTokenizer
 
 from asyncrl_cli.core.errors import ConfigError, DataError
-from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, with_column
+from asyncrl_cli.data.images import MARK, ImageError, ImageTokens, checked, with_column
 from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.rows import ImagePrompts
 from asyncrl_cli.data.sources import read_source
@@ -151,6 +152,11 @@ def test_wrong_images_are_refused_with_file_and_line(folder: Path, kind: str) ->
     with pytest.raises(DataError, match=message) as caught:
         rows_of(folder, {"prompt": "fine"}, row)[1]
     assert caught.value.location == f"{folder / 'rows.jsonl'}:2"
+
+
+def test_a_photograph_with_a_preview_is_not_animated() -> None:
+    photograph = picture(kind="MPO", save_all=True, append_images=[Pillow.new("RGB", (8, 8))])
+    assert checked(photograph).decoded().size == (56, 84)
 
 
 texts = st.text(st.characters(codec="ascii", exclude_characters="<"), max_size=9)

@@ -200,7 +200,7 @@ def test_each_episode_has_an_environment_of_its_own(load: Any) -> None:
     ("use", "message"),
     [
         ("chain_sums", "did you mean `chain_sum`"),
-        ("nothing_like_it", "ready tasks are chain_sum, math"),
+        ("nothing_like_it", "ready tasks are chain_sum, shapes, math"),
         (":f", "no ready task"),
         ("module:", "no ready task"),
     ],
