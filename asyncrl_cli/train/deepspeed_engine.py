@@ -275,8 +275,8 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
     for part in module.modules():
         # One per module, or one for every kind of layer: `full_attention_inv_freq` (Gemma 3, OLMo 3).
         rounded = {name: buffer for name, buffer in part.named_buffers(recurse=False) if name.endswith("inv_freq")}
-        if rounded and (made := _made_again(part)) is not None:
-            exact = dict(made.named_buffers(recurse=False))
+        if rounded and hasattr(part, "config"):
+            exact = dict(type(part)(config=part.config).named_buffers(recurse=False))
             for name, buffer in rounded.items():
                 buffer.data = exact[name].to(buffer.device)
         elif any(buffer.dtype != torch.float32 for buffer in rounded.values()):
@@ -285,13 +285,3 @@ def _restore_rotary_frequencies(module: torch.nn.Module) -> None:
                 "be computed again",
                 hint="set trainer.dtype to float32, or use another model",
             )
-
-
-def _made_again(part: Any) -> torch.nn.Module | None:
-    """A module of position embeddings like ``part``: of a language model, or of a vision tower of Qwen 2.5."""
-    made: torch.nn.Module | None = None
-    if hasattr(part, "config"):
-        made = type(part)(config=part.config)
-    elif hasattr(part, "dim") and hasattr(part, "theta"):
-        made = type(part)(part.dim, part.theta)
-    return made
