@@ -1,8 +1,9 @@
 """Pictures of coloured shapes, with questions: a task that a 0.6M-parameter vision-language model learns in minutes.
 
 A picture has 2 × 2 cells, and each is empty or has one shape. The response names the cells row by row, a letter each
-for colour and shape, and then answers: `how many red?` `rc -- bt rs#2`. As in ``chain_sum``, the demonstrations teach a
-model that can look, and mostly guesses: reinforcement finds out that looking pays.
+for colour and shape, counts along if the question asks for a number, and then answers: `how many red?`
+`rc1 --1 bt1 rs2#2`. As in ``chain_sum``, the demonstrations teach a model that can look, and mostly guesses:
+reinforcement finds out that looking pays.
 
 Invariant: a scene is held out or trained on by its cells (``prompts.is_held_out``), in prompts and in demonstrations.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Message, Prompt
@@ -29,19 +31,27 @@ CELL = 28
 """Pixels of a cell's side: one image token of a Qwen2.5-VL."""
 Thing = tuple[str, str] | None
 """Colour and shape, or an empty cell."""
-Question = tuple[str, str, Sequence[str]]
-"""Text, answer, and the answers to guess from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A picture's cells, row by row, and the question about it."""
+    """A picture's cells, row by row, and a question about it with its answer."""
 
-    cells: tuple[Thing, ...]
+    cells: Sequence[Thing]
     question: str
     answer: str
     answers: Sequence[str]
     """To guess from."""
+    counted: Collection[str] | None = None
+    """Names of the things to count; None for other questions."""
+
+    @property
+    def working(self) -> str:
+        """The response before the answer."""
+        if self.counted is None:
+            return _description(self.cells)
+        totals = accumulate(thing is not None and not set(self.counted).isdisjoint(thing) for thing in self.cells)
+        return " ".join(f"{_description([thing])}{total:d}" for thing, total in zip(self.cells, totals, strict=True))
 
     def drawn(self, rng: random.Random) -> bytes:
         """A PNG file. Places and sizes of the shapes within their cells are drawn from ``rng``."""
@@ -70,14 +80,12 @@ class Scene:
 class Shapes:
     """The task ``shapes``."""
 
-    def __init__(self, careful: float = 0.3, slip: float = 0.03) -> None:
-        """The mixture of demonstrations: a share ``careful`` names the cells before the answer, each wrongly with
-        probability ``slip``; the rest guess. Raises ``ValueError`` for impossible values."""
-        for name, share in (("careful", careful), ("slip", slip)):
-            if not 0 <= share <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, not {share}")
+    def __init__(self, careful: float = 0.3) -> None:
+        """``careful``: the share of demonstrations in the mixture that look before they answer; the rest guess.
+        Raises ``ValueError`` for an impossible one."""
+        if not 0 <= careful <= 1:
+            raise ValueError(f"careful must be between 0 and 1, not {careful}")
         self._careful = careful
-        self._slip = slip
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
         """``size`` rows of the split; row ``i`` is the same at every size, to the byte of its picture."""
@@ -99,9 +107,7 @@ class Shapes:
         mixture."""
         scene = _scene(rng, "train")
         if clean or rng.random() < self._careful:
-            slips = [not clean and rng.random() < self._slip for _ in scene.cells]
-            seen = [_thing(rng) if slip else thing for slip, thing in zip(slips, scene.cells, strict=True)]
-            response = f"{_description(seen)}#{scene.answer}"
+            response = f"{scene.working}#{scene.answer}"
         else:
             response = f"#{rng.choice(scene.answers)}"
         return _prompt("demonstration", scene, rng, {"role": "assistant", "content": response})
@@ -126,22 +132,25 @@ def _scene(rng: random.Random, split: Split) -> Scene:
     while True:
         cells = [_thing(rng) for _ in range(SIDE * SIDE)]
         if is_held_out(_description(cells)) == (split == "eval"):
-            return Scene(tuple(cells), *rng.choice(rng.choice(_questions(cells))))
+            return rng.choice(rng.choice(_scenes(cells)))
 
 
-def _questions(cells: Sequence[Thing]) -> list[list[Question]]:
-    """The questions that these cells answer, by their kind, each with its answer and its possible answers."""
+def _scenes(cells: Sequence[Thing]) -> list[list[Scene]]:
+    """The cells with each question that they answer, by the kind of question."""
     things = [thing for thing in cells if thing is not None]
     numbers = [str(number) for number in range(len(cells) + 1)]
-    counts: list[Question] = [("how many?", str(len(things)), numbers)]
-    for position, kinds in enumerate((COLOURS, SHAPES)):
-        found = [thing[position] for thing in things]
-        counts += [(f"how many {kind}{'s' * position}?", str(found.count(kind)), numbers) for kind in kinds]
-    colours: list[Question] = [
-        (f"which colour is the {shape}?", colour, list(COLOURS))
+    counted = {"how many?": tuple(COLOURS)}
+    counted |= {f"how many {colour}?": (colour,) for colour in COLOURS}
+    counted |= {f"how many {shape}s?": (shape,) for shape in SHAPES}
+    counts = [
+        Scene(cells, text, str(sum(not set(names).isdisjoint(thing) for thing in things)), numbers, names)
+        for text, names in counted.items()
+    ]
+    colours = [
+        Scene(cells, f"which colour is the {shape}?", colour, list(COLOURS))
         for colour, shape in things
         if [thing[1] for thing in things].count(shape) == 1
     ]
     left = [thing for thing in cells[::SIDE] if thing is not None]
-    sides: list[Question] = [("which shape is left?", shape, SHAPES) for _, shape in left if len(left) == 1]
+    sides = [Scene(cells, "which shape is left?", shape, SHAPES) for _, shape in left if len(left) == 1]
     return [kind for kind in (counts, colours, sides) if kind]
