@@ -86,6 +86,30 @@ def loaded(prompt: Prompt, folder: Path) -> Prompt:
     return replace(prompt, content=content, images=tuple(images))
 
 
+def embedded(messages: Sequence[Message]) -> tuple[list[Message], dict[str, Image]]:
+    """Messages with digests in place of their images, which are data URLs, and the images by digest. Raises
+    ``ImageError``: files and other URLs are not read."""
+    images: dict[str, Image] = {}
+
+    def canonical(part: Any) -> Any:
+        if not is_image(part):
+            return part
+        name, url = f"image {len(images) + 1}", part["image"]
+        if not url.startswith("data:"):
+            raise ImageError(f"{name} is not a data URL ({url:.80}), and nothing is downloaded: send it in base64")
+        image = _from_data_url(url, name)
+        images[image.digest] = image
+        return {"type": "image", "image": image.digest}
+
+    found = [
+        {**message, "content": [canonical(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+    return found, images
+
+
 def checked(data: bytes, name: str = "the image") -> Image:
     """An image that can be decoded, by its encoded bytes. Raises ``ImageError``, which calls it ``name``."""
     from PIL import Image as Pillow
@@ -135,17 +159,21 @@ class ImageTokens:
             raise ConfigError(fault, location="model.max_images", hint=hint) from error
         return found
 
+    def check_count(self, images: int) -> None:
+        """Raise ``ChatError`` for more images than a conversation may have."""
+        if images and not self.max_images:
+            hint = "set it to the number of images that a conversation may have, or remove the images"
+            raise ChatError(f"images ({images}), and model.max_images is 0: {hint}")
+        if images > self.max_images:
+            raise ChatError(f"{images} images, more than model.max_images ({self.max_images})")
+
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """The ids of a text in which the chat template has marked the images' places, with each image's placeholder
         tokens, and these places.
 
         Raises ``ChatError`` unless the text shows each image once, and ``ConfigError`` without a processor.
         """
-        if not self.max_images:
-            hint = "set it to the number of images that a conversation may have, or remove the images"
-            raise ChatError(f"images ({len(images)}), and model.max_images is 0: {hint}")
-        if len(images) > self.max_images:
-            raise ChatError(f"{len(images)} images, more than model.max_images ({self.max_images})")
+        self.check_count(len(images))
         pixels = [image.decoded() for image in images]
         for number, (width, height) in enumerate((one.size for one in pixels), start=1):
             if width * height > self._max_pixels:
@@ -204,6 +232,16 @@ def _named(value: Any) -> Any:
     return value
 
 
+def _from_data_url(url: str, name: str) -> Image:
+    header, _, text = url.partition(",")
+    try:
+        if not header.endswith(";base64"):
+            raise ValueError("it is not base64")
+        return checked(base64.b64decode(text, validate=True), name)
+    except ValueError as error:
+        raise error if isinstance(error, ImageError) else ImageError(f"{name} is no data URL: {error}") from None
+
+
 def _read(value: Any, folder: Path, number: int) -> Image:
     name = f"image {number}"
     if isinstance(value, bytes):
@@ -211,13 +249,7 @@ def _read(value: Any, folder: Path, number: int) -> Image:
     if not isinstance(value, str):
         raise ImageError(f"{name} is a {type(value).__name__}: give a path, a data URL or bytes")
     if value.startswith("data:"):
-        header, _, text = value.partition(",")
-        try:
-            if not header.endswith(";base64"):
-                raise ValueError("it is not base64")
-            return checked(base64.b64decode(text, validate=True), name)
-        except ValueError as error:
-            raise error if isinstance(error, ImageError) else ImageError(f"{name} is no data URL: {error}") from None
+        return _from_data_url(value, name)
     if value.startswith(("http://", "https://")):
         raise ImageError(f"{name} is a URL ({value:.80}), and nothing is downloaded: save it, and give its path")
     path = folder / (unquote(urlsplit(value).path) if value.startswith("file://") else value)

@@ -16,12 +16,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncrl_cli.data.chat_template import ChatTemplate
+from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.gateway.parsers import (
     FORMS,
     HERMES,
@@ -33,11 +35,19 @@ from asyncrl_cli.gateway.parsers import (
     vllm_reasoning_parser,
 )
 from asyncrl_cli.gateway.reply_stream import FieldStream, Form, divided
-from asyncrl_cli.records.prompt import ChatError, Message, normalized
+from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.prompt import ChatError, Message, image_digests, normalized
 from asyncrl_cli.rollout.response_text import cut, decoder, special_tokens
 
 _FIXED_REPLY = "the-reply-of-before"
 """Stands for a reply while the text after it is found. Without spaces at its ends, which templates trim."""
+
+
+class Tokens(NamedTuple):
+    """Token ids, and the places of images in them."""
+
+    ids: list[int]
+    images: tuple[PlacedImage, ...]
 
 
 class ChatFormat:
@@ -50,15 +60,19 @@ class ChatFormat:
         end_tokens: frozenset[int] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         shows_special: bool = False,
+        images: ImageTokens | None = None,
     ) -> None:
         """``tokenizer``: a transformers tokenizer. ``tool_parser_name``, ``reasoning_parser_name``: as
         ``rollout.tool_parser`` and ``rollout.reasoning_parser``. ``end_tokens``: the model's
         (``response_text.end_tokens``); None for the tokenizer's own alone. ``template_kwargs``: as
-        ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``.
+        ``model.chat_template_kwargs``. ``shows_special``: ``task.special_tokens`` is ``shown``. ``images`` encodes
+        messages with images.
 
         Raises ``ParserError``. A format of vLLM's own imports vLLM (12 s).
         """
         self._tokenizer = tokenizer
+        self._images = images or ImageTokens("", 0, 0)
+        self.check_images = self._images.check_count
         self.template_kwargs: Mapping[str, Any] = template_kwargs or {}
         self._template = ChatTemplate(tokenizer, template_kwargs)
         self.end_tokens = frozenset({tokenizer.eos_token_id} - {None}) if end_tokens is None else end_tokens
@@ -99,10 +113,12 @@ class ChatFormat:
         _ = other._form  # in this thread: variables decide how long a template takes
         return other
 
-    def render(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
+    def render(
+        self, messages: Sequence[Message], tools: Tools | None = None, images: Mapping[str, Image] | None = None
+    ) -> Tokens:
         """A complete prompt, with the beginning of the requested reply, or up to the end of a message that it
-        continues. Raises ``ChatError``."""
-        return self.encode(self._template.text(messages, tools, reply=True))
+        continues. ``images``: those of the messages, by digest. Raises ``ChatError``."""
+        return self._encode_with(self._template.text(messages, tools, reply=True), messages, images)
 
     def continue_(
         self,
@@ -110,11 +126,13 @@ class ChatFormat:
         tools: Tools | None,
         last_token: int | None,
         reply: Message | None = None,
-    ) -> list[int]:
+        images: Mapping[str, Image] | None = None,
+    ) -> Tokens:
         """The tokens between a reply that ends with ``last_token`` and the next one, with ``messages`` in between.
 
         The template's end of a turn comes first, unless the model ended the turn itself: no two end tokens follow
-        each other. ``reply`` is that reply as a message; templates look back at its tool calls.
+        each other. ``reply`` is that reply as a message; templates look back at its tool calls. ``images``: those of
+        the messages, by digest.
 
         Raises ``ChatError`` when the template refuses the messages, or renders the end of a reply differently when
         more follows.
@@ -132,13 +150,15 @@ class ChatFormat:
             before, full = _after(before, _FIXED_REPLY), _after(full, _FIXED_REPLY)
         if not before.endswith(turn_end) or not full.startswith(before):
             raise ChatError("the chat template renders a turn differently when others follow")
-        ids = self.encode(turn_end + full[len(before) :])
+        ids, places = self._encode_with(turn_end + full[len(before) :], messages, images)
         if last_token not in self.end_tokens or not ids:
-            return ids
+            return Tokens(ids, places)
         # Without an end of turn in the template, the first token begins the next message (GLM's <|user|>): it goes only
         # if the model has sampled the same one.
         ends_twice = ids[0] == last_token or (turn_end and ids[0] in self.end_tokens)
-        return ids[1:] if ends_twice else ids
+        if not ends_twice:
+            return Tokens(ids, places)
+        return Tokens(ids[1:], tuple(replace(place, offset=place.offset - 1) for place in places))
 
     def parse(
         self,
@@ -203,6 +223,12 @@ class ChatFormat:
             calls=self._calls if tools else (),
             held=self._reasoning is not None,
         )
+
+    def _encode_with(self, text: str, messages: Sequence[Message], images: Mapping[str, Image] | None) -> Tokens:
+        digests = image_digests(messages)
+        if not digests:
+            return Tokens(self.encode(text), ())
+        return Tokens(*self._images.encode(text, [(images or {})[digest] for digest in digests]))
 
     def encode(self, text: str, begins: bool = False) -> list[int]:
         """A text's token ids; ``begins``: a sequence begins with it, so with the tokenizer's first token, if any.

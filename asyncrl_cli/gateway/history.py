@@ -117,7 +117,11 @@ def _with_one_system_message(messages: Sequence[Message]) -> list[Message]:
 
 
 def _joined(role: str, messages: Sequence[Message]) -> Message:
-    return {"role": role, "content": "\n\n".join(filter(None, (message["content"] for message in messages)))}
+    contents = [message["content"] for message in messages if message["content"]]
+    if all(isinstance(content, str) for content in contents):
+        return {"role": role, "content": "\n\n".join(contents)}
+    parts = [part if isinstance(part, list) else [{"type": "text", "text": part}] for part in contents]
+    return normalized({"role": role, "content": [part for own in parts for part in own]})
 
 
 def _spoken(message: Message) -> dict[str, Any]:

@@ -65,17 +65,42 @@ class ToolUseBlock(Wire):
     input: dict[str, Any]
 
 
+class ImageSource(Wire):
+    type: Text
+    media_type: Text = ""
+    data: Text = ""
+
+    @model_validator(mode="after")
+    def _is_sent(self) -> ImageSource:
+        if self.type != "base64":
+            raise PydanticCustomError("source", "nothing is downloaded: send images in base64")
+        return self
+
+
+class ImageBlock(Wire):
+    """An image of the user or of a tool's result, for models with `model.max_images`."""
+
+    type: Literal["image"]
+    source: ImageSource
+
+
 TextContent = Annotated[Text | Annotated[list[TextBlock], MANY], only("text")]
 
 
 class ToolResultBlock(Wire):
     type: Literal["tool_result"]
     tool_use_id: Text
-    content: TextContent | None = None
+    content: (
+        Annotated[
+            Text | Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], MANY],
+            only("text", "image"),
+        ]
+        | None
+    ) = None
     is_error: Flag | None = Field(None, description="The content is an error: the policy reads `Error: ` before it.")
 
 
-UserBlock = Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
 AssistantBlock = Annotated[
     TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock, Field(discriminator="type")
 ]
@@ -85,7 +110,7 @@ class UserMessage(Wire):
     """A turn of the user: results of tools, and text."""
 
     role: Literal["user"]
-    content: Annotated[Text | Annotated[list[UserBlock], MANY], only("text", "tool_result")]
+    content: Annotated[Text | Annotated[list[UserBlock], MANY], only("text", "image", "tool_result")]
 
 
 class AssistantMessage(Wire):
@@ -194,7 +219,9 @@ class CountRequest(ChatBody):
         found: list[Message] = [{"role": "system", "content": system}] if system else []
         for speaks, group in groupby(messages[first:], lambda message: message.role == "assistant"):
             turn = list(group)
-            blocks = [block for message in turn if not isinstance(message.content, str) for block in message.content]
+            blocks: list[Any] = []
+            for message in turn:
+                blocks += [message.content] if isinstance(message.content, str) else message.content
             text = _joined("".join(_parts(message.content)) for message in turn)
             found += [_assistant(text, blocks)] if speaks else _user(text, blocks)
         return found
@@ -233,15 +260,31 @@ def _function(tool: MessageTool) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _user(text: str, blocks: Iterable[Any]) -> list[Message]:
+def _user(text: str, blocks: Sequence[Any]) -> list[Message]:
     found: list[Message] = []
     for block in blocks:
         if isinstance(block, ToolResultBlock):
-            content = ("Error: " if block.is_error else "") + "".join(_parts(block.content))
+            error = "Error: " if block.is_error else ""
+            content: Any = error + "".join(_parts(block.content))
+            if isinstance(block.content, list) and (shown := _shown(block.content)):
+                content = [{"type": "text", "text": error}, *shown]
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-    if text or not found:
-        found.append({"role": "user", "content": text})
+    content = _shown(blocks) or text
+    if content or not found:
+        found.append({"role": "user", "content": content})
     return found
+
+
+def _shown(blocks: Sequence[Any]) -> list[dict[str, str]]:
+    """Texts and images as parts of a message; none without an image."""
+    parts = [
+        {"type": "image", "image": f"data:{block.source.media_type};base64,{block.source.data}"}
+        if isinstance(block, ImageBlock)
+        else {"type": "text", "text": block if isinstance(block, str) else block.text}
+        for block in blocks
+        if isinstance(block, str | TextBlock | ImageBlock)
+    ]
+    return parts if any(part["type"] == "image" for part in parts) else []
 
 
 def _assistant(text: str, blocks: Sequence[Any]) -> Message:

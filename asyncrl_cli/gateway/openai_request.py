@@ -66,10 +66,22 @@ class OpenAIRequest(GenerationRequest):
 
 
 class TextPart(Wire):
-    """A piece of a message's content. There are no pictures or sounds."""
+    """A piece of text in a message's content."""
 
     type: Literal["text"]
     text: Text
+
+
+class ImageUrl(Wire):
+    url: Text = Field(description="The image in base64, as a data URL.")
+    detail: Any = Field(None, description="Without an effect: the model's processor decides.")
+
+
+class ImagePart(Wire):
+    """An image in a user's message or a tool's result, for models with `model.max_images`."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
 
 
 class Function(Wire):
@@ -87,7 +99,12 @@ class ToolCall(Wire):
 
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)] | None, only("text")] = None
+    content: Annotated[
+        Text
+        | Annotated[list[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)]
+        | None,
+        only("text", "image_url"),
+    ] = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = Field(
         None, description="For role `assistant`."
     )
@@ -96,10 +113,22 @@ class ChatMessage(Wire):
     reasoning_content: Any = Field(None, description="For role `assistant`: its reasoning, as it was answered.")
     reasoning: Any = Field(None, description="Another name of `reasoning_content`.")
 
+    @model_validator(mode="after")
+    def _images_are_shown(self) -> ChatMessage:
+        images = isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content)
+        if images and self.role not in ("user", "tool"):
+            raise PydanticCustomError("part", "only messages of users and tools may have images")
+        return self
+
     def plain(self) -> dict[str, Any]:
         """The message with the keys that chat templates know."""
         known = {"role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning"}
         plain = self.model_dump(exclude_none=True, include=known)
+        if isinstance(self.content, list) and any(isinstance(part, ImagePart) for part in self.content):
+            plain["content"] = [
+                {"type": "image", "image": part.image_url.url} if isinstance(part, ImagePart) else part.model_dump()
+                for part in self.content
+            ]
         return plain | {"role": "system"} if self.role == "developer" else plain
 
 

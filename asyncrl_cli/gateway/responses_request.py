@@ -58,13 +58,24 @@ CUSTOM_PARAMETERS: Mapping[str, Any] = {
 
 
 class InputPart(Wire):
-    """A piece of text, of a message or of a tool's result. There are no pictures or files."""
+    """A piece of text, of a message or of a tool's result."""
 
     type: Literal["input_text", "output_text"]
     text: Text
 
 
-Content = Annotated[Text | Annotated[list[InputPart], Field(fail_fast=True)], only("input_text", "output_text")]
+class ImagePart(Wire):
+    """An image in a user's message or a tool's result, for models with `model.max_images`."""
+
+    type: Literal["input_image"]
+    image_url: Text = Field(description="The image in base64, as a data URL.")
+    detail: Any = Field(None, description="Without an effect: the model's processor decides.")
+
+
+Content = Annotated[
+    Text | Annotated[list[Annotated[InputPart | ImagePart, Field(discriminator="type")]], Field(fail_fast=True)],
+    only("input_text", "output_text", "input_image"),
+]
 
 
 class MessageItem(Wire):
@@ -308,12 +319,13 @@ class ResponsesRequest(GenerationRequest, ChatBody):
         reply: dict[str, Any] | None = None  # the last message, as long as items may still belong to it
         for item in self.input:
             if isinstance(item, ToolOutputItem):
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
                 reply = None
                 continue
             if isinstance(item, MessageItem) and item.role != "assistant":
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
+                content = _content(item.content) if role == "user" else _text(item.content)
+                messages.append({"role": role, "content": content})
                 reply = None
                 continue
             part = _part_of_reply(item)
@@ -370,8 +382,24 @@ def _part_of_reply(
     return "tool_calls", {"id": item.call_id, "type": "function", "function": function}
 
 
+def _content(content: Content) -> str | list[dict[str, str]]:
+    """Text, or the parts of content with images."""
+    if isinstance(content, str) or all(isinstance(part, InputPart) for part in content):
+        return _text(content)
+    return [
+        {"type": "text", "text": part.text}
+        if isinstance(part, InputPart)
+        else {"type": "image", "image": part.image_url}
+        for part in content
+    ]
+
+
 def _text(content: Content) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+    if isinstance(content, str):
+        return content
+    if any(isinstance(part, ImagePart) for part in content):
+        raise invalid_value("only messages of users and outputs of tools may have images", "input")
+    return "".join(part.text for part in content if isinstance(part, InputPart))
 
 
 def _reasoning(item: ReasoningItem) -> str | None:

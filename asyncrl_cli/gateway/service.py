@@ -9,12 +9,14 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from asyncrl_cli.data.images import ImageError, embedded
 from asyncrl_cli.gateway.bodies import Bodies
 from asyncrl_cli.gateway.chat import ChatFormat
 from asyncrl_cli.gateway.errors import CLIENT_GONE, ApiError, as_api_error, invalid_value
@@ -149,8 +151,17 @@ async def render_chat(
     ends_with_reply = bool(messages) and messages[-1]["role"] == "assistant"
     if ends_with_reply != body.continues(ends_with_reply):
         raise invalid_value(f"{param}: {body.how_to_end}", param)
+    try:
+        messages, images = await render(partial(embedded, messages))
+    except ImageError as error:
+        raise invalid_value(f"{param}: {error}", param) from None
     return await session.render_chat(
-        messages, body.offered_tools(), render, variables=body.chat_template_kwargs, continues=ends_with_reply
+        messages,
+        body.offered_tools(),
+        render,
+        variables=body.chat_template_kwargs,
+        continues=ends_with_reply,
+        images=images,
     )
 
 

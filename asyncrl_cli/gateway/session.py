@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from asyncrl_cli.core.seeds import derive_seed
-from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.chat import ChatFormat, Tokens
 from asyncrl_cli.gateway.errors import ApiError, invalid_value
 from asyncrl_cli.gateway.history import Conversation, History
 from asyncrl_cli.gateway.parsers import Tools
@@ -35,7 +35,8 @@ from asyncrl_cli.records.generation import (
     Segment,
     TokenSequence,
 )
-from asyncrl_cli.records.prompt import ChatError, Message
+from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.prompt import ChatError, Message, image_digests
 from asyncrl_cli.rollout.continuation import stopped_at
 from asyncrl_cli.rollout.open_requests import OnSegments
 from asyncrl_cli.rollout.response_text import cut
@@ -99,7 +100,8 @@ class Reply:
 @dataclass(frozen=True, slots=True)
 class Rendered:
     """A call's prompt: all its tokens, the turn that it continues (None: it begins a branch), and how its conversation
-    is found again after the reply. ``chat`` reads the reply of a chat; ``begun`` is the message that it continues."""
+    is found again after the reply. ``chat`` reads the reply of a chat; ``begun`` is the message that it continues.
+    ``images`` are those in the prompt."""
 
     prompt_ids: tuple[int, ...]
     after: tuple[Branch, Turn] | None = None
@@ -108,6 +110,7 @@ class Rendered:
     text: str | None = None
     chat: ChatFormat | None = None
     begun: Message | None = None
+    images: tuple[PlacedImage, ...] = ()
 
     @property
     def branch(self) -> Branch | None:
@@ -185,7 +188,8 @@ class Session:
         # Before the first await: two calls that come together must not count as one, or extend the same branch.
         first, self.calls = self.calls, self.calls + options.n
         calls = [
-            self._transcript.begin(None if choice else asked.branch, asked.prompt_ids) for choice in range(options.n)
+            self._transcript.begin(None if choice else asked.branch, asked.prompt_ids, asked.images)
+            for choice in range(options.n)
         ]
         replies = []
         for choice, call in enumerate(calls):
@@ -274,6 +278,7 @@ class Session:
             affinity=self.rollout_id,
             streamed=streamed,
             awaited=True,
+            images=call.images,
         )
         task = asyncio.ensure_future(self._generate(request, grown))
         self._running.add(task)
@@ -314,11 +319,13 @@ class Session:
         *,
         variables: Mapping[str, Any] | None = None,
         continues: bool = False,
+        images: Mapping[str, Image] | None = None,
     ) -> Rendered:
         """Find the branch that a conversation continues, and render what is new of it.
 
         ``variables``: for the chat template, over the model's. ``continues``: the last message is the assistant's, and
-        the reply continues it. Raises ``ApiError`` for messages that cannot be rendered.
+        the reply continues it. ``images``: those of the messages, by digest. Raises ``ApiError`` for messages that
+        cannot be rendered.
         """
         self._refuse_if_ended()
         tools = tools or None
@@ -327,6 +334,7 @@ class Session:
             conversation = await render(partial(Conversation.of, messages, tools, given))
             self._refuse_flood(conversation.characters)
             chat = self._chat
+            chat.check_images(len(image_digests(conversation.messages)))
             if variables or continues:
                 chat = await render(partial(chat.varied, variables or {}, continues))
             begun = conversation.messages[-1] if continues else None
@@ -335,10 +343,10 @@ class Session:
                 assert turn.messages is not None
                 covered = turn.messages.count - 1  # the tools are not a message
                 new, before = conversation.messages[covered:], conversation.messages[covered - 1]
-                known, rest = _until(branch, turn), list[int]()
+                known, rest = _until(branch, turn), Tokens([], ())
                 try:
                     if new:
-                        rest = await render(partial(chat.continue_, new, tools, turn.last_token, before))
+                        rest = await render(partial(chat.continue_, new, tools, turn.last_token, before, images))
                     elif turn.stopped or before.get("tool_calls") or not before["content"]:
                         raise ChatError("its message is not the end of its tokens")
                     elif turn.last_token in chat.end_tokens:  # the sequence has an end that another one lacks
@@ -347,10 +355,21 @@ class Session:
                     pass  # the template cannot continue from here: the call begins a branch
                 else:
                     history = conversation.after(turn.messages, continues)
-                    return Rendered((*known, *rest), found, tools=tools, messages=history, chat=chat, begun=begun)
-            ids = await render(partial(chat.render, conversation.messages, tools))
+                    return Rendered(
+                        (*known, *rest.ids),
+                        found,
+                        tools=tools,
+                        messages=history,
+                        chat=chat,
+                        begun=begun,
+                        images=(
+                            *branch.images_until(turn.end),
+                            *(replace(one, offset=len(known) + one.offset) for one in rest.images),
+                        ),
+                    )
+            ids, places = await render(partial(chat.render, conversation.messages, tools, images))
         history = conversation.after(None, continues)
-        return Rendered(tuple(ids), tools=tools, messages=history, chat=chat, begun=begun)
+        return Rendered(tuple(ids), tools=tools, messages=history, chat=chat, begun=begun, images=places)
 
     async def render_text(self, prompt: str, render: Render) -> Rendered:
         """As ``render_chat``, for a text to continue."""

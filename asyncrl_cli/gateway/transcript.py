@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from asyncrl_cli.gateway.history import History
 from asyncrl_cli.records.experts import filled, join_experts
 from asyncrl_cli.records.generation import CONTEXT, FinishReason, Rollout, Segment, TokenSequence, branch_id
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.rollout.open_requests import OnSegments
 
 
@@ -53,6 +54,11 @@ class Branch:
     turns: list[Turn] = field(default_factory=list)
     busy: bool = False
     finish: FinishReason = "length"
+    images: tuple[PlacedImage, ...] = ()  # of the newest call's prompt
+
+    def images_until(self, end: int) -> tuple[PlacedImage, ...]:
+        """The images in the first ``end`` tokens."""
+        return tuple(placed for placed in self.images if placed.end <= end)
 
     def extends(self, turn: Turn) -> bool:
         """Whether a call may continue that turn in this branch."""
@@ -70,6 +76,7 @@ class Call:
     prompt_ids: tuple[int, ...]
     replayed: TokenSequence
     more: bool
+    images: tuple[PlacedImage, ...] = ()  # of the prompt
     over: bool = False
 
     @property
@@ -108,8 +115,9 @@ class Transcript:
         ]
         return max(found, key=lambda candidate: candidate[:3])[3:] if found else None
 
-    def begin(self, branch: Branch | None, prompt_ids: Sequence[int]) -> Call:
-        """Begin a call with ``prompt_ids``, which begin with all of ``branch``; None begins a branch."""
+    def begin(self, branch: Branch | None, prompt_ids: Sequence[int], images: tuple[PlacedImage, ...] = ()) -> Call:
+        """Begin a call with ``prompt_ids`` and the ``images`` in them, which begin with all of ``branch``; None begins
+        a branch."""
         prompt = np.asarray(prompt_ids, np.int32)
         if branch is None:
             branch = self._new(prompt)
@@ -117,11 +125,13 @@ class Transcript:
         if not _has(branch.known, end, prompt):
             branch.known = branch.known.slice(0, end).extended(TokenSequence.context(prompt[end:]))
             branch.reported = min(branch.reported, end)
-        branch.busy = True
+        branch.busy, branch.images = True, images
         self._report(branch, first)
         last = first + _run(branch.known.versions[first:])
         more = last < len(branch.known.ids)
-        return Call(branch, prompt_ids=tuple(prompt_ids), replayed=branch.known.slice(first, last), more=more)
+        return Call(
+            branch, prompt_ids=tuple(prompt_ids), replayed=branch.known.slice(first, last), more=more, images=images
+        )
 
     def grow(self, call: Call, segments: Sequence[Segment]) -> TokenSequence:
         """Add tokens that a call has sampled; ``start`` counts from its first. Returns those that are new."""
@@ -178,6 +188,7 @@ class Transcript:
                 prompt_ids=(),
                 text=decode(branch.known.ids[: branch.end].tolist()),
                 finish_reason=branch.finish,
+                images=branch.images_until(branch.end),
             )
             for number, branch in enumerate(branch for branch in self._branches if branch.end)
         ]

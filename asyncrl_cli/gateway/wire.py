@@ -175,7 +175,7 @@ def only(*kinds: str) -> BeforeValidator:
             if isinstance(kind, str) and kind not in kinds:
                 raise PydanticCustomError(
                     "part",
-                    "content of type {kind} is not supported here, only {kinds}: the policy reads and writes text",
+                    "content of type {kind} is not supported here, only {kinds}",
                     {"kind": kind[:64], "kinds": ", ".join(kinds)},
                 )
         return content

@@ -76,8 +76,9 @@ def test_a_text_is_unchanged_where_the_spec_says_so_and_where_there_is_no_templa
 def test_the_gateway_writes_the_same_prompt_as_the_encoder() -> None:
     loaded, variables = tokenizer(), {"enable_thinking": False}
     ids = PromptEncoder(loaded, 99, template_kwargs=variables).encode(TEXT)
-    assert list(ids or ()) == ChatFormat(loaded, template_kwargs=variables).render(
-        [{"role": "user", "content": TEXT.content}]
+    assert (
+        list(ids or ())
+        == ChatFormat(loaded, template_kwargs=variables).render([{"role": "user", "content": TEXT.content}]).ids
     )
     assert loaded.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
@@ -111,7 +112,7 @@ def test_tools_calls_and_results_of_a_row_are_as_the_gateway_writes_them() -> No
     loaded = tokenizer()
     prompt = Prompt("chat", (ASKED, CALLED, RESULT), {"tools": json.dumps([CALC])})
     ids = PromptEncoder(loaded, 999).encode(prompt)
-    assert list(ids or ()) == ChatFormat(loaded).render([ASKED, CALLED, RESULT], [CALC])
+    assert list(ids or ()) == ChatFormat(loaded).render([ASKED, CALLED, RESULT], [CALC]).ids
     text = loaded.decode(ids)
     assert json.dumps(CALC) in text and '"arguments": {"e": "2 + 2"}}' in text and "<tool_response>4" in text
     assert "calc" in rendered(loaded, Prompt("text", "2 + 2?", {"tools": [CALC]}))
@@ -131,7 +132,7 @@ def test_variables_of_a_row_and_a_message_at_the_end_reach_the_prompt(tmp_path: 
     text = rendered(loaded, begun)
     assert text.endswith("The answer is ") and text.count("<|im_start|>assistant") == 1
     ids = PromptEncoder(loaded, 999).encode(begun)
-    assert list(ids or ()) == ChatFormat(loaded).render(list(begun.content))
+    assert list(ids or ()) == ChatFormat(loaded).render(list(begun.content)).ids
     rows = [{"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "b"}]
     rows.append({"prompt": "c", "chat_template_kwargs": {"other": 1}})
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")

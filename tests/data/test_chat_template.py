@@ -147,7 +147,7 @@ def test_calls_are_shown_one_by_one_each_with_its_result(text: str) -> None:
     ]
     # A reply that was sampled keeps both calls, and both results follow it.
     chat = ChatFormat(one._tokenizer)
-    rest = chat.decode(chat.continue_(RESULTS, None, None, called(*CALLS)))
+    rest = chat.decode(chat.continue_(RESULTS, None, None, called(*CALLS)).ids)
     assert rest == "\n<tool>in Rome\n<tool>in Oslo\n<assistant>"
 
 
@@ -156,7 +156,7 @@ def test_text_next_to_calls_is_a_message_where_the_template_asks_for_no_content(
     written = joined.text([USER, called(CALLS[0], content="So:"), RESULTS[1]], reply=True)
     assert written == '<user>Where?\n<assistant>So:\n<call>find\n{"city": "Oslo"}\n<tool>in Oslo\n<assistant>'
     chat = ChatFormat(joined._tokenizer)
-    rest = chat.decode(chat.continue_([RESULTS[1]], None, None, called(CALLS[0], content="So:")))
+    rest = chat.decode(chat.continue_([RESULTS[1]], None, None, called(CALLS[0], content="So:")).ids)
     assert rest == "\n<tool>in Oslo\n<assistant>"
 
 

@@ -52,10 +52,10 @@ def chats(draw: st.DrawFn) -> tuple[Messages, list[int]]:
 
 def turn_by_turn(chat: ChatFormat, messages: Messages, replies: Sequence[int], texts: Sequence[str]) -> list[int]:
     """The prompt after the last message, composed of the first prompt, the replies, and the text after each reply."""
-    ids = chat.render(messages[: replies[0]], [CALC])
+    ids = chat.render(messages[: replies[0]], [CALC]).ids
     for at, until, text in zip(replies, [*replies[1:], len(messages)], texts, strict=True):
         ids += [*chat.encode(text), end_of(chat)]
-        ids += chat.continue_(messages[at + 1 : until], [CALC], end_of(chat), messages[at])
+        ids += chat.continue_(messages[at + 1 : until], [CALC], end_of(chat), messages[at]).ids
     return ids
 
 
@@ -77,20 +77,20 @@ def test_turns_rendered_one_by_one_are_the_tokens_of_the_conversation(chat_of: t
     messages, replies = chat_of
     chat = character_chat()
     texts = [written(messages[at], "<tool_call>", "</tool_call>") for at in replies]
-    assert turn_by_turn(chat, messages, replies, texts) == chat.render(messages, [CALC])
+    assert turn_by_turn(chat, messages, replies, texts) == chat.render(messages, [CALC]).ids
 
     # ChatML's text is the same as of the whole, too, and its tokens where the tokenizer cuts no pair across a turn.
     chat = byte_chat()
     texts = [written(messages[at], "\n<tool_call>\n", "\n</tool_call>") for at in replies]
     ids = turn_by_turn(chat, messages, replies, texts)
-    assert chat.decode(ids, special=True) == chat.decode(chat.render(messages, [CALC]), special=True)
+    assert chat.decode(ids, special=True) == chat.decode(chat.render(messages, [CALC]).ids, special=True)
 
 
 def test_a_truncated_turn_gets_its_end() -> None:
     for chat in (character_chat(), byte_chat()):
         end = end_of(chat)
         after: Messages = [{"role": "user", "content": "more"}]
-        ended, cut = chat.continue_(after, None, end), chat.continue_(after, None, chat.encode("x")[0])
+        ended, cut = chat.continue_(after, None, end).ids, chat.continue_(after, None, chat.encode("x")[0]).ids
         assert cut == [end, *ended]
         assert chat.decode(ended, special=True).count("more") == 1
     assert byte_chat().decode(ended, special=True) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
@@ -108,18 +108,18 @@ def test_no_turn_ends_twice_whichever_token_ended_it() -> None:
     chat = ChatFormat(tokenizer, end_tokens=frozenset({eos, turn, call, user}))
     question: Messages = [{"role": "user", "content": "b"}]
     for ended in (eos, turn, call):  # as Gemma ends a turn, and as Llama ends one with a tool call
-        assert chat.decode(chat.continue_(question, None, ended), special=True) == "\n<|user|>b<|model|>"
-    assert chat.continue_(question, None, chat.encode("x")[0])[0] == turn
+        assert chat.decode(chat.continue_(question, None, ended).ids, special=True) == "\n<|user|>b<|model|>"
+    assert chat.continue_(question, None, chat.encode("x")[0]).ids[0] == turn
 
     # GLM's turns end where the next one begins.
     chat._tokenizer.chat_template = (
         "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    assert chat.decode(chat.continue_(question, None, user), special=True) == "b<|assistant|>"
-    assert chat.decode(chat.continue_(question, None, call), special=True) == "<|user|>b<|assistant|>"
+    assert chat.decode(chat.continue_(question, None, user).ids, special=True) == "b<|assistant|>"
+    assert chat.decode(chat.continue_(question, None, call).ids, special=True) == "<|user|>b<|assistant|>"
     result: Messages = [{"role": "tool", "content": "b"}]
-    assert chat.decode(chat.continue_(result, None, user), special=True) == "<|tool|>b<|assistant|>"
+    assert chat.decode(chat.continue_(result, None, user).ids, special=True) == "<|tool|>b<|assistant|>"
 
 
 def test_a_tool_call_is_read_without_whichever_token_ended_it() -> None:

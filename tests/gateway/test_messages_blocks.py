@@ -138,20 +138,16 @@ def test_reasoning_of_another_server_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("role", "block", "reason"),
     [
-        (
-            "user",
-            {"type": "image", "source": {}},
-            "content of type image is not supported here, only text, t",
-        ),
-        ("user", {"type": "document", "source": {}}, "the policy reads and writes text"),
+        ("user", {"type": "image", "source": {"type": "url", "url": "x"}}, "nothing is downloaded"),
+        ("user", {"type": "document", "source": {}}, "content of type document is not supported here"),
         ("user", {"type": "tool_use", "id": "a", "name": "f", "input": {}}, "type tool_use"),
         ("assistant", {"type": "tool_result", "tool_use_id": "a"}, "type tool_result"),
         ("assistant", {"type": "server_tool_use", "id": "a", "name": "f", "input": {}}, "type server_tool_use"),
-        ("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "image"}]}, "type image"),
+        ("user", {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "document"}]}, "type document"),
         ("system", {"type": "image", "source": {}}, "only text"),
     ],
 )
-def test_blocks_that_are_not_text_are_refused_with_the_reason(role: str, block: Any, reason: str) -> None:
+def test_blocks_that_a_policy_cannot_see_are_refused_with_the_reason(role: str, block: Any, reason: str) -> None:
     with pytest.raises(ValidationError) as raised:
         CountRequest.model_validate({"messages": [{"role": role, "content": [block]}]})
     assert reason in str(raised.value)

@@ -47,7 +47,7 @@ WRONG: list[tuple[str, Any, int, str | None, str | None]] = [
         CHAT,
         chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
         400,
-        "messages.0.content",
+        "messages",
         "invalid_value",
     ),
     (CHAT, chat(messages=[*HELLO, {"role": "assistant", "content": "x"}]), 400, None, "invalid_value"),
@@ -280,20 +280,22 @@ def test_variables_of_the_template_are_the_requests(path: str) -> None:
 
 
 CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-PICTURES: dict[str, tuple[Any, ...]] = {
+SOUNDS: dict[str, tuple[Any, ...]] = {
     CHAT: (
         {"role": "assistant", "tool_calls": [CALLED]},
-        {"role": "tool", "tool_call_id": "1", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "input_audio", "data": "x"}]},
     ),
     RESPONSES: (
         {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "1", "output": [{"type": "image_url", "image_url": "x"}]},
+        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_audio", "data": "x"}]},
     ),
     MESSAGES: (
         {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]},
         {
             "role": "user",
-            "content": [{"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image_url", "source": {}}]}],
+            "content": [
+                {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "input_audio", "source": {}}]}
+            ],
         },
     ),
 }
@@ -304,13 +306,13 @@ TOOLS = {
 
 
 @pytest.mark.parametrize("path", CONVERSATIONS)
-def test_a_picture_in_a_tools_result_is_refused_with_the_reason(path: str) -> None:
+def test_a_sound_in_a_tools_result_is_refused_with_the_reason(path: str) -> None:
     async def test() -> None:
         async with served() as there:
-            answer = await there.post(path, asked(path, USER, *PICTURES[path]))
+            answer = await there.post(path, asked(path, USER, *SOUNDS[path]))
             assert answer.status_code == 400
             message = answer.json()["error"]["message"]
-            assert "content of type image_url is not supported here, only " in message and "; or: " not in message
+            assert "content of type input_audio is not supported here, only " in message and "; or: " not in message
 
     in_time(test)
 

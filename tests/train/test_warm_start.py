@@ -152,7 +152,7 @@ def test_a_conversation_is_learned_as_the_gateway_shows_it(template: str) -> Non
         )
         prompt = learned.index(True)
         assert all(learned[prompt:])
-        assert ids[:prompt] == chat.render(messages[:-1])
+        assert ids[:prompt] == chat.render(messages[:-1]).ids
         reply = chat.parse(ids[:prompt], ids[prompt:], [TOOL])
         calls = [[call["function"] for call in message.get("tool_calls", ())] for message in (reply, messages[-1])]
         assert calls[0] == calls[1] and (reply["content"] or None) == messages[-1]["content"]

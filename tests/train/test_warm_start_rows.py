@@ -74,7 +74,7 @@ def test_every_reply_is_learned_with_its_end_after_the_tokens_that_a_run_has(cha
     at = 0
     for index in range(1, len(chat), 2):
         at = mask.index(True, at)
-        assert ids[:at] == shown.render(chat[:index]), "what the gateway sends to the engine before this reply"
+        assert ids[:at] == shown.render(chat[:index]).ids, "what the gateway sends to the engine before this reply"
         at += len(replies[index // 2]) + 1
     assert at == len(ids)
     last = replace(one, spec=WarmStart(steps=1))

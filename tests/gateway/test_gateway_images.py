@@ -1,0 +1,161 @@
+"""Images in requests of all APIs: one sequence of tokens with their places, which later turns continue."""
+
+from __future__ import annotations
+
+import base64
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from asyncrl_cli.data.images import ImageTokens
+from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.records.images import Image
+from asyncrl_cli.spec.inputs import ModelInit
+from asyncrl_cli.train.model.initial import write_model_stub
+from asyncrl_cli.train.model.tokenizer import load_tokenizer
+from tests.data.pictures import picture
+from tests.gateway.gateway_stand_ins import Engine, in_time, served
+from tests.small_models import IMAGE_MODELS
+
+pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing")
+
+RED, BLUE = picture("red", 112), picture("blue", 84, 112)
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{{ eos_token if message.role == 'assistant' else '' }}\n{% endfor %}"
+    "{{ 'a:' if add_generation_prompt else '' }}"
+)
+
+
+def url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def source(data: bytes) -> dict[str, str]:
+    return {"type": "base64", "media_type": "image/png", "data": base64.b64encode(data).decode()}
+
+
+CALLS: dict[str, tuple[str, Any]] = {
+    "chat": (
+        "/chat/completions",
+        lambda data, text: {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": url(data)}}, {"type": "text", "text": text}],
+        },
+    ),
+    "responses": (
+        "/responses",
+        lambda data, text: {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": url(data)}, {"type": "input_text", "text": text}],
+        },
+    ),
+    "messages": (
+        "/messages",
+        lambda data, text: {
+            "role": "user",
+            "content": [{"type": "image", "source": source(data)}, {"type": "text", "text": text}],
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    folder: Path = tmp_path_factory.mktemp("model")
+    write_model_stub(ModelInit(architecture="qwen2_5_vl", config=IMAGE_MODELS["qwen2_5_vl"]), 512, folder)
+    tokenizer = load_tokenizer(folder, None)
+    tokenizer.chat_template = TEMPLATE
+    return ChatFormat(tokenizer, images=ImageTokens(str(folder), max_images=2, max_pixels=2**20))
+
+
+def body(api: str, messages: list[Any]) -> dict[str, Any]:
+    return {"input": messages} if api == "responses" else {"messages": messages, "max_tokens": 20}
+
+
+@pytest.mark.parametrize("api", CALLS)
+def test_image_of_a_request_reaches_engine_and_rollout(chat: ChatFormat, api: str) -> None:
+    path, message = CALLS[api]
+
+    async def test() -> None:
+        engine = Engine(lambda *_: "two", chat=chat)
+        async with served(engine) as there:
+            session = there.session()
+            first = [message(RED, "how many?")]
+            answer = await there.post(f"/v1{path}", body(api, first), session="7-0")
+            assert answer.status_code == 200, answer.text
+            reply = {"role": "assistant", "content": "two"}
+            second = [*first, reply, message(BLUE, "and now?")]
+            answer = await there.post(f"/v1{path}", body(api, second), session="7-0")
+            assert answer.status_code == 200, answer.text
+            one, two = engine.asked
+            assert [placed.image for placed in one.images] == [Image.of(RED)]
+            assert [placed.image for placed in two.images] == [Image.of(RED), Image.of(BLUE)]
+            assert two.images[0] == one.images[0] and two.prompt_ids[: len(one.prompt_ids)] == one.prompt_ids
+            pad = chat._tokenizer.convert_tokens_to_ids("<|image_pad|>")
+            for placed in two.images:
+                assert set(two.prompt_ids[placed.offset : placed.end]) == {pad}
+            assert two.prompt_ids.count(pad) == sum(placed.length for placed in two.images)
+            rollout = session.rollout()
+            assert rollout is not None and rollout.images == two.images and not rollout.branches
+            assert tuple(rollout.ids[: len(two.prompt_ids)].tolist()) == two.prompt_ids
+
+    in_time(test)
+
+
+def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> None:
+    path, message = CALLS["chat"]
+
+    async def test() -> None:
+        async with served(Engine(lambda *_: "two", chat=chat)) as there:
+            session = there.session()
+            reply, later = {"role": "assistant", "content": "two"}, {"role": "user", "content": "sure?"}
+            blue = picture("blue", 112)  # as many tokens as RED
+            for messages in (
+                [message(RED, "?")],
+                [message(blue, "?"), reply, later],
+                [message(RED, "?"), reply, later],
+            ):
+                answer = await there.post(f"/v1{path}", body("chat", messages), session="7-0")
+                assert answer.status_code == 200, answer.text
+            rollout = session.rollout()
+            assert rollout is not None
+            shown = [[placed.image for placed in one.images] for one in rollout.sequences]
+            assert shown == [[Image.of(RED)], [Image.of(blue)]]
+
+    in_time(test)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}], "nothing is downloaded"),
+        ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], "is not a data URL"),
+        ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}], "image 1"),
+        ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}], "image 1 is broken"),
+        ([{"type": "image_url", "image_url": {"url": url(RED)}}] * 3, r"3 images, more than model.max_images (2)"),
+    ],
+)
+def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatFormat, content: Any, why: str) -> None:
+    async def test() -> None:
+        async with served(Engine(chat=chat)) as there:
+            there.session()
+            asked = {"messages": [{"role": "user", "content": content}]}
+            answer = await there.post("/v1/chat/completions", asked, session="7-0")
+            assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
+
+    in_time(test)
+
+
+def test_image_for_a_model_of_text_is_refused_by_the_key_that_allows_it() -> None:
+    async def test() -> None:
+        async with served() as there:
+            content = [{"type": "image_url", "image_url": {"url": url(RED)}}]
+            answer = await there.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]})
+            assert answer.status_code == 400 and "model.max_images is 0" in answer.json()["error"]["message"]
+
+    in_time(test)
