@@ -205,7 +205,7 @@ def _algorithm(s: Source) -> dict[str, Any]:
         s.unsupported.append(f"{C}algo.type = {shown(name)}: grpo and opd have a counterpart")
     text = "prime-rl masks tokens by the change of their probability (DPPO); clip with icepop is the nearest"
     if own := s.get(f"{T}loss.import_path"):
-        text = f"your loss {own} has other arguments: write it anew (docs/algorithms.md)"
+        text = f"your loss {own} has other arguments: write it again (docs/algorithms.md)"
     s.remark("algorithm.loss", text)
     return {
         "algorithm.preset": "distill" if distills else "grpo",

@@ -144,8 +144,10 @@ def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
 
 
 def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> Group:
-    """A group with its prompt, without its rollouts; ``known``: images that were read before. Images that are pruned
-    are left out. Raises ``sqlite3.DatabaseError`` when it is damaged or missing."""
+    """A group with its prompt, without its rollouts and pruned images; ``known``: images that were read before.
+
+    Raises ``sqlite3.DatabaseError`` when the group is damaged or missing.
+    """
     row = connection.execute(
         "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
         (group_id,),
