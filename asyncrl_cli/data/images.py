@@ -239,7 +239,7 @@ def _from_data_url(url: str, name: str) -> Image:
             raise ValueError("it is not base64")
         return checked(base64.b64decode(text, validate=True), name)
     except ValueError as error:
-        raise error if isinstance(error, ImageError) else ImageError(f"{name} is no data URL: {error}") from None
+        raise error if isinstance(error, ImageError) else ImageError(f"{name} is not a data URL: {error}") from None
 
 
 def _read(value: Any, folder: Path, number: int) -> Image:
