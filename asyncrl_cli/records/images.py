@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +50,29 @@ class Image:
                 return image.convert("RGB")
             image = image.convert("RGBA")
             return Pillow.alpha_composite(Pillow.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def data_url(image: Any) -> str:
+    """The data URL of an ``Image``, a Pillow image or the bytes of an image file; text is returned as it is.
+
+    Raises ``TypeError`` for anything else.
+    """
+    if isinstance(image, str):
+        return image
+    if is_pillow(image):
+        written = io.BytesIO()
+        image.save(written, "PNG")
+        image = written.getvalue()
+    data = image.data if isinstance(image, Image) else image
+    if not isinstance(data, bytes):
+        raise TypeError(f"an image is a {type(image).__name__}: give a Pillow image, the bytes of a file or a data URL")
+    return f"data:image/*;base64,{base64.b64encode(data).decode()}"
+
+
+def is_pillow(value: Any) -> bool:
+    """Whether this is a Pillow image. Pillow is not imported for it."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl_cli.records.images import Image
+from asyncrl_cli.records.images import Image, data_url
 
 Message = Mapping[str, Any]
 
@@ -28,6 +28,32 @@ class Prompt:
     content: str | tuple[Message, ...]
     fields: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
+
+    def for_api(self) -> list[Message]:
+        """The messages as OpenAI's chat API takes them, with images as data URLs; text is a user's message."""
+        content = self.content
+        messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
+        return with_data_urls(messages, self.images)
+
+
+def with_data_urls(messages: Iterable[Message], images: Iterable[Image] = ()) -> list[Message]:
+    """Messages for OpenAI's chat API: parts ``{"type": "image", "image": ...}`` become data URLs. They have a digest of
+    one of ``images``, or what ``data_url`` takes. Raises ``TypeError``."""
+    known = {image.digest: image for image in images}
+
+    def sent(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != "image":
+            return part
+        named = part.get("image")
+        image = known.get(named, named) if isinstance(named, str) else named
+        return {"type": "image_url", "image_url": {"url": data_url(image)}}
+
+    return [
+        {**message, "content": [sent(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list | tuple)
+        else message
+        for message in messages
+    ]
 
 
 def to_json(prompt: Prompt) -> dict[str, Any]:

@@ -34,8 +34,8 @@ BY_NAME = (
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """The row of a prompt, as the user's functions are passed it."""
-    content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.content]
+    """The row of a prompt, as the user's functions are passed it: in messages, images are data URLs."""
+    content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.for_api()]
     return {**prompt.fields, "uid": prompt.uid, "prompt": content}
 
 

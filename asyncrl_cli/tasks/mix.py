@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.data.chat_template import chat_of
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt, with_data_urls
 from asyncrl_cli.spec.inputs import SplitSpec, TaskSpec
 from asyncrl_cli.tasks.base import DemonstrationTask, ModelAccess, ScoreLater, Split, Task, is_episodic
 from asyncrl_cli.tasks.mcp_tools import McpServers
@@ -160,7 +160,8 @@ class OneCall:
         messages, tools, variables = chat_of(prompt)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
             if self._servers is None:
-                await ask(http, model, messages, tools=tools or (), variables=variables)
+                shown = with_data_urls(messages, prompt.images)
+                await ask(http, model, shown, tools=tools or (), variables=variables)
                 return None
             if tools:
                 raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.records.prompt import Message, normalized
+from asyncrl_cli.records.images import Image
+from asyncrl_cli.records.prompt import Message, normalized, with_data_urls
 from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step, finite
 
@@ -50,9 +51,11 @@ async def play(
     model: ModelAccess,
     http: aiohttp.ClientSession,
     variables: Mapping[str, Any] | None = None,
+    images: Sequence[Image] = (),
 ) -> tuple[RewardResult, tuple[Turn, ...]]:
     """Play one episode; returns its reward with metrics, and its turns, which have no place yet. The rewards of all
-    steps add up, and so do their metrics, by name. ``variables``: for the chat template.
+    steps add up, and so do their metrics, by name. ``variables``: for the chat template. ``images``: of the prompt, to
+    which the environment's messages may refer by digest.
 
     At a limit the episode ends without another step, with the reward so far. Raises what the environment raises, and
     ``RuntimeError`` for an answer of the server that is neither a reply nor a limit.
@@ -61,7 +64,7 @@ async def play(
     tools = _tools(environment)
     rewards, metrics = list[float | None](), Counter[str]()
     try:
-        messages = await asyncio.to_thread(_reset, environment)
+        messages = with_data_urls(await asyncio.to_thread(_reset, environment), images)
         while True:
             try:
                 reply = await ask(http, model, messages, tools=tools, variables=variables)
@@ -75,7 +78,7 @@ async def play(
             if messages[-1]["role"] == "assistant":  # the reply continued it
                 begun = normalized(messages.pop())["content"]
                 reply = {**reply, "content": begun + (reply.get("content") or "")}
-            messages += [reply, *step.messages]
+            messages += [reply, *with_data_urls(step.messages, images)]
     finally:
         if (close := getattr(environment, "close", None)) is not None:
             await asyncio.to_thread(close)

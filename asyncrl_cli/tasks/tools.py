@@ -7,8 +7,8 @@
         def judge(self, prompt, text):
             return float(prompt.fields["answer"] in text)
 
-A tool is described by its signature and its docstring. The result of a call, or its exception, goes back to the policy
-as text, so the policy can correct its own mistakes. The first reply without a call is the answer, which is judged.
+A tool is described by its signature and its docstring. The result of a call (text, images), or its exception, goes back
+to the policy, so the policy can correct its own mistakes. The first reply without a call is the answer; it is judged.
 Tools and ``judge`` may be async.
 
 Methods with a parameter ``sandbox`` get the episode's sandbox (``episode_sandbox``): ``tools(prompt, sandbox)``,
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from asyncrl_cli.core.errors import TaskError
 from asyncrl_cli.core.user_code import defined_at
+from asyncrl_cli.records.images import Image, is_pillow
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import RewardResult, Step, Use, as_result
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
@@ -36,6 +37,8 @@ from asyncrl_cli.tasks.play import awaited
 if TYPE_CHECKING:
     from asyncrl_cli.sandbox.commands import BlockingSandbox
 
+Content = str | list[dict[str, Any]]
+"""Text, or the parts of a message."""
 Judge = Callable[[Prompt, str], float | RewardResult]
 
 
@@ -95,16 +98,15 @@ class ToolEnvironment:
 
     def reset(self) -> Sequence[Message]:
         """The prompt."""
-        content = self._prompt.content
-        return [{"role": "user", "content": content}] if isinstance(content, str) else content
+        return self._prompt.for_api()
 
     def step(self, reply: Message) -> Step:
         """The calls' results, or the verdict. Metrics: ``tool_calls``, and ``tool_errors`` among them."""
         if calls := reply.get("tool_calls"):
             results = [self._called(call) for call in calls]
             messages = [
-                {"role": "tool", "tool_call_id": call.get("id", ""), "content": text}
-                for call, (text, _) in zip(calls, results, strict=True)
+                {"role": "tool", "tool_call_id": call.get("id", ""), "content": content}
+                for call, (content, _) in zip(calls, results, strict=True)
             ]
             errors = sum(not right for _, right in results)
             return Step(messages, metrics={"tool_calls": float(len(calls)), "tool_errors": float(errors)})
@@ -116,7 +118,7 @@ class ToolEnvironment:
         if self._session is not None:
             awaited(self._session.close())
 
-    def _called(self, call: Mapping[str, Any]) -> tuple[str, bool]:
+    def _called(self, call: Mapping[str, Any]) -> tuple[Content, bool]:
         """The result of a call, and whether it succeeded."""
         name = call["function"]["name"]
         if (tool := self._tools.get(name)) is None:
@@ -167,15 +169,30 @@ class Tool:
         function_definition = {"name": self.name, "description": summary, "parameters": schema}
         self.definition: dict[str, Any] = {"type": "function", "function": function_definition}
 
-    def __call__(self, arguments: str) -> str:
-        """The result of a call, as text: dataclasses and pydantic's models as JSON. Raises ``ValueError`` for arguments
-        that do not fit (``pydantic`` says how), and what the function raises."""
-        from pydantic_core import to_jsonable_python
+    def __call__(self, arguments: str) -> Content:
+        """The result of a call. An image (Pillow's, or an ``Image``), or a list with images, becomes parts of a
+        message; anything else becomes text, dataclasses and pydantic's models as JSON.
 
+        Raises ``ValueError`` for arguments that do not fit (``pydantic`` says how), and what the function raises.
+        """
         result = awaited(self._call.validate_json(arguments or "{}"))
-        if isinstance(result, str):
-            return result
-        return json.dumps(to_jsonable_python(result, fallback=str), ensure_ascii=False)
+        values = result if isinstance(result, list | tuple) else [result]
+        if not any(map(_is_image, values)):
+            return _as_text(result)
+        return [
+            {"type": "image", "image": value} if _is_image(value) else {"type": "text", "text": _as_text(value)}
+            for value in values
+        ]
+
+
+def _is_image(value: Any) -> bool:
+    return isinstance(value, Image) or is_pillow(value)
+
+
+def _as_text(value: Any) -> str:
+    from pydantic_core import to_jsonable_python
+
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value, fallback=str), ensure_ascii=False)
 
 
 def _with_types(function: Callable[..., Any], target: Callable[..., Any]) -> Any:

@@ -177,7 +177,7 @@ class EpisodePlayer:
         environment = await asyncio.to_thread(task.environment, prompt, **further)
         if access is None:
             return await asyncio.to_thread(try_environment, environment), ()
-        return await play(environment, access, self._http)
+        return await play(environment, access, self._http, images=prompt.images)
 
 
 def _location(task: object) -> str:

@@ -7,16 +7,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from asyncrl_cli.data.images import ImageTokens
 from asyncrl_cli.gateway.chat import ChatFormat
+from asyncrl_cli.gateway.sessions import session_url
 from asyncrl_cli.records.images import Image
+from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.spec.inputs import ModelInit
+from asyncrl_cli.tasks.base import ModelAccess, Step
+from asyncrl_cli.tasks.play import play
 from asyncrl_cli.train.model.initial import write_model_stub
 from asyncrl_cli.train.model.tokenizer import load_tokenizer
 from tests.data.pictures import picture
-from tests.gateway.gateway_stand_ins import Engine, in_time, served
+from tests.gateway.gateway_stand_ins import MODEL, Engine, in_time, key_of, served
 from tests.small_models import IMAGE_MODELS
 
 pytestmark = pytest.mark.skipif(find_spec("torchvision") is None, reason="torchvision is missing")
@@ -33,6 +38,10 @@ TEMPLATE = (
 
 def url(data: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+def part(image: Any) -> dict[str, Any]:
+    return {"type": "image", "image": image}
 
 
 def source(data: bytes) -> dict[str, str]:
@@ -126,6 +135,34 @@ def test_same_text_with_another_image_is_another_branch(chat: ChatFormat) -> Non
             assert rollout is not None
             shown = [[placed.image for placed in one.images] for one in rollout.sequences]
             assert shown == [[Image.of(RED)], [Image.of(blue)]]
+
+    in_time(test)
+
+
+def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFormat) -> None:
+    """The prompt's are named by digest, as the journal has them; the environment's are bytes."""
+    prompt = Prompt("row", ({"role": "user", "content": [part(Image.of(RED).digest)]},), images=(Image.of(RED),))
+
+    class Camera:
+        turns = 0
+
+        def reset(self) -> Any:
+            return prompt.content
+
+        def step(self, reply: Any) -> Step:
+            self.turns += 1
+            text = {"type": "text", "text": "and now?"}
+            return Step([{"role": "user", "content": [part(BLUE), text]}], reward=0.5, done=self.turns == 2)
+
+    async def test() -> None:
+        engine = Engine(lambda *_: "two", chat=chat)
+        async with served(engine) as there, aiohttp.ClientSession() as http:
+            there.session(max_calls=9)
+            access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
+            result, _ = await play(Camera(), access, http, images=prompt.images)
+            assert result.reward == 1.0
+            seen = [[placed.image for placed in asked.images] for asked in engine.asked]
+            assert seen == [[Image.of(RED)], [Image.of(RED), Image.of(BLUE)]]
 
     in_time(test)
 

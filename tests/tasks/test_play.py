@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.records.prompt import Message, Prompt
+from asyncrl_cli.records.prompt import Message, Prompt, with_data_urls
 from asyncrl_cli.tasks.base import ModelAccess, RewardResult, Step
 from asyncrl_cli.tasks.mix import OneCall
 from asyncrl_cli.tasks.play import LIMITS, play, try_environment
@@ -467,3 +469,26 @@ def test_a_wrong_environment_is_refused_with_the_reason(answer: dict[str, Any], 
     with pytest.raises(TypeError, match=re.escape(says)):
         try_environment(environment)
     assert environment.closed == 1
+
+
+def test_a_tool_returns_images_and_an_image_that_is_none_is_refused() -> None:
+    from PIL import Image as Pillow
+
+    picture = Pillow.new("RGB", (2, 3), "red")
+
+    def screenshot() -> Any:
+        return picture
+
+    def both() -> Any:
+        return ["the page", picture, {"links": 3}]
+
+    for tool, kinds in ((screenshot, ["image"]), (both, ["text", "image", "text"])):
+        content = Tool(tool)("{}")
+        assert [part["type"] for part in content] == kinds
+        (sent,) = with_data_urls([{"role": "tool", "content": content}])
+        urls = [part["image_url"]["url"] for part in sent["content"] if part["type"] == "image_url"]
+        data = base64.b64decode(urls[0].partition(";base64,")[2])
+        assert len(urls) == 1 and Pillow.open(io.BytesIO(data)).convert("RGB").tobytes() == picture.tobytes()
+    assert content[2]["text"] == '{"links": 3}'
+    with pytest.raises(TypeError, match="an image is a list: give a Pillow image"):
+        with_data_urls([{"role": "user", "content": [{"type": "image", "image": [1]}]}])

@@ -142,7 +142,9 @@ class Judge:
             name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in row.items()
         }
         if not isinstance(row["prompt"], str):
-            shown["prompt"] = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
+            shown["prompt"] = "\n\n".join(
+                f"{message['role']}: {_text(message['content'])}" for message in row["prompt"]
+            )
         scale = {"low": f"{self._low:g}", "high": f"{self._high:g}"}
         question = self._template.format_map(shown | scale | {"response": response})
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
@@ -165,3 +167,10 @@ class Judge:
 
 def _shown(answer: str) -> str:
     return repr(answer if len(answer) <= SHOWN else "…" + answer[-SHOWN:])
+
+
+def _text(content: Any) -> Any:
+    """A message's content, with images named alone."""
+    if not isinstance(content, list):
+        return content
+    return " ".join(part["text"] if part["type"] == "text" else "[image]" for part in content)
