@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too few marks": ({"prompt": "<image>?", "images": ["a", "b"]}, "2 images, and 1 places for them"),
     "too many marks": ({"prompt": "<image><image>?", "images": "a"}, "1 images, and 2 places for them"),
     "URL": ({"prompt": "?", "images": "https://a.org/b.png"}, "nothing is downloaded"),
-    "no base64": ({"prompt": "?", "images": "data:image/png,abc"}, "no data URL: it is not base64"),
+    "no base64": ({"prompt": "?", "images": "data:image/png,abc"}, "not a data URL: it is not base64"),
     "twice": ({"prompt": user(image(RED_URL)), "images": RED_URL}, "in its messages and in a column"),
     "a number": ({"prompt": "?", "images": 3}, "image 1 is a int: give a path"),
 }

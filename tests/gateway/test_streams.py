@@ -155,7 +155,9 @@ def test_layouts_are_those_of_vllms_parsers(name: str, special: bool) -> None:
     def check(text: str, cuts: list[int], stop: list[str], reasoning: str | None) -> None:
         chat = chat_format(name, reasoning, special)
         message, _, _ = streamed(chat, chat.encode(text), cuts, stop, [CALC])
-        if message.get("tool_calls") and not (reasoning or stop or name in DROPS_CONTENT or "odd" in text):
+        # Marks of reasoning divide a text, also inside a call, and their parser of tools does not know them.
+        divided = bool(reasoning or stop) or "think>" in text
+        if message.get("tool_calls") and not (divided or name in DROPS_CONTENT or "odd" in text):
             theirs = chat._tools(chat.decode(chat.encode(text), special=True), [CALC])
             assert theirs is not None
             assert (message["content"] or "").strip() == theirs.content.strip()

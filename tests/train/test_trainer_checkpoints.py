@@ -139,7 +139,8 @@ def test_an_export_loads_in_transformers(two_ranks: Any, tmp_path: Path) -> None
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "new/model")
     assert str(model.dtype) == f"torch.{trainer['dtype']}"
     assert all(torch.equal(tensor, reference[0]["weights"][name]) for name, tensor in model.named_parameters())
-    ids, logprobs = reference[0]["probe"]
+    probe = reference[0]["probe"]
+    ids, logprobs = probe.ids, probe.logprobs
     mask = torch.ones(1, len(ids), dtype=torch.bool)
     mask[:, 0] = False
     with torch.no_grad():
