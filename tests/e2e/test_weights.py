@@ -151,7 +151,7 @@ ATTEMPTS = 10
 
 
 def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
-    """Rollouts that run while version ``version`` replaces ``version - 1``."""
+    """Rollouts that run while version ``version`` replaces ``version - 1``; unless it drains, some of them cross."""
 
     running: list[asyncio.Task[Rollout]] = []
 
@@ -160,11 +160,21 @@ def crossing(bench: Bench, version: int, policy: str) -> list[Rollout]:
         await bench.engine.attest((3, 4, 5), 0.0)  # once a probe is answered, the rollouts are running
 
     async def generate() -> list[Rollout]:
-        await bench.publish(version - 1, policy)
-        await bench.publish(version, policy, prepared=begin)
-        return list(await asyncio.gather(*running))
+        for _ in range(ATTEMPTS):
+            running.clear()
+            await bench.publish(version - 1, policy)
+            await bench.publish(version, policy, prepared=begin)
+            rollouts = list(await asyncio.gather(*running))
+            if policy == "drain" or any(map(has_crossed, rollouts)):
+                break
+        return rollouts
 
     return asyncio.get_event_loop_policy().get_event_loop().run_until_complete(generate())
+
+
+def has_crossed(rollout: Rollout) -> bool:
+    """Whether two versions sampled its tokens."""
+    return len(set(rollout.versions.tolist())) > 1
 
 
 def gaps(bench: Bench, rollout: Rollout, version: int) -> np.ndarray:
@@ -177,12 +187,8 @@ def test_tokens_carry_the_version_that_sampled_them(
     bench: Bench, loop: asyncio.AbstractEventLoop, policy: str, version: int
 ) -> None:
     asyncio.set_event_loop(loop)
-    for _ in range(ATTEMPTS):
-        rollouts = crossing(bench, version, policy)
-        crossed = [rollout for rollout in rollouts if len(set(rollout.versions.tolist())) > 1]
-        if crossed or policy == "drain":
-            break
-    assert bool(crossed) == (policy != "drain")
+    rollouts = crossing(bench, version, policy)
+    assert any(map(has_crossed, rollouts)) == (policy != "drain")
     for rollout in rollouts:
         assert (np.diff(rollout.versions) >= 0).all()
         assert set(rollout.versions.tolist()) <= {version - 1, version}
