@@ -47,7 +47,7 @@ def verl(
     """Write a spec for each configuration of verl, with a comment for every key (docs/from-verl.md).
 
     Overrides without a file are applied to verl's defaults. Exit code: 0 when every spec is valid on a machine that has
-    its model and data; 1 when a spec has to be changed first, or the run is not supported, such as one with images; 2
+    its model and data; 1 when a spec has to be changed first, or the run is not supported, such as one with audio; 2
     when a configuration cannot be read.
     """
     from asyncrl_cli.convert.source import override, read_file, words
@@ -107,7 +107,7 @@ def prime_rl(
 ) -> None:
     """Write a spec for a configuration of prime-rl, with a comment for every key (docs/from-prime-rl.md).
 
-    The exit codes are the same as those of `convert verl`.
+    It has the exit codes of `convert verl`.
     """
     from asyncrl_cli.convert.prime_rl import TRAINER, read
 

@@ -133,7 +133,7 @@ OTHERS = [
 
 def read(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """The files and the keys of a command line such as `uv run rl @ rl.toml --max-steps 9`: all files are one
-    configuration, in which the last word counts. Raises ``ConfigError``."""
+    configuration, and the last word for a key counts. Raises ``ConfigError``."""
     plain, options = options_of(words)
     files = [word for word in plain if word not in ("uv", "run", "rl", "@", *PARTS)]
     if not files and not options:

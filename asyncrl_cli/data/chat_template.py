@@ -430,7 +430,7 @@ def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[
 
 
 def media_hint(column: str) -> str:
-    """What to do about one of the columns ``MEDIA``."""
+    """The hint for one of the columns ``MEDIA``."""
     named = "name it in the split's `image_column` (and set model.max_images), " if column.startswith("image") else ""
     return f"{named}remove the column, or rename it if only the task reads it"
 

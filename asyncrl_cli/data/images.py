@@ -168,8 +168,8 @@ class ImageTokens:
             raise ChatError(f"{images} images, more than model.max_images ({self.max_images})")
 
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """The ids of a text in which the chat template has marked the images' places, with each image's placeholder
-        tokens, and these places.
+        """The ids of a text with the chat template's marks for images, with each image's placeholder tokens in place of
+        its mark, and these places.
 
         Raises ``ChatError`` unless the text shows each image once, and ``ConfigError`` without a processor.
         """

@@ -117,7 +117,7 @@ class ChatFormat:
         self, messages: Sequence[Message], tools: Tools | None = None, images: Mapping[str, Image] | None = None
     ) -> Tokens:
         """A complete prompt, with the beginning of the requested reply, or up to the end of a message that it
-        continues. ``images``: those of the messages, by digest. Raises ``ChatError``."""
+        continues. ``images``: the images of the messages, by digest. Raises ``ChatError``."""
         return self._encode_with(self._template.text(messages, tools, reply=True), messages, images)
 
     def continue_(
@@ -131,8 +131,8 @@ class ChatFormat:
         """The tokens between a reply that ends with ``last_token`` and the next one, with ``messages`` in between.
 
         The template's end of a turn comes first, unless the model ended the turn itself: no two end tokens follow
-        each other. ``reply`` is that reply as a message; templates look back at its tool calls. ``images``: those of
-        the messages, by digest.
+        each other. ``reply`` is that reply as a message; templates look back at its tool calls. ``images``: the
+        images of the messages, by digest.
 
         Raises ``ChatError`` when the template refuses the messages, or renders the end of a reply differently when
         more follows.

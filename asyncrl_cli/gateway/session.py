@@ -324,7 +324,7 @@ class Session:
         """Find the branch that a conversation continues, and render what is new of it.
 
         ``variables``: for the chat template, over the model's. ``continues``: the last message is the assistant's, and
-        the reply continues it. ``images``: those of the messages, by digest. Raises ``ApiError`` for messages that
+        the reply continues it. ``images``: images of the messages, by digest. Raises ``ApiError`` for messages that
         cannot be rendered.
         """
         self._refuse_if_ended()

@@ -53,7 +53,7 @@ class Image:
 
 
 def data_url(image: Any) -> str:
-    """The data URL of an ``Image``, a Pillow image or the bytes of an image file; text is returned as it is.
+    """The data URL of an ``Image``, a Pillow image or the bytes of an image file; text is returned unchanged.
 
     Raises ``TypeError`` for anything else.
     """
@@ -77,7 +77,7 @@ def is_pillow(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image in a token sequence: its placeholder tokens, in which the model sees its features, are
+    """An image in a token sequence: its placeholder tokens, which the model replaces by its features, are
     ``offset``, ``offset + 1``, ... of the whole sequence (prompt and response), ``length`` of them."""
 
     image: Image

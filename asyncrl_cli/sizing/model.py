@@ -81,8 +81,8 @@ def size_model(spec: ExperimentSpec, config: Any) -> SizedModel:
 
 
 def without_weights(config: Any, settings: ModelSpec) -> Any:
-    """A config's model on torch's meta device, with what ``settings`` freeze. Raises what transformers raises where it
-    cannot build it."""
+    """A config's model on torch's meta device, frozen as in ``settings``. Raises the error of transformers if it cannot
+    build the model."""
     import torch
 
     from asyncrl_cli.train.model.image_models import model_class
