@@ -27,6 +27,7 @@ from asyncrl_cli.sizing.host import memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.network import family_of
+from asyncrl_cli.train.model.flash_attention import check_attention
 
 GIB = 2**30
 MIN_DISK_BYTES = 1 * GIB
@@ -166,6 +167,9 @@ def check_devices(spec: ExperimentSpec) -> str:
         )
     if problem := driver_problem():
         raise ConfigError(problem[0], location="this machine", hint=problem[1])
+    if spec.trainer.gpus_per_rank:
+        major = nvidia_smi("--query-gpu=compute_cap", "--format=csv,noheader").partition(".")[0].strip()
+        check_attention(spec.trainer.attention, int(major) if major.isdecimal() else None)
     return f"{gpus(wanted)} wanted ({_gpu_sum(spec)}), {there} × {installed[0]} there"
 
 

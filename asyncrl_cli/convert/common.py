@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from asyncrl_cli.convert.source import Source
+from asyncrl_cli.spec.sections import TrainerSpec
 
 VIDEO, AUDIO = (f"asyncrl trains on text and images: {what} of the data is dropped" for what in ("video", "audio"))
 PROCESSOR = "the limits of images are in the model's preprocessor_config.json: change them in a copy of the model"
@@ -19,6 +20,8 @@ IN_TURN = (
 ASSUMED_STEPS = 100
 """Steps of a run that counts epochs, where a number is a share of them: a configuration does not say how many prompts
 there are."""
+ATTENTION = get_args(TrainerSpec.model_fields["attention"].annotation)
+"""Values of `trainer.attention`."""
 
 DISTILLATION: dict[str, Any] = {
     "algorithm.preset": "distill",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.convert.common import ASSUMED_STEPS, Devices, model_path, run_name, running_rollouts
+from asyncrl_cli.convert.common import ASSUMED_STEPS, ATTENTION, Devices, model_path, run_name, running_rollouts
 from asyncrl_cli.convert.rows import Row, Trainer, lost, needless, unsupported
 from asyncrl_cli.convert.source import Source, options_of, read_file, shown, typed
 from asyncrl_cli.core.errors import ConfigError
@@ -76,7 +76,7 @@ ROWS = [
     Row(f"{T}scheduler.warmup_steps", "trainer.schedule.warmup_updates"),
     Row(f"{T}scheduler.min_lr", "trainer.schedule.final_fraction"),
     Row("*seq_len", "trainer.tokens_per_microbatch"),
-    Row(f"{T}model.attn", "trainer.attention", "needs the package flash-attn; sdpa works without it"),
+    Row(f"{T}model.attn", "trainer.attention", "each version needs its package; sdpa works without"),
     Row(f"{T}model.cp {T}model.cp_style", "trainer.sequence_parallel"),
     Row(f"{T}model.ep", "trainer.expert_parallel"),
     Row(f"{T}model.ac*", "trainer.gradient_checkpointing"),
@@ -245,6 +245,7 @@ def settings(s: Source) -> dict[str, Any]:
     offload = "optimizer" if in_host and ep < 2 else "none"
     lowest = s.number(f"{T}scheduler.min_lr") / rate if rate else None
     dtype = "float32" if s.get(f"{V}dtype") == "float32" else "bfloat16"
+    attention = str(s.get(f"{T}model.attn")).replace("fa4", "flash_attention_4")
     running = max(s.count(f"{C}concurrency.max_inflight") // engines, 1)
     parsers = {f"rollout.{name}": s.get(f"{V}{name.replace('tool', 'tool_call')}") for name in PARSERS}
     return {
@@ -271,7 +272,9 @@ def settings(s: Source) -> dict[str, Any]:
         "trainer.schedule.warmup_updates": s.count(f"{T}scheduler.warmup_steps") if kind != "constant" else 0,
         "trainer.schedule.final_fraction": lowest if kind != "constant" else None,
         "trainer.tokens_per_microbatch": length,
-        "trainer.attention": "flash_attention_2" if dtype == "bfloat16" else "sdpa",
+        "trainer.attention": (attention if attention in ATTENTION else "flash_attention_2")
+        if dtype == "bfloat16"
+        else "sdpa",
         "trainer.expert_parallel": ep if ep > 1 else None,
         "trainer.gradient_checkpointing": True,
         "trainer.offload": "all" if s.flag(f"{T}model.fsdp_cpu_offload") else offload,

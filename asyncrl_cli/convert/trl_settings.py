@@ -13,6 +13,7 @@ from typing import Any
 
 from asyncrl_cli.convert.common import (
     ASSUMED_STEPS,
+    ATTENTION,
     DISTILLATION,
     IN_TURN,
     Devices,
@@ -98,7 +99,7 @@ def settings(s: Source) -> dict[str, Any]:
         "trainer.dtype": dtype,
         "trainer.optimizer.betas": [s.number("adam_beta1"), s.number("adam_beta2")],
         "trainer.schedule.kind": SCHEDULES.get(schedule, "constant"),
-        "trainer.attention": attention if attention in ("flash_attention_2", "eager") else "sdpa",
+        "trainer.attention": attention if attention in ATTENTION else "sdpa",
         "trainer.offload": offload,
         **_sizes(s),
         **logs,

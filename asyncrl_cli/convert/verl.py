@@ -179,7 +179,7 @@ ROWS = [
     Row(f"{A}ulysses_sequence_parallel_size", "trainer.sequence_parallel"),
     Row(f"{M}use_remove_padding {A}use_remove_padding", "trainer.packing"),
     Row(f"{M}override_config.attn_implementation", "trainer.attention",
-        "needs the package flash-attn; sdpa works without it"),
+        "each version needs its package; sdpa works without"),
     Row(f"{M}enable_gradient_checkpointing", "trainer.gradient_checkpointing"),
     Row(f"{F}param_offload {F}optimizer_offload {F}offload_policy", "trainer.offload"),
     Row(f"{V1}trainer_mode", "pipeline.mode"),

@@ -29,7 +29,7 @@ class Pass(NamedTuple):
     positions: int  # that predict a token of a response, of all rows together
     recompute: bool  # trainer.gradient_checkpointing
     dtype: str  # trainer.dtype
-    attention: str  # trainer.attention; flash_attention_2 is counted as sdpa, which is fused as well
+    attention: str  # trainer.attention; flash attention is counted as sdpa, which is fused as well
     lora: LoraSpec | None = None
     images: bool = False  # the model is one that sees images; its vision tower is not counted
 

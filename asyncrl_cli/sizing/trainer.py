@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
-from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, is_flash
 
 FLOAT = 4
 ADAM_BYTES = 8
@@ -192,7 +192,7 @@ def _step(spec: ExperimentSpec, trained: int) -> int:
 
 def _packed_mask(spec: ExperimentSpec, length: int) -> int:
     """Bytes of the mask of the joined sequence that packed rows need without flash attention."""
-    packed = spec.trainer.packing and spec.trainer.attention != "flash_attention_2"
+    packed = spec.trainer.packing and not is_flash(spec.trainer.attention)
     return length * length if packed else 0
 
 

@@ -45,6 +45,11 @@ _LABEL_KEY = rf"({_LABEL}(\.{_LABEL})*/)?{_LABEL}"
 _LABEL_VALUES = rf"!?({_LABEL}|in\({_LABEL}(, ?{_LABEL})*\))"
 
 
+def is_flash(attention: str) -> bool:
+    """Whether a value of `trainer.attention` is a version of flash attention, which needs no mask for packed rows."""
+    return attention.startswith("flash")
+
+
 class SamplingSpec(Section):
     """How training rollouts are sampled.
 
@@ -202,11 +207,13 @@ class TrainerSpec(Section):
     tokens_per_microbatch: Count = 8192
     """Tokens of one forward and backward pass, per rank, including padding. With `sequence_parallel` the ranks of a
     group share them."""
-    packing: bool = False
-    """Join the rows of a micro-batch into one sequence instead of padding them. Faster with `flash_attention_2` only:
-    the other implementations compute attention over the joined sequence."""
-    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
-    """How transformers computes attention; `flash_attention_2` needs a GPU and its package."""
+    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"] = "sdpa"
+    """How transformers computes attention. Flash attention needs bfloat16, a package and a GPU: `flash_attention_2`
+    needs flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or Hopper,
+    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell."""
+    packing: bool = Field(default_factory=lambda data: is_flash(data.get("attention", "")))
+    """Join the rows of a micro-batch into one sequence instead of padding them. Default: true with flash attention. The
+    other implementations compute attention over the joined sequence, so padding is faster with them."""
     sequence_parallel: Count = 1
     """Ranks that share each sequence (DeepSpeed's Ulysses), for sequences that are too long for one. Each rank has a
     slice of the positions, and in attention a share of the heads."""

@@ -14,6 +14,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
+from asyncrl_cli.train.model.flash_attention import check_attention
 from asyncrl_cli.train.model.image_models import model_class
 from asyncrl_cli.train.model.images import Vision, freeze
 from asyncrl_cli.train.model.lora import add_adapters
@@ -181,9 +182,13 @@ def start_critic(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
 
 
 def load_model(trainer: TrainerSpec, model_dir: str, images: bool = False) -> Any:
-    """A causal language model to be trained, sharded while it is loaded; with ``images`` one that sees them."""
+    """A causal language model to be trained, sharded while it is loaded; with ``images`` one that sees them.
+
+    Raises ``ConfigError`` as ``check_attention``.
+    """
     from transformers.integrations import HfDeepSpeedConfig
 
+    check_attention(trainer.attention, torch.cuda.get_device_capability()[0] if trainer.gpus_per_rank else None)
     # from_pretrained shards the model only while this object exists.
     sharding = HfDeepSpeedConfig(deepspeed_settings(trainer)) if trainer.zero_stage == 3 else None
     with streamed() if sharding is not None else nullcontext():

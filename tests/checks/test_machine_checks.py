@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from asyncrl_cli.checks.finding import Check, Warned, run_check
 from asyncrl_cli.core.errors import ConfigError, RunError
 from asyncrl_cli.orchestrator import cluster
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.model import flash_attention
 from tests.orchestrator.stand_ins import spec
 
 
@@ -28,6 +30,7 @@ NVIDIA_SMI = """#!/bin/sh
 case "$1" in
 -L) echo "GPU 0: H200 (UUID: GPU-1)"; echo "GPU 1: H200 (UUID: GPU-2)" ;;
 --query-gpu=driver_version) echo "$DRIVER"; echo "$DRIVER" ;;
+--query-gpu=compute_cap) echo "$CAPABILITY"; echo "$CAPABILITY" ;;
 --query-gpu=memory.total) echo 143771; echo 143000 ;;
 esac
 """
@@ -40,6 +43,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("DRIVER", "580.65.06")
+    monkeypatch.setenv("CAPABILITY", "9.0")
     monkeypatch.setattr(machine, "torch_cuda", lambda: "13.0")
     monkeypatch.setattr(machine, "package_versions", lambda: {"vllm": "0.32.0"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -73,6 +77,45 @@ def test_gpus_need_a_driver_for_the_cuda_of_torch(
     with pytest.raises(ConfigError, match=problem) as refused:
         machine.check_devices(wanted)
     assert refused.value.location == "this machine" and refused.value.hint
+
+
+@pytest.mark.parametrize(
+    ("attention", "capability", "installed", "problem", "hint"),
+    [
+        ("sdpa", "7.5", (), None, ""),
+        ("flash_attention_2", "8.0", ("flash-attn",), None, ""),
+        ("flash_attention_2", "7.5", ("flash-attn",), "is for Ampere or newer, .* capability 7.x", "use sdpa"),
+        ("flash_attention_3", "9.0", ("flash-attn-3",), None, ""),
+        ("flash_attention_3", "10.0", (), "capability 10.x", "use flash_attention_2 or flash_attention_4 or sdpa"),
+        ("flash_attention_3", "9.0", ("flash-attn",), "package flash-attn-3, which is not", "pip install flash-attn-3"),
+        ("flash_attention_4", "8.9", (), "Hopper or Blackwell", "use flash_attention_2 or flash_attention_3 or sdpa"),
+        ("flash_attention_4", "12.0", ("flash-attn-4",), None, ""),
+        ("flash_attention_4", "[N/A]", (), "package flash-attn-4, which is not", "or use sdpa"),
+    ],
+)
+def test_flash_attention_needs_its_gpu_and_package(
+    two_gpus: None,
+    monkeypatch: pytest.MonkeyPatch,
+    attention: str,
+    capability: str,
+    installed: tuple[str, ...],
+    problem: str | None,
+    hint: str,
+) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return "1"
+
+    monkeypatch.setenv("CAPABILITY", capability)
+    monkeypatch.setattr(flash_attention, "version", version)
+    wanted = changed("trainer", gpus_per_rank=1, attention=attention)
+    if problem is None:
+        assert machine.check_devices(wanted).endswith("2 × H200 there")
+        return
+    with pytest.raises(ConfigError, match=problem) as refused:
+        machine.check_devices(wanted)
+    assert refused.value.location == "trainer.attention" and hint in str(refused.value.hint)
 
 
 def test_the_cuda_of_torch_is_read_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

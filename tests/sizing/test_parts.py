@@ -84,16 +84,22 @@ def test_states_shrink_with_zero_ranks_and_adapters(found: SizedModel, ranks: in
         )
 
 
-@given(MODELS, st.sampled_from([1, 2, 4]), st.booleans(), st.integers(1_000, 100_000))
+@given(
+    MODELS,
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
+    st.integers(1_000, 100_000),
+    st.sampled_from(["flash_attention_2", "flash_attention_3", "flash_attention_4"]),
+)
 def test_ranks_that_share_sequences_have_a_part_of_their_activations(
-    found: SizedModel, size: int, packs: bool, tokens: int
+    found: SizedModel, size: int, packs: bool, tokens: int, attention: str
 ) -> None:
     def activations(size: int) -> int:
         changed = sized(
             trainer__ranks=4,
             trainer__sequence_parallel=size,
             trainer__packing=packs,
-            trainer__attention="flash_attention_2",
+            trainer__attention=attention,
             trainer__tokens_per_microbatch=tokens,
         )
         return next(part.bytes for part in rank_parts(changed, found).device if part.name == "activations")

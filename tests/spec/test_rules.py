@@ -63,8 +63,8 @@ def test_sequences_are_divided_among_ranks_that_can(overrides: list[str], path: 
         (["trainer.ranks=3"], "2 does not divide trainer.ranks 3"),
         (["trainer.zero_stage=2"], "does not work with trainer.zero_stage 2"),
         (["model.lora={rank: 2}"], "does not work with model.lora"),
-        (["algorithm.router_replay=true"], "does not work with algorithm.router_replay"),
         (["trainer.offload=optimizer", "trainer.gpus_per_rank=1"], "does not work with trainer.offload"),
+        (["algorithm.router_replay=true"], "does not work with algorithm.router_replay"),
         (["trainer.sequence_parallel=2"], "does not work with trainer.sequence_parallel"),
         (["model.init.architecture=llama"], "the experts of llama cannot be divided"),
         ([], ""),
@@ -177,6 +177,11 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "raise trainer.zero_stage to 3",
         ),
         (["trainer.attention=flash_attention_2"], "trainer.attention", "the trainer is on CPU in float32"),
+        (
+            ["trainer.attention=flash_attention_4"],
+            "trainer.attention",
+            "flash_attention_4 needs a GPU and bfloat16",
+        ),
         (["pipeline.mode=sync", "pipeline.max_staleness=1"], "pipeline.max_staleness", "mode sync means 0, not 1"),
         (["pipeline.partial_rollouts=true"], "pipeline.partial_rollouts", "needs mode sync"),
         (
@@ -468,6 +473,14 @@ def test_engines_on_gpus_may_compute_in_fp8_where_the_difference_is_corrected(
     off = "algorithm.correction={level: null, cap: null}"
     problems = [problem for problem in findings(write(), *fp8, off) if problem.severity == "error"]
     assert [problem.path for problem in problems] == ["algorithm.correction.level"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4"])
+def test_rows_are_packed_by_default_with_flash_attention(write: Write, attention: str) -> None:
+    chosen = (*ON_GPUS, f"trainer.attention={attention}")
+    spec = load_spec(write(), chosen).spec
+    assert spec.trainer.packing == (attention != "sdpa")
+    assert not load_spec(write(), [*chosen, "trainer.packing=false"]).spec.trainer.packing
 
 
 def test_sequences_with_images_are_not_divided(write: Write) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from sequence_one import ARCHITECTURES
+from sequence_one import ARCHITECTURES, FLASH
 
 pytestmark = pytest.mark.stack
 
@@ -27,9 +27,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return [torch.load(folder / f"rank-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in REFUSED])
-def test_shared_sequences_have_the_numbers_of_one_rank(results: Any, name: str, packing: bool) -> None:
+CASES = [(name, packing) for name in ARCHITECTURES if name not in REFUSED for packing in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "packing"), [*CASES, *((name, "flash") for name in FLASH)])
+def test_shared_sequences_have_the_numbers_of_one_rank(results: Any, name: str, packing: bool | str) -> None:
     for rank in results:
         result = rank[name, packing]
         assert not isinstance(result, Exception), result

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from asyncrl_cli.spec.problems import Problem
 from asyncrl_cli.spec.rules.base import divisors, rule, warning
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, is_flash
 
 
 @rule
@@ -88,8 +88,8 @@ def ranks_have_work(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.sequence_parallel` divides `trainer.ranks`, and needs `trainer.attention` to be `sdpa` or
-    `flash_attention_2`."""
+    """`trainer.sequence_parallel` divides `trainer.ranks`, and needs `trainer.attention` to be `sdpa` or flash
+    attention."""
     trainer = spec.trainer
     size = trainer.sequence_parallel
     if trainer.ranks % size:
@@ -102,7 +102,7 @@ def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
         yield Problem("trainer.attention", message, "use sdpa, or set trainer.sequence_parallel to 1")
     elif trainer.packing and trainer.attention == "sdpa":
         message = "with sdpa every rank has a mask of the full packed sequence, which sequence_parallel does not divide"
-        yield warning("trainer.packing", message, "set it to false, or use flash_attention_2")
+        yield warning("trainer.packing", message, "set it to false, or use flash attention")
 
 
 @rule
@@ -143,11 +143,11 @@ def offload(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def attention(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.attention: flash_attention_2` needs GPU ranks and bfloat16."""
+    """Flash attention (`trainer.attention`) needs GPU ranks and bfloat16."""
     trainer = spec.trainer
-    if trainer.attention == "flash_attention_2" and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
+    if is_flash(trainer.attention) and not (trainer.gpus_per_rank and trainer.dtype == "bfloat16"):
         where = "GPU" if trainer.gpus_per_rank else "CPU"
-        message = f"flash_attention_2 needs a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
+        message = f"{trainer.attention} needs a GPU and bfloat16, and the trainer is on {where} in {trainer.dtype}"
         yield Problem("trainer.attention", message, "use sdpa")
 
 

@@ -19,7 +19,7 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 from asyncrl_cli.train.model.images import ImageInputs, Vision, states
 from asyncrl_cli.train.model.router_replay import RouterReplay
-from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config
+from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config, row_lengths
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
 """``check_policy`` lets log-probs differ by these nats, for each nat of the largest logit: logits are rounded in
@@ -97,8 +97,11 @@ class Policy(nn.Module):
         tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
         """
         if self.replay is not None:
-            kept = _kept(response_mask) if self.packing else torch.ones_like(response_mask[:, 1:])
-            self.replay.use(None if experts is None else experts[:, 1:][kept])
+            if experts is not None:
+                experts = experts[:, 1:][_kept(response_mask)][None] if self.packing else experts[:, 1:]
+                experts = experts if self.sequence is None else self.sequence.own(experts)
+                experts = experts.flatten(0, 1)
+            self.replay.use(experts)
         targets = input_ids[response_mask]
         hidden, own = predicting_states(
             self.model.base_model,
@@ -180,7 +183,7 @@ def predicting_states(
         seen = images.before_last(kept if packing else None)
         return states(backbone, ids=ids, positions=positions, images=seen)[predicts], None
     # Positions of packed rows alone: a model makes a mask from given positions.
-    given = {} if positions is None else {"position_ids": positions}
+    given = {} if positions is None else {"position_ids": positions, **row_lengths(backbone, positions)}
     hidden: Tensor = backbone(input_ids=ids, **given, use_cache=False).last_hidden_state
     return hidden[predicts], None
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.rules.model import sequence_parallel_problems
-from asyncrl_cli.spec.sections import TrainerSpec
+from asyncrl_cli.spec.sections import TrainerSpec, is_flash
 
 Attention = Callable[..., tuple[Tensor, Any]]
 """An attention function of transformers."""
@@ -53,6 +53,20 @@ def check_config(config: Any, size: int) -> None:
         kind = str(settings.get("rope_type")) if isinstance(settings, dict) else ""
         if size > 1 and any(name in kind for name in ROPE_BY_LENGTH):
             raise SequenceError(f"rotary embeddings of type {kind} depend on a sequence's length")
+
+
+def row_lengths(backbone: Any, positions: Tensor) -> dict[str, Any]:
+    """Flash attention's arguments for packed rows: where each begins, and the longest; empty for other attention.
+
+    Without them transformers looks for the rows in every layer, and each time the host waits for the GPU.
+    ``positions``: int64, [1, tokens], 0 where a row begins.
+    """
+    if not is_flash(backbone.config.get_text_config()._attn_implementation):
+        return {}
+    starts = (positions[0] == 0).nonzero()[:, 0].to(torch.int32)
+    edges = nn.functional.pad(starts, (0, 1), value=positions.shape[1])
+    longest = int(edges.diff().max())
+    return {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges, "max_length_q": longest, "max_length_k": longest}
 
 
 class SequenceGroup:
@@ -94,7 +108,7 @@ class SequenceGroup:
         """
         from transformers.masking_utils import create_masks_for_generate
 
-        missing = -ids.shape[1] % self.size
+        packed, missing = positions is not None, -ids.shape[1] % self.size
         ids, predicts = nn.functional.pad(ids, (0, missing)), nn.functional.pad(predicts, (0, missing))
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         if positions is None:
@@ -111,7 +125,11 @@ class SequenceGroup:
         )
         self._layers = 0
         states: Tensor = backbone(
-            input_ids=self.own(ids), attention_mask=masks, position_ids=self.own(positions), use_cache=False
+            input_ids=self.own(ids),
+            attention_mask=masks,
+            position_ids=self.own(positions),
+            use_cache=False,
+            **(row_lengths(backbone, positions) if packed else {}),
         ).last_hidden_state
         layers = backbone.config.get_text_config().num_hidden_layers
         if self._layers != layers:
@@ -123,8 +141,10 @@ class SequenceGroup:
         return states[self.own(predicts)], here[predicts]
 
     def own(self, matrix: Tensor) -> Tensor:
-        """This rank's slice of a matrix [rows, positions, ...]. The group's size divides the positions."""
-        return matrix.chunk(self.size, dim=1)[self.rank].contiguous()
+        """This rank's slice of a matrix [rows, positions, ...], which zeros extend to slices of equal length."""
+        missing = -matrix.shape[1] % self.size
+        full = nn.functional.pad(matrix, (0, 0) * (matrix.ndim - 2) + (0, missing)) if missing else matrix
+        return full.chunk(self.size, dim=1)[self.rank].contiguous()
 
     @contextmanager
     def unused(self) -> Iterator[None]:
