@@ -205,7 +205,7 @@ def _trainer_changes(spec: ExperimentSpec, kv_heads: int) -> Iterator[Change]:
     experts_divided = trainer.expert_parallel > 1
     if trainer.offload == "none" and trainer.gpus_per_rank and trainer.zero_stage and not experts_divided:
         yield {"trainer.offload": "optimizer"}
-    if trainer.attention != "eager" and not experts_divided:
+    if trainer.attention != "eager":
         for size in (2 * trainer.sequence_parallel, 4 * trainer.sequence_parallel):
             if trainer.ranks % size == 0 and kv_heads % size == 0:
                 yield {"trainer.sequence_parallel": size}

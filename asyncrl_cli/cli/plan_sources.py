@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +147,7 @@ def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
 
     spec = load_spec(path, overrides).spec
     pipeline, trainer = spec.pipeline, spec.trainer
-    ranks = trainer.sequence_parallel
+    ranks = lcm(trainer.sequence_parallel, trainer.expert_parallel)
     steps = 3 * (pipeline.max_staleness + 2) * pipeline.publish_every + CALIBRATION_STEPS
     loaded = load_spec(
         path,

@@ -151,6 +151,8 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
         add_adapters(model, spec.model.lora, spec.seed)
     policy = policy_around(model, spec, model_dir)
     engine = initialize(policy, spec.trainer, load_universal)
+    if policy.replay is not None and spec.trainer.expert_parallel > 1:
+        policy.replay.hook(model)
     check_policy(policy, engine)
     return engine
 

@@ -207,8 +207,9 @@ def test_zero3_gives_parameters_their_shape_and_partition(installed: Package) ->
 
 
 def test_autoep_has_the_settings_names_and_presets_that_are_used(installed: Package) -> None:
-    """Used by train/model/expert_parallel.py."""
+    """Used by train/model/expert_parallel.py and router_replay.py."""
     from asyncrl_cli.train.model.expert_parallel import DIVIDED, NAMES, expert_settings
+    from asyncrl_cli.train.model.router_replay import DIVIDED as DIVIDED_ROUTER
 
     def texts(module: str) -> set[object]:
         tree = installed.tree(f"deepspeed.{module}")
@@ -221,9 +222,13 @@ def test_autoep_has_the_settings_names_and_presets_that_are_used(installed: Pack
         stored = (node for node in ast.walk(tree) if isinstance(getattr(node, "ctx", None), ast.Store))
         return {node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in stored}
 
+    router = installed.tree("deepspeed.moe.ep_router")
+    assert router is not None
+    assert DIVIDED_ROUTER in {getattr(node, "name", "") for node in router.body}
     trainer = TrainerSpec.model_construct(**(_defaults() | {"ranks": 2, "expert_parallel": 2}))
     assert set(expert_settings(trainer)["expert_parallel"]) <= texts("module_inject.auto_ep_config")
     assert {"_is_autoep_layer", "ep_size", "num_experts", "experts", "router"} <= given("module_inject.auto_ep_layer")
+    assert {"gate", "top_k", "num_experts", "route_norm", "route_scale"} <= given("moe.ep_router")
     weights = {name.removeprefix("experts.") for name in NAMES if name.startswith("experts.")}
     assert weights <= given("moe.ep_experts")
     for architecture in DIVIDED:

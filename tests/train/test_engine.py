@@ -127,20 +127,20 @@ def test_a_teacher_of_another_size_is_sharded_like_the_policy(tmp_path: Path) ->
 
 
 def test_recorded_experts_are_used_alike_by_every_rank_and_setting(tmp_path: Path) -> None:
-    """Recomputed layers use the same experts; packed rows and the reference use the recorded ones."""
+    """Recomputed layers use the same experts; packed rows and the reference use the recorded ones. So do four ranks
+    that divide the experts and share sequences."""
     config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     routed = ["model.init.architecture=qwen3_moe", "algorithm.router_replay=true", "algorithm.kl_coef=0.1"]
     routed += [f"model.init.config.{name}={value}" for name, value in config.items()]
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    one = trained(tmp_path / "one", *routed)
-    settings = (
-        "trainer.ranks=2",
-        "trainer.zero_stage=3",
-        "trainer.gradient_checkpointing=true",
-        "trainer.packing=true",
-    )
-    two = trained(tmp_path / "two", *routed, *settings)
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
-    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
+    results = []
+    divided = ("trainer.ranks=4", "trainer.expert_parallel=4", "trainer.sequence_parallel=2")
+    for ranks in ((), ("trainer.ranks=2",), divided):
+        (folder := tmp_path / str(len(results))).mkdir()
+        settings = ("trainer.zero_stage=3", "trainer.gradient_checkpointing=true", "trainer.packing=true")
+        results.append(trained(folder, *routed, *ranks, *(settings if ranks else ())))
+    one, *others = results
+    for other in others:
+        assert other["weights"].keys() == one["weights"].keys()
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+        assert other["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)

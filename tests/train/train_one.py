@@ -19,7 +19,7 @@ from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.train.deepspeed_engine import join_process_group, start_engine, trainer_environment
-from asyncrl_cli.train.model.lora import gathered
+from asyncrl_cli.train.model.lora import full_weights, gathered
 
 SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 
@@ -134,8 +134,11 @@ def main() -> None:
             rollouts = shown(rollouts, engine.module.model.config.image_token_id)
         report, updates = train_batch(learner, rollouts, updates)
     named = list(engine.module.model.named_parameters())
-    with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
-        state = {name: parameter.detach().clone() for name, parameter in named}
+    if spec.trainer.expert_parallel > 1:  # the model's own names
+        state = {weight.name: weight.merged().clone() for weight in full_weights(engine.module.model, 3)}
+    else:
+        with gathered([parameter for _, parameter in named], spec.trainer.zero_stage):
+            state = {name: parameter.detach().clone() for name, parameter in named}
     torch.save({"weights": state, "metrics": report.metrics}, out)
 
 

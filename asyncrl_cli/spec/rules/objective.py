@@ -61,9 +61,6 @@ def router_replay(spec: ExperimentSpec) -> Iterator[Problem]:
         message = f"the experts of {spec.model.init.architecture} cannot be replayed"
         hint = f"set it to false; it is for mixtures of experts: {', '.join(REPLAYED)}"
         yield Problem("algorithm.router_replay", message, hint)
-    if spec.algorithm.router_replay and spec.trainer.sequence_parallel > 1:
-        message = "recorded experts are not divided among ranks that share sequences (trainer.sequence_parallel)"
-        yield Problem("algorithm.router_replay", message, "set it to false, or trainer.sequence_parallel to 1")
 
 
 @rule

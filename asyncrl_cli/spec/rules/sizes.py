@@ -107,8 +107,8 @@ def sequence_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
 
 @rule
 def expert_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
-    """`trainer.expert_parallel` divides `trainer.ranks`, and needs ZeRO-3. It excludes adapters,
-    `algorithm.router_replay`, `trainer.sequence_parallel` and `trainer.offload`."""
+    """`trainer.expert_parallel` divides `trainer.ranks`, and needs ZeRO-3. It excludes adapters
+    and `trainer.offload`."""
     trainer = spec.trainer
     size, key = trainer.expert_parallel, "trainer.expert_parallel"
     if trainer.ranks % size:
@@ -120,8 +120,6 @@ def expert_parallel(spec: ExperimentSpec) -> Iterator[Problem]:
     for other, excluded, hint in (
         (f"trainer.zero_stage {trainer.zero_stage}", trainer.zero_stage != 3, "set trainer.zero_stage to 3"),
         ("model.lora", spec.model.lora is not None, "train all weights"),
-        ("algorithm.router_replay", spec.algorithm.router_replay, "set algorithm.router_replay to false"),
-        ("trainer.sequence_parallel", trainer.sequence_parallel > 1, "set trainer.sequence_parallel to 1"),
         ("trainer.offload", trainer.offload != "none", "set trainer.offload to none"),
     ):
         if excluded:

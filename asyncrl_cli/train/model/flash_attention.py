@@ -1,4 +1,4 @@
-"""Flash attention (`trainer.attention`): what each version needs. Nothing heavy is imported."""
+"""Requirements of flash attention (`trainer.attention`), by version. Nothing heavy is imported."""
 
 from __future__ import annotations
 

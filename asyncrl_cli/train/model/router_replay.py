@@ -48,6 +48,10 @@ ROUTERS: dict[str, Weigh] = {
 """How transformers' routers weigh the experts that they chose, by class. All answer with logits, weights, experts."""
 
 
+DIVIDED = "TokenChoiceTopKRouter"
+"""The router of DeepSpeed's AutoEP. It answers with weights, experts, and the number of tokens of each expert."""
+
+
 class RouterReplay:
     """The routers of one model, and the experts that they have to use."""
 
@@ -56,9 +60,15 @@ class RouterReplay:
         config = model.config.get_text_config()
         self._layers: int = config.num_hidden_layers
         self._chosen: Tensor | None = None
+        self.hook(model)
+
+    def hook(self, model: Any) -> None:
+        """Hook the routers that the model has now. AutoEP replaces them while it divides the experts."""
         for layer, router in replayed_routers(model).items():
             self._k: int = router.top_k
-            router.register_forward_hook(partial(self._route, layer, ROUTERS[type(router).__name__]))
+            name = type(router).__name__
+            hook = self._route_divided if name == DIVIDED else partial(self._route, ROUTERS[name])
+            router.register_forward_hook(partial(hook, layer))
 
     def use(self, experts: Tensor | None) -> None:
         """Have the next pass use ``experts`` [tokens, layers · k] (uint8 or int32); None: the routers' own choice.
@@ -78,15 +88,34 @@ class RouterReplay:
         self._chosen = experts.view(-1, self._layers, self._k)
 
     def _route(
-        self, layer: int, weigh: Weigh, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
+        self, weigh: Weigh, layer: int, router: nn.Module, _: Any, output: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         if self._chosen is None:
             return None
         logits, _, own = output
-        recorded = self._chosen[:, layer].to(own.dtype)
-        known = (recorded[:, :1] != recorded[:, 1:2]).expand_as(own)  # equal ids: not known (records/experts.py)
-        experts = torch.where(known, recorded, own)
+        experts = _known(self._chosen[:, layer], own)
         return logits, weigh(router, logits, experts), experts
+
+    def _route_divided(
+        self, layer: int, router: Any, inputs: tuple[Tensor, Any], output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        if self._chosen is None:
+            return None
+        from deepspeed.moe.ep_count import count_tokens_per_expert
+
+        experts = _known(self._chosen[:, layer], output[1])
+        # The output has the weights of the router's own choice alone, so its logits are computed once more.
+        weights = router.gate(inputs[0]).softmax(-1, dtype=torch.float32).gather(-1, experts)
+        if router.route_norm:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights * router.route_scale, experts, count_tokens_per_expert(experts, router.num_experts)
+
+
+def _known(recorded: Tensor, own: Tensor) -> Tensor:
+    """The recorded experts [tokens, k] where they are known, elsewhere the router's own."""
+    recorded = recorded.to(own.dtype)
+    known = (recorded[:, :1] != recorded[:, 1:2]).expand_as(own)  # equal ids: not known (records/experts.py)
+    return torch.where(known, recorded, own)
 
 
 def replayed_routers(model: Any) -> dict[int, Any]:
@@ -98,7 +127,7 @@ def replayed_routers(model: Any) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
         layer = _LAYER.search(f"{name}.")
-        if layer is not None and type(module).__name__ in ROUTERS:
+        if layer is not None and type(module).__name__ in (*ROUTERS, DIVIDED):
             found[int(layer[1])] = module
     if not found:
         raise UserError(
