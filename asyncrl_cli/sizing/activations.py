@@ -32,6 +32,7 @@ class Pass(NamedTuple):
     attention: str  # trainer.attention; flash attention is counted as sdpa, which is fused as well
     lora: LoraSpec | None = None
     images: bool = False  # the model is one that sees images; its vision tower is not counted
+    chunk: int | None = None  # logits that the head computes at a time; None: as on a CPU
 
 
 def activation_bytes(config: Any, kinds: Sequence[object], trained: Pass) -> int:
@@ -81,7 +82,7 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
             predicting = states.flatten(0, 1)[: trained.positions]
             targets = torch.zeros(len(predicting), dtype=torch.long)
             logprobs, _ = chunked_logprobs(
-                model.get_output_embeddings(), hidden=predicting, targets=targets, temperature=1.0
+                model.get_output_embeddings(), hidden=predicting, targets=targets, temperature=1.0, most=trained.chunk
             )
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return int(live.peak)

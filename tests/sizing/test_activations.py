@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from asyncrl_cli.sizing import activations
 from asyncrl_cli.sizing.activations import LiveBytes, Pass, _drop_gradient, _trace, activation_bytes
 from asyncrl_cli.sizing.model import sized
 from asyncrl_cli.spec.inputs import LoraSpec
@@ -28,8 +29,6 @@ DENSE_FIRST = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_p
 
 
 def kinds_of(config: Any) -> list[object]:
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
         return list(sized(SPEC, config, AutoModelForCausalLM.from_config(config)).layers)
 
@@ -71,10 +70,34 @@ def test_recomputation_and_shorter_rows_take_less_and_adapters_little_more() -> 
     assert of(rows=2) < of(lora=LoraSpec(rank=8)) < 1.5 * of()
 
 
+def test_larger_chunks_of_the_head_take_more() -> None:
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=1, **SMALL | {"vocab_size": 5000})
+    small, large = (
+        _trace(config, 1, Pass(4, 64, 200, True, "float32", "sdpa", chunk=positions * 5000)) for positions in (10, 150)
+    )
+    assert large - small > 100 * 5000 * 4
+
+
+@pytest.mark.parametrize(("gpus", "memory", "chunk"), [(0, 24, None), (1, 24, 2**27), (1, None, 2**28)])
+def test_the_head_has_the_chunks_of_the_device(
+    gpus: int, memory: float | None, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[Pass] = []
+    monkeypatch.setattr(activations, "activation_bytes", lambda _, __, trained: passes.append(trained) or 0)
+    spec = SPEC.model_copy(
+        update={
+            "trainer": SPEC.trainer.model_copy(update={"gpus_per_rank": gpus}),
+            "cluster": SPEC.cluster.model_copy(update={"gpu_memory_gb": memory}),
+        }
+    )
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=1, **SMALL)
+    with torch.device("meta"):
+        sized(spec, config, AutoModelForCausalLM.from_config(config)).activations(1, 8, 8, False)
+    assert [one.chunk for one in passes] == [chunk]
+
+
 def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
     """Compared with the same operations on real tensors: the policy's own forward and backward pass."""
-    from transformers import AutoModelForCausalLM
-
     from asyncrl_cli.train.model.policy import Policy
 
     config = AutoConfig.for_model("qwen3", num_hidden_layers=3, **SMALL)
@@ -93,8 +116,6 @@ def test_the_count_of_a_model_is_what_a_real_pass_makes() -> None:
 
 def test_the_count_of_adapters_is_what_peft_makes() -> None:
     """With frozen experts, on real tensors."""
-    from transformers import AutoModelForCausalLM
-
     from asyncrl_cli.train.model.lora import add_adapters
 
     config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=2, **SMALL, **EXPERTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,13 @@ def test_the_gradient_is_the_formulas(
 
 
 @pytest.mark.parametrize("entropy", ["none", "measure", "train"])
-@pytest.mark.parametrize(("numbers", "products"), [(14, 3 + 3 + 3), (1000, 1 + 1)])
+@pytest.mark.parametrize(("gpu_bytes", "products"), [(2048, 3 + 3 + 3), (80 * 10**9, 1 + 1)])
 def test_head_on_a_gpu_computes_bfloat16_products_in_float32(
-    entropy: chunked_logprobs.Entropy, numbers: int, products: int, monkeypatch: pytest.MonkeyPatch
+    entropy: chunked_logprobs.Entropy, gpu_bytes: int, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The branches for CUDA run on the CPU here: tensors say that they are on a GPU, and `out_dtype`, which a CPU does
     not have, is emulated."""
-    monkeypatch.setattr(chunked_logprobs, "GPU_CHUNK_NUMBERS", numbers)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gpu_bytes))
     product, wide = torch.mm, []
 
     def mm(one: Tensor, other: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -116,6 +117,22 @@ def test_head_on_a_gpu_computes_bfloat16_products_in_float32(
     for one, other, rounding in zip(found, exact, (1e-5, 1e-5, 2**-7, 2**-7, 2**-7), strict=True):
         scale = other.abs().max().item()
         torch.testing.assert_close(one.double(), other, rtol=0, atol=rounding * max(scale, 1e-9))
+
+
+@given(st.integers(10**6, 10**12), st.integers(0, 10**8))
+def test_a_gpu_has_chunks_by_its_memory(gpu_bytes: int, reserved: int) -> None:
+    found = chunked_logprobs.gpu_chunk_numbers(gpu_bytes)
+    assert found.bit_count() == 1 and found <= chunked_logprobs.gpu_chunk_numbers(None)
+    assert 4 * found * 32 <= gpu_bytes
+    assert found == 2**28 or 2 * 4 * found * 32 > gpu_bytes
+    if gpu_bytes > 16 * 10**9:  # a driver that reserves more halves it at most
+        assert chunked_logprobs.gpu_chunk_numbers(gpu_bytes - reserved) in (found, found // 2)
+
+
+@pytest.mark.parametrize(("gigabytes", "numbers"), [(12, 2**26), (16, 2**26), (24, 2**27), (48, 2**28), (141, 2**28)])
+def test_gpus_of_usual_sizes_have_these_chunks(gigabytes: float, numbers: int) -> None:
+    for part in (0.96, 1.0, 1.07):  # what drivers report for such a GPU
+        assert chunked_logprobs.gpu_chunk_numbers(int(part * gigabytes * 10**9)) == numbers
 
 
 @pytest.mark.parametrize("entropy", ["none", "train"])

@@ -1,7 +1,7 @@
 """The output head: log-probabilities and entropies of tokens without the logits of all of them.
 
 Positions go through the output layer in chunks. Invariant: except the layer's weights and their gradient no tensor
-here has more than ``CHUNK_NUMBERS`` numbers, on a GPU ``GPU_CHUNK_NUMBERS``, or one position's where a vocabulary is
+here has more than ``CHUNK_NUMBERS`` numbers, on a GPU ``gpu_chunk_numbers``, or one position's where a vocabulary is
 larger than that. A chunk's logits live once, in float32: they become log-probabilities in place, and those become the
 logits' gradient in place. With more than one chunk each is computed again in the backward pass: one of them lives at a
 time.
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 CHUNK_NUMBERS = 2**25
 """Logits that exist at a time on a CPU: 128 MiB in float32."""
-GPU_CHUNK_NUMBERS = 2**27
-"""Logits that exist at a time on a GPU: 512 MiB in float32. Each chunk reads and writes the gradient of all weights, so
-smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 33 ms with 2^28 for 4,096 tokens, a
-vocabulary of 151,936 and a width of 2,560."""
+GPU_CHUNK_NUMBERS = 2**28
+"""The most logits that exist at a time on a GPU: 1 GiB in float32. Each chunk reads and writes the gradient of all
+weights, so smaller chunks take longer: an H100 needs 64 ms with 2^25, 35 ms with 2^27 and 33 ms with 2^28 for 4,096
+tokens, a vocabulary of 151,936 and a width of 2,560."""
+GPU_PART = 32
+"""A chunk takes at most this part of a GPU's memory: a GPU of 24 GB has chunks of 2^27."""
 
 BLOCK_NUMBERS = 2**18
 """Numbers of a block, the unit of a CPU's sums of entropies: a block stays in the cache, and a chunk's probabilities
@@ -30,8 +32,24 @@ Entropy = Literal["none", "measure", "train"]
 """Whether entropies are wanted: not at all, as numbers, or with a gradient."""
 
 
+def gpu_chunk_numbers(gpu_bytes: int | None) -> int:
+    """Logits that exist at a time on a GPU with so much memory in all; None: not known, so the most.
+
+    Free memory would allow more, but it differs from pass to pass. Chunks of another size add up gradients in another
+    order, and a replayed step would not have the same bits. A power of two, because drivers reserve differing amounts.
+    """
+    if gpu_bytes is None:
+        return GPU_CHUNK_NUMBERS
+    return min(GPU_CHUNK_NUMBERS, 1 << (gpu_bytes // (4 * GPU_PART)).bit_length() - 1)
+
+
 def chunked_logprobs(
-    head: nn.Linear, hidden: Tensor, targets: Tensor, temperature: float, entropy: Entropy = "none"
+    head: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: Entropy = "none",
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Score the tokens that follow positions.
 
@@ -39,6 +57,7 @@ def chunked_logprobs(
         head: the output layer.
         hidden: [positions, width]; gradients flow through it.
         targets: int64, [positions]; the token that is scored at each.
+        most: logits that exist at a time; None: by the device of ``hidden``.
 
     Returns:
         log softmax(logits / temperature) at ``targets``, and the entropy of that distribution, H = −Σ p log p: nats,
@@ -47,7 +66,7 @@ def chunked_logprobs(
     apply: Any = _Scores.apply
 
     def score(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        scored: tuple[Tensor, Tensor] = apply(hidden, head.weight, head.bias, targets, temperature, entropy)
+        scored: tuple[Tensor, Tensor] = apply(hidden, head.weight, head.bias, targets, temperature, entropy, most)
         return scored
 
     # Called as a module, and once: ZeRO-3's hooks gather its weights for exactly one pass (decision 0019).
@@ -71,10 +90,12 @@ class _Scores(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         entropy: Entropy,
+        most: int | None,
     ) -> Any:
         logprobs, entropies = torch.zeros(2, hidden.shape[0], dtype=_wide(hidden), device=hidden.device)
-        most = GPU_CHUNK_NUMBERS if hidden.is_cuda else CHUNK_NUMBERS
-        chunks = _chunks(hidden.shape[0], weight.shape[0], most)
+        if most is None and hidden.is_cuda:
+            most = gpu_chunk_numbers(torch.cuda.get_device_properties(hidden.device).total_memory)
+        chunks = _chunks(hidden.shape[0], weight.shape[0], most or CHUNK_NUMBERS)
         logs = None
         for chunk in chunks:
             logs = None  # frees the last one first
@@ -121,7 +142,7 @@ class _Scores(torch.autograd.Function):
             del logs, gradient
         of_weight = None if of_weight is None else of_weight.to(weight.dtype)
         of_bias = None if of_bias is None else of_bias.to(weight.dtype)
-        return of_hidden, of_weight, of_bias, None, None, None
+        return of_hidden, of_weight, of_bias, None, None, None, None
 
 
 def _add_product(total: Tensor, gradient: Tensor, exact: Tensor, hidden: Tensor) -> None:
