@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import flash_kernel
 import numpy as np
 import pytest
 import torch
 
+from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.images import Vision, tower_parameters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.packing import TrainingRow, pad_rows
@@ -80,6 +83,35 @@ def test_logprobs_of_rows_with_images_are_the_models_own(loaded: tuple[Any, Path
     other = replace(rows[0], images=(replace(rows[0].images[0], image=picture(2)),))
     gap = (own(loaded, other) - own(loaded, rows[0])).abs().max()
     assert gap > 1e-3, "images matter, so the comparison says something"
+
+
+@pytest.fixture
+def flash(loaded: tuple[Any, Path]) -> Iterator[None]:
+    """The language model has flash attention; its kernel is computed on the CPU."""
+    text = loaded[0].config.get_text_config()
+    before, text._attn_implementation = text._attn_implementation, "flash_attention_2"
+    with pytest.MonkeyPatch.context() as patch:
+        flash_kernel.install(patch.setattr)
+        yield
+    text._attn_implementation = before
+
+
+@torch.no_grad()
+def test_rows_with_images_are_packed_by_their_lengths(loaded: tuple[Any, Path], request: pytest.FixtureRequest) -> None:
+    rows = rows_of(loaded[0].config)
+    expected = [own(loaded, one) for one in rows]
+    request.getfixturevalue("flash")
+    for one, logprobs in zip(expected, scored(policy_of(loaded, packing=True), rows), strict=True):
+        torch.testing.assert_close(logprobs, one, atol=TOLERANCE, rtol=0)
+
+
+def test_flash_attention_is_refused_where_images_are_not_causal(loaded: tuple[Any, Path], flash: None) -> None:
+    if loaded[0].config.model_type != "gemma3":
+        policy_of(loaded, packing=True, bidirectional=True)
+        return
+    with pytest.raises(UserError, match="see each other in a gemma3, and flash_attention_2 is causal") as refused:
+        policy_of(loaded, packing=True, bidirectional=True)
+    assert refused.value.location == "trainer.attention"
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.spec.inputs import ModelSpec
+from asyncrl_cli.spec.sections import is_flash
+from asyncrl_cli.train.model.sequence_parallel import row_lengths
 
 CACHED_BYTES = 2**28
 """Pixels of images that are kept: the rows of a group have the same ones, and so do the epochs of a step."""
@@ -92,6 +94,12 @@ class Vision:
         self._rope_index = getattr(backbone, "get_rope_index", None)
         self._accepted = inspect.signature(backbone.get_image_features).parameters.keys()
         self._bidirectional = bidirectional and "token_type_ids" in forward
+        if self._bidirectional and is_flash(attention := backbone.config.get_text_config()._attn_implementation):
+            raise UserError(
+                f"the tokens of an image see each other in a {model.config.model_type}, and {attention} is causal",
+                location="trainer.attention",
+                hint="use sdpa",
+            )
         self._processor = image_processor(folder)
         self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._cached_bytes = 0
@@ -194,6 +202,8 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
         arguments["position_ids"] = rope if positions is None else torch.cat([positions[None], rope])
     elif positions is not None:
         arguments["position_ids"] = positions
+    if positions is not None:
+        arguments |= row_lengths(backbone, positions)
     if images.bidirectional and shown:
         arguments["token_type_ids"] = placeholders.long()
     given = torch.where(placeholders, token, text)
