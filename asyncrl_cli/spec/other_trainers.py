@@ -100,7 +100,7 @@ _KEYS = {
     "trainer.offload": "adam_offload param_offload optimizer_offload",
     "trainer.gradient_checkpointing": "enable_gradient_checkpointing",
     "trainer.packing": "use_remove_padding packing_samples",
-    "trainer.attention": "flash_attn attn_implementation model.attn",
+    "trainer.attention": "flash_attn attn_implementation attn",
     "trainer.ranks": "num_processes world_size",
     "model.path": "model_name_or_path model_path model_name model.name pretrain base_model",
     "model.lora": "use_peft",
