@@ -15,10 +15,11 @@ from itertools import product
 from math import exp, log
 
 from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, TrainerCost
-from asyncrl_cli.plan.guess import GPUS, Shape, engine_cost, publish_cost, training_flops, training_share
+from asyncrl_cli.plan.guess import Shape, engine_cost, publish_cost, training_flops, training_share
 from asyncrl_cli.plan.lengths import LengthModel
 from asyncrl_cli.plan.simulator import Scenario, simulate
 from asyncrl_cli.records.groups import BufferSettings
+from asyncrl_cli.train.flops import GPUS
 
 GPU = GPUS["h100"]
 MEMORY = 85e9

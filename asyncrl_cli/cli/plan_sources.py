@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from asyncrl_cli.inspect.pages import Page
     from asyncrl_cli.plan.comparison import Line
     from asyncrl_cli.plan.from_journal import Calibration
-    from asyncrl_cli.plan.guess import Gpu
     from asyncrl_cli.plan.scenario import Planned
     from asyncrl_cli.runs.directory import RunDirectory
     from asyncrl_cli.sizing.estimate import Estimate
     from asyncrl_cli.sizing.model import SizedModel
     from asyncrl_cli.spec.sections import ExperimentSpec
+    from asyncrl_cli.train.flops import Gpu
 
 CALIBRATION_STEPS = 10
 """Steps that `--calibrate` trains after the buffer has been filled three times."""
@@ -190,7 +190,7 @@ def _reproduced(run: RunDirectory, measured: Calibration) -> tuple[Line, ...]:
 
 
 def _gpu(name: str) -> Gpu:
-    from asyncrl_cli.plan.guess import GPUS
+    from asyncrl_cli.train.flops import GPUS
 
     if name.lower() not in GPUS:
         raise typer.BadParameter(f"no data sheet of {name!r}; known: {', '.join(GPUS)}", param_hint="--gpu")

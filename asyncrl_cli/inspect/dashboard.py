@@ -137,7 +137,8 @@ def _rows(shown: Shown) -> Iterator[tuple[str, str]]:
         yield "log-prob gap", f"{gap} nats  {trend('correction/logprob_gap_mean')}"
     if "tokens/generated_per_s" in m:
         yield "generated", f"{m['tokens/generated_per_s']:,.0f} tokens/s"
-    busy = [f"busy {m['share/trainer_busy']:.0%}"] if "share/trainer_busy" in m else []
+    known = {"busy": "share/trainer_busy", "MFU": "mfu/end_to_end"}
+    busy = [f"{label} {m[name]:.0%}" for label, name in known.items() if name in m]
     if trainer := ", ".join([*busy, *filter(None, [shown.trainer])]):
         yield "trainer", trainer
     shares = {"busy": "share/engines_busy", "paused": "share/engines_paused"}

@@ -37,11 +37,12 @@ class SupportsWrite(Protocol):
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
     held_out = f"  held-out {accuracy['greedy']:.3f}" if "greedy" in accuracy else ""
+    mfu = f"  MFU {metrics['mfu/end_to_end']:.0%}" if "mfu/end_to_end" in metrics else ""
     return (
         f"step {step}/{steps}  reward {metrics['reward/mean']:.3f}{held_out}"
         f"  length {metrics['response/tokens_mean']:.1f}"
         f"  staleness {metrics['staleness/groups_mean']:.1f} max {metrics['staleness/groups_max']:.0f}"
-        f"  {metrics['tokens/generated_per_s']:,.0f} tok/s"
+        f"  {metrics['tokens/generated_per_s']:,.0f} tok/s{mfu}"
         f"  busy: trainer {metrics['share/trainer_busy']:.0%}, engines {metrics['share/engines_busy']:.0%}"
         f"  groups: {metrics['buffer/groups_running']:.0f} running, {metrics['buffer/groups_finished']:.0f} finished"
     )

@@ -22,6 +22,7 @@ from asyncrl_cli.records.groups import Counts, PublishRecord, StepRecord, Taken
 from asyncrl_cli.records.training import CORRECT, StepReport, TrainingBatch
 from asyncrl_cli.rollout.client import GenerationClient
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.processors import HostTime, host_time
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
@@ -100,6 +101,7 @@ class StepRecorder:
     ) -> None:
         """``reported``: number of steps that earlier drivers have reported."""
         self.reported = reported
+        self._spec = spec
         self._budget = budget
         self._critic_warmup = spec.algorithm.critic.warmup_steps
         self._without_update = 0
@@ -128,6 +130,7 @@ class StepRecorder:
         metrics = step_metrics(
             taken.batch, report=report, published=published, window=window, counts=taken.counts, names=self._task_names
         )
+        metrics |= speed_metrics(self._spec, report, window)
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)
@@ -247,6 +250,23 @@ def step_metrics(
             "response/branches_mean": float(np.mean([len(rollout.branches) for rollout in episodes])),
         }
     return metrics | report.metrics
+
+
+def speed_metrics(spec: ExperimentSpec, report: StepReport, window: Mapping[str, float]) -> dict[str, float]:
+    """Rates of a step: trained tokens, also for each GPU of ranks and engines, and the trainer's MFU where its GPUs'
+    data sheet is known."""
+    rate, peak = report.trained_tokens / window["time/step_s"], report.peak_flops
+    found = {"tokens/trained_per_s": rate, "train/tflop": report.flops / 1e12}
+    gpus = float(spec.trainer.ranks if spec.trainer.gpus_per_rank else 0)
+    if not shares_gpus(spec):  # where an engine and a rank are on one GPU
+        gpus += window["engines/serving"] * spec.rollout.gpus_per_engine
+    if gpus:
+        found["tokens/trained_per_gpu_s"] = rate / gpus
+    if peak is not None and report.update_s:
+        for name, seconds in (("update", report.update_s), ("end_to_end", window["time/step_s"])):
+            found[f"mfu/{name}"] = report.flops / (seconds * peak)
+        found["mfu/peak_tflops"] = peak / 1e12
+    return found
 
 
 def _calls(rollout: Rollout) -> int:

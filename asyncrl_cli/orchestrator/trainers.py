@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,9 @@ class TrainerRanks:
         error of any rank."""
         # Passed directly, a batch would be pickled once for each rank, in the driver's event loop.
         shared = await asyncio.to_thread(self._share, batch)
-        report: StepReport = (await self._call("train_step", shared))[0]
-        return report
+        reports: list[StepReport] = await self._call("train_step", shared)
+        peaks = [report.peak_flops for report in reports]
+        return replace(reports[0], peak_flops=None if None in peaks else sum(filter(None, peaks)))
 
     async def layout(self) -> tuple[TensorSlot, ...]:
         """The layout of the weights that engines get."""

@@ -14,6 +14,7 @@ from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import tensor_parallel
+from asyncrl_cli.train.flops import Amounts, Gpu, chosen
 
 NUMBER_BYTES = 2
 """Bytes of a weight in bf16."""
@@ -38,27 +39,6 @@ UPDATE_S = 1.0
 WRITE_RATE, LOAD_RATE = 5e9, 20e9
 """Bytes a second at which a rank writes its shard for the engines, and a GPU loads its part of the weights."""
 OVERHEADS = Overheads(start_s=0.02, settle_s=0.1, step_s=0.1)
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """A GPU's data sheet: bytes of memory, bytes a second, bf16 operations a second."""
-
-    memory: float
-    bandwidth: float
-    flops: float
-
-
-GPUS = {
-    "a100": Gpu(80e9, 2.04e12, 312e12),
-    "h100": Gpu(80e9, 3.35e12, 989e12),
-    "h200": Gpu(141e9, 4.8e12, 989e12),
-    "h20": Gpu(96e9, 4.0e12, 148e12),
-    "b200": Gpu(180e9, 8.0e12, 2250e12),
-    "l40s": Gpu(48e9, 0.864e12, 362e12),
-    "mi300x": Gpu(192e9, 5.3e12, 1307e12),
-}
-"""From the vendors' data sheets: dense bf16, and of each GPU the version with the fastest memory (SXM)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +94,10 @@ def training_flops(shape: Shape, groups: Groups, passes: float) -> tuple[float, 
     """
     lengths = [rollout.prompt + rollout.response for group in groups for rollout in group.rollouts]
     weighted = sum(length * length for length in lengths) / sum(lengths)
+    forward = Amounts(tokens=2 * shape.active, pairs=4 * shape.attention * shape.layers)
 
     def of_token(length: float) -> float:
-        return passes * (2 * shape.active + 2 * length * shape.attention * shape.layers)
+        return passes * forward.times(Amounts(tokens=1, pairs=length / 2))
 
     return of_token(weighted), of_token(max(lengths))
 
@@ -182,22 +163,16 @@ def shape_of(model: SizedModel, config: Any) -> Shape:
     layers = len(model.layers)
     heads = int(getattr(text, "num_attention_heads", 1))
     width = int(getattr(text, "head_dim", None) or model.hidden // heads)
-    experts = int(_first(text, "num_experts", "n_routed_experts", "num_local_experts") or 0)
-    used = int(_first(text, "num_experts_per_tok", "num_experts_per_token") or 0)
-    chosen = used / experts if experts and used else 1.0
-    routed = float(sum(model.experts)) if chosen < 1 else 0.0
+    used = chosen(text)
+    routed = float(sum(model.experts)) if used < 1 else 0.0
     # A tied head is a matrix that every token uses; untied input embeddings are looked up.
     looked_up = model.embeddings if model.head else 0
     return Shape(
         parameters=float(model.parameters),
-        active=model.parameters - looked_up - routed * (1 - chosen),
+        active=model.parameters - looked_up - routed * (1 - used),
         layers=layers,
         attention=heads * width,
         cache_bytes=float(NUMBER_BYTES * (model.cache_numbers or 0)),
         experts=routed,
-        chosen=chosen,
+        chosen=used,
     )
-
-
-def _first(config: Any, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

@@ -83,10 +83,12 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one step, equal on all ranks. ``seconds`` is the wall time of the rank's call.
+    """The report of one step. ``seconds`` is the wall time of the rank's call.
 
     Of this time, ``forward_s`` was spent on passes without a gradient, before the first update, and ``update_s`` on
     updates; the rest on packing and sums over ranks. ``cpu_s`` is the rank's processor time, summed over its threads.
+    ``flops`` are the operations of the updates on all ranks (train/flops.py). ``peak_flops`` are those that the rank's
+    GPU can do in a second; None on CPUs and where its data sheet is not known.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class StepReport:
     forward_s: float = 0.0
     update_s: float = 0.0
     cpu_s: float = 0.0
+    flops: float = 0.0
+    peak_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ Read ``train_batch`` from top to bottom, then old_logprobs.py and update.py; alg
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -18,6 +19,7 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train import schedule
 from asyncrl_cli.train.algorithms.reduced_sums import reduce_over_ranks
 from asyncrl_cli.train.deepspeed_engine import set_learning_rate
+from asyncrl_cli.train.flops import Amounts, ModelFlops, data_sheet
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
 from asyncrl_cli.train.packing import (
@@ -52,6 +54,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     scored = _time_of(learner.engine.device)
 
     sums: UpdateSums | None = None
+    flops = 0.0
     metrics = {"train/updates": 0.0, "train/updates_skipped": 0.0}
     if spec.algorithm.reward_parts:
         metrics["train/missing_parts"] = float(rewards.missing)
@@ -75,12 +78,15 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         # Skipped by all ranks or by none: ``rows`` are of all ranks, and the rest is collective.
         if not minibatch.rows:  # every group was uniform: there is nothing to learn
             continue
+        amounts = _amounts(learner.engine.module.flops, minibatch.rows)
         if learner.critic is not None:
             # After ``precompute``: this step's advantages are from the critic before its update.
             metrics |= update_critic(learner.critic, spec=spec, minibatch=minibatch, factor=factor)
+            flops += amounts.times(learner.critic.module.flops.update)
             if batch.step < spec.algorithm.critic.warmup_steps:
                 continue
         result, update = update_policy(learner, minibatch, is_first)
+        flops += amounts.times(learner.engine.module.flops.update)
         learner.limit.note(result)
         if result.skipped:  # its sums may not be finite
             metrics["train/updates_skipped"] += 1
@@ -101,8 +107,22 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         forward_s=scored - prepared,
         update_s=updated - scored,
         cpu_s=time.process_time() - processor,
+        flops=flops,
+        peak_flops=_peak(spec, learner.engine.device),
     )
     return report, updates
+
+
+def _amounts(model: ModelFlops, rows: Sequence[TrainingRow]) -> Amounts:
+    """What a pass over these rows is made of. A row's last token is predicted and not read."""
+    images = [placed.length for row in rows for placed in row.images]
+    return model.amounts([len(row) - 1 for row in rows], count_tokens(rows), images)
+
+
+def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:
+    """Operations that this rank's GPU can do in a second; None on a CPU and for an unknown GPU."""
+    gpu = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if gpu is None else gpu.peak(spec.trainer.dtype)
 
 
 def _time_of(device: torch.device) -> float:

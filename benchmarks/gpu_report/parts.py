@@ -24,8 +24,6 @@ MODEL = {
     "cpu": {},
 }
 """The differences from the quickstart's model in timed runs: 0.4 billion parameters on GPUs."""
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12, "B200": 2250e12}
-"""Dense bfloat16 operations per second, from NVIDIA's data sheets (H100 and H200: SXM)."""
 
 
 def quickstart(bench: Bench) -> dict[str, Any]:
@@ -101,8 +99,7 @@ def publish(bench: Bench) -> dict[str, Any]:
 
 
 def trainer(bench: Bench) -> dict[str, Any]:
-    """The trainer's speed, and its fraction of the device's peak (6 operations per token and weight; prompts, padding,
-    attention and recomputation are not counted)."""
+    """The trainer's speed, and the fraction of the devices' peak that its updates reach (MFU, docs/metrics.md)."""
     return _trainer_figures(bench, _timed(bench, "sync"))
 
 
@@ -110,16 +107,15 @@ def _trainer_figures(bench: Bench, run: Path) -> dict[str, Any]:
     found = metrics(run)[SKIPPED_STEPS:]
     ranks = yaml.safe_load((run / "spec.yaml").read_text())["trainer"]["ranks"]
     rate = sum(row["tokens/trained"] for row in found) / sum(row["time/train_s"] for row in found)
-    used = 6 * _parameters(run) * rate / ranks
-    matmul = matmul_flops(bench.device)
-    peak = next((flops for name, flops in PEAK_FLOPS.items() if any(name in gpu for gpu in bench.gpus)), None)
+    used = sum(row["train/tflop"] for row in found) / sum(row["time/update_s"] for row in found) / ranks
+    matmul = matmul_flops(bench.device) / 1e12
     return {
         "parameters": _parameters(run),
         "tokens/s": round(rate),
-        "TFLOP/s of a rank": round(used / 1e12, 3),
-        "MFU": None if peak is None else round(used / peak, 3),
+        "TFLOP/s of a rank": round(used, 3),
+        "MFU of updates": _median(found, "mfu/update") if "mfu/update" in found[0] else None,
         "share of a matrix product's speed": round(used / matmul, 3),
-        "TFLOP/s of a matrix product": round(matmul / 1e12, 3),
+        "TFLOP/s of a matrix product": round(matmul, 3),
     }
 
 

@@ -57,6 +57,7 @@ def test_a_step_in_one_line() -> None:
         "  busy: trainer 90%, engines 75%  groups: 31 running, 3 finished"
     )
     assert "held-out" not in step_line(7, 100, METRICS, {"sampled": 0.2})
+    assert "12,345 tok/s  MFU 38%  busy" in step_line(7, 100, METRICS | {"mfu/end_to_end": 0.375}, {})
 
 
 def test_the_plain_view_prints_a_line_per_event() -> None:

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from stand_ins import Notes, client_over, rollout, spec
 
-from asyncrl_cli.orchestrator.metrics import StepClock, StepRecorder, batch_digest, step_metrics
+from asyncrl_cli.orchestrator.metrics import StepClock, StepRecorder, batch_digest, speed_metrics, step_metrics
 from asyncrl_cli.records.generation import EngineActivity, Rollout, branch_id
 from asyncrl_cli.records.groups import Counts, PublishRecord, Taken
 from asyncrl_cli.records.training import StepReport, TrainingBatch, TrainingGroup
 from asyncrl_cli.rollout.client import GenerationClient
+from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.processors import HostTime
 
 
@@ -295,3 +296,37 @@ def test_a_run_that_changes_no_weight_for_20_steps_has_one_fault_for_each_series
     assert len(faults) == 1
     train(81, 81, 0.0)
     assert len(faults) == 2
+
+
+def gpu_spec(ranks: int, gpus: float) -> ExperimentSpec:
+    changed = spec()
+    changed.trainer.ranks, changed.trainer.gpus_per_rank, changed.rollout.gpus_per_engine = ranks, gpus, gpus
+    return changed
+
+
+REPORT = StepReport(seconds=4.0, update_s=2.0, trained_tokens=900, flops=6e15, peak_flops=6e15)
+STEP = {"time/step_s": 10.0, "engines/serving": 3.0}
+
+
+def test_mfu_is_the_share_of_the_peak_in_updates_and_in_the_step() -> None:
+    assert speed_metrics(gpu_spec(2, 1), REPORT, STEP) == {
+        "tokens/trained_per_s": 90.0,
+        "tokens/trained_per_gpu_s": 18.0,
+        "train/tflop": 6000.0,
+        "mfu/update": 0.5,
+        "mfu/end_to_end": 0.1,
+        "mfu/peak_tflops": 6000.0,
+    }
+
+
+def test_an_engine_and_a_rank_that_share_a_gpu_count_as_one() -> None:
+    assert speed_metrics(gpu_spec(3, 0.5), REPORT, STEP)["tokens/trained_per_gpu_s"] == 30.0
+
+
+@pytest.mark.parametrize("changes", [{"peak_flops": None}, {"flops": 0.0, "update_s": 0.0}])
+def test_without_a_peak_or_an_update_there_is_no_mfu(changes: dict[str, Any]) -> None:
+    report = replace(REPORT, **changes)
+    assert speed_metrics(gpu_spec(0, 0), report, STEP) == {
+        "tokens/trained_per_s": 90.0,
+        "train/tflop": report.flops / 1e12,
+    }

@@ -11,7 +11,7 @@ import pytest
 
 from asyncrl_cli.cli.app import main
 from asyncrl_cli.orchestrator.actors import buffer_settings
-from asyncrl_cli.plan.guess import GPUS, DataSheetIteration, Shape, engine_cost, guessed_costs, shape_of, trainer_cost
+from asyncrl_cli.plan.guess import DataSheetIteration, Shape, engine_cost, guessed_costs, shape_of, trainer_cost
 from asyncrl_cli.plan.lengths import LengthModel
 from asyncrl_cli.plan.scenario import scenario_of
 from asyncrl_cli.plan.search import Allocation, allocations, search
@@ -20,6 +20,7 @@ from asyncrl_cli.sizing.estimate import with_changes
 from asyncrl_cli.sizing.model import size_model
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.train.flops import GPUS
 
 SPECS = Path(__file__).parents[2] / "specs"
 DENSE = Shape(4.02e9, 4.02e9, 36, 32 * 128, 2 * 36 * 2 * 8 * 128)

@@ -127,7 +127,7 @@ class OneRank:
     """The methods of DeepSpeed's engine that a step calls; the gradient remains in the weights."""
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy
+        self.policy = self.module = policy
         self.device = torch.device("cpu")
         self.optimizer = SimpleNamespace(param_groups=[{}])
 

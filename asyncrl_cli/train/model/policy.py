@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.train.flops import ModelFlops
 from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 from asyncrl_cli.train.model.images import ImageInputs, Vision, states
 from asyncrl_cli.train.model.router_replay import RouterReplay
@@ -53,6 +54,7 @@ class Policy(nn.Module):
         if sequence is not None:
             check_config(model.config, sequence.size)
         self.model = model
+        self.flops = ModelFlops.of(model)
         self.temperature = temperature
         self.packing = packing
         self.sequence = sequence
@@ -133,6 +135,7 @@ class ValueModel(nn.Module):
         """``packing`` and ``sequence``: as in ``Policy``."""
         super().__init__()
         self.backbone = backbone
+        self.flops = ModelFlops.of(backbone)
         self.packing = packing
         self.sequence = sequence
         width = backbone.config.get_text_config().hidden_size

@@ -1,0 +1,178 @@
+"""Floating-point operations that training needs, and the rates of GPUs. Their ratio is the model FLOPs utilization, MFU
+(PaLM, arXiv 2204.02311, appendix B).
+
+A multiplication and an addition are two operations. Counted are matrix products, attention at the true lengths, and the
+experts that a router chooses. Padding and recomputed activations are no useful work, and are not counted. Norms,
+softmax, the optimizer and the recurrence of linear attention are small, and are not counted either. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's data sheet: bytes of memory, bytes a second, and dense operations a second in both dtypes."""
+
+    memory: float
+    bandwidth: float
+    flops: float  # bfloat16, accumulated in float32
+    float32_flops: float | None = None  # without TF32, as torch computes by default; None: not in the data sheet
+
+    def peak(self, dtype: str) -> float | None:
+        """Operations a second in a dtype of `trainer.dtype`."""
+        return self.flops if dtype == "bfloat16" else self.float32_flops
+
+
+GPUS = {
+    "a100": Gpu(80e9, 2.04e12, 312e12, 19.5e12),
+    "h100": Gpu(80e9, 3.35e12, 989e12, 67e12),
+    "h100-pcie": Gpu(80e9, 2.0e12, 756e12, 51e12),
+    "h100-nvl": Gpu(94e9, 3.9e12, 835e12, 60e12),
+    "h200": Gpu(141e9, 4.8e12, 989e12, 67e12),
+    "h200-nvl": Gpu(141e9, 4.8e12, 835e12, 60e12),
+    "h20": Gpu(96e9, 4.0e12, 148e12, 44e12),
+    "b200": Gpu(180e9, 8.0e12, 2250e12),
+    "l40s": Gpu(48e9, 0.864e12, 362e12, 91.6e12),
+    "rtx-4090": Gpu(24e9, 1.008e12, 165e12, 82.6e12),
+    "mi300x": Gpu(192e9, 5.3e12, 1307e12, 163.4e12),
+}
+"""From the vendors' data sheets, without sparsity. A name without a form is the GPU with the fastest memory (SXM)."""
+_SLOWER = {"MIG", "LAPTOP", "D", "MAX-Q"}
+"""Words in the names of GPUs that have only a part of the GPU in the table."""
+
+
+def data_sheet(name: str) -> Gpu | None:
+    """The data sheet of a GPU by the name that its driver reports, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
+    words = set(name.upper().replace("-", " ").split())
+    found = [key for key in GPUS if words.issuperset(key.upper().split("-"))]
+    return None if not found or words & _SLOWER else GPUS[max(found, key=len)]
+
+
+class Amounts(NamedTuple):
+    """What passes are made of; or the operations of one of each. Whatever is computed once counts once."""
+
+    tokens: float = 0.0  # that go through the language model's layers
+    predicted: float = 0.0  # that go through the output head
+    pairs: float = 0.0  # a query and a key that it sees, in every layer with full attention
+    window_pairs: float = 0.0  # the same in layers with a sliding window
+    image_tokens: float = 0.0  # that go through the vision tower's projector
+    patches: float = 0.0  # that go through the tower
+    patch_pairs: float = 0.0  # a patch and one that it sees, in every layer of the tower with full attention
+
+    def times(self, other: Amounts) -> float:
+        """The operations, where one of both has the amounts, and the other one the operations of one of each."""
+        return sum(one * more for one, more in zip(self, other, strict=True))
+
+
+def causal_pairs(length: int, window: int = 0) -> int:
+    """Pairs of a query and a key that it sees: itself and those before it, at most ``window`` (0: all)."""
+    within = min(length, window or length)
+    return within * (within + 1) // 2 + (length - within) * within
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """The operations of a model's passes, for one of each of ``Amounts``."""
+
+    forward: Amounts
+    update: Amounts  # forward and backward
+    window: int = 0  # tokens that layers with a sliding window see
+    patches: float = 0.0  # of an image token
+
+    @classmethod
+    def of(cls, model: Any) -> ModelFlops:
+        """Count a transformers model with its adapters, with or without head; also while it is sharded by ZeRO-3.
+
+        A weight with at least two dimensions that is no embedding multiplies every token. A backward pass takes as much
+        as a forward pass for the inputs, and as much again for the weights that are trained.
+        """
+        from torch import nn
+
+        from asyncrl_cli.train.model.images import PROJECTORS, TOWERS
+
+        text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
+        embeddings = {part.weight for part in model.modules() if isinstance(part, nn.Embedding)}
+        output = model.get_output_embeddings()  # None without a head
+        head = None if output is None else output.weight
+        used, trained, share = dict.fromkeys(Amounts._fields, 0.0), dict.fromkeys(Amounts._fields, 0.0), chosen(text)
+        for name, weight in model.named_parameters():
+            shape = getattr(weight, "ds_shape", weight.shape)
+            if len(shape) < 2 or name.endswith("bias") or (weight in embeddings and weight is not head):
+                continue
+            kind = "predicted" if weight is head else "tokens"
+            if any(part in name for part in PROJECTORS):
+                kind = "image_tokens"
+            elif any(f"{tower}." in name for tower in TOWERS):
+                if ".head." in name:  # SigLIP's pooled output, which no language model reads
+                    continue
+                kind = "patches"
+            numbers = prod(shape) * (share if ".experts." in name else 1.0)
+            used[kind] += numbers
+            trained[kind] += numbers * weight.requires_grad
+        patches, tower = 0.0, dict.fromkeys(("patches", "patch_pairs"), 0.0)
+        if used["patches"]:
+            patches, tower = _tower(model.config, vision)
+        attention = _attention(text) | tower
+        frozen = {"patches", "patch_pairs"} if used["patches"] and not trained["patches"] else set()
+        forward = {name: 2 * used[name] + attention.get(name, 0.0) for name in used}
+        backward = {name: 2 * (used[name] + trained[name]) + 2 * attention.get(name, 0.0) for name in used}
+        update = {name: forward[name] + (0.0 if name in frozen else backward[name]) for name in used}
+        return cls(Amounts(**forward), Amounts(**update), int(getattr(text, "sliding_window", None) or 0), patches)
+
+    def amounts(self, lengths: Iterable[int], predicted: int, images: Sequence[int] = ()) -> Amounts:
+        """The amounts of causal sequences that share nothing. ``images``: tokens of each image in them."""
+        lengths, patches = list(lengths), [self.patches * tokens for tokens in images]
+        return Amounts(
+            tokens=sum(lengths),
+            predicted=predicted,
+            pairs=sum(map(causal_pairs, lengths)),
+            window_pairs=sum(causal_pairs(length, self.window) for length in lengths),
+            image_tokens=sum(images),
+            patches=sum(patches),
+            patch_pairs=sum(count * count for count in patches),
+        )
+
+
+def chosen(text: Any) -> float:
+    """The share of the routed experts that a token uses, by a model's text config; 1 for a dense model."""
+    experts, used = (
+        next((value for name in names if (value := getattr(text, name, None))), 0)
+        for names in (
+            ("num_experts", "n_routed_experts", "num_local_experts"),
+            ("num_experts_per_tok", "num_experts_per_token"),
+        )
+    )
+    return used / experts if experts and used else 1.0
+
+
+def _attention(text: Any) -> dict[str, float]:
+    """Operations of a pair, by kind of attention, in all layers: the products with keys and values."""
+    heads = int(getattr(text, "num_attention_heads", 0))
+    width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+    if getattr(text, "qk_nope_head_dim", None):  # latent attention
+        ends = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    else:
+        ends = width, width
+    slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
+    usual = ["sliding_attention" if slides else "full_attention"] * int(text.num_hidden_layers)
+    kinds = list(getattr(text, "layer_types", None) or usual)
+    names = {"pairs": "full_attention", "window_pairs": "sliding_attention"}
+    return {name: 2.0 * heads * sum(ends) * kinds.count(kind) for name, kind in names.items()}
+
+
+def _tower(config: Any, vision: Any) -> tuple[float, dict[str, float]]:
+    """Patches of an image token, and the operations of attention of a patch and of a pair of patches."""
+    if (side := getattr(vision, "image_size", None)) is not None:  # every image gets this size
+        patches = (side // vision.patch_size) ** 2 / config.mm_tokens_per_image
+    else:
+        patches = float(vision.spatial_merge_size**2)
+    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
+    windowed = layers - len(getattr(vision, "fullatt_block_indexes", None) or range(layers))
+    window = (vision.window_size // vision.patch_size) ** 2 if windowed else 0
+    pair = 4.0 * vision.hidden_size
+    return patches, {"patches": pair * windowed * window, "patch_pairs": pair * (layers - windowed)}

@@ -1,0 +1,164 @@
+"""Operations of passes against torch's own counter, and the data sheets of GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from asyncrl_cli.spec.inputs import LoraSpec
+from asyncrl_cli.train.flops import GPUS, Amounts, ModelFlops, causal_pairs, data_sheet
+from asyncrl_cli.train.model.images import tower_parameters
+from asyncrl_cli.train.model.lora import add_adapters
+from tests.small_models import ARCHITECTURES, IMAGE_MODELS, SMALL
+
+ROWS, LENGTH = 2, 9
+COUNTED = sorted(ARCHITECTURES.keys() - {"gemma3", "qwen3_5_text"})
+"""Not the linear attention of Qwen3.5: its recurrence is in no count of ours."""
+
+
+def model_of(architecture: str, **changes: Any) -> Any:
+    """A model whose products torch can count: it does not see into fused attention and grouped products."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(architecture, **(SMALL | ARCHITECTURES[architecture] | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def counted(call: Any) -> tuple[int, int]:
+    """Operations of a forward pass, and of a forward and a backward pass."""
+    with FlopCounterMode(display=False) as forward:
+        call()
+    with FlopCounterMode(display=False) as both:
+        call().sum().backward()
+    return forward.get_total_flops(), both.get_total_flops()
+
+
+def check(model: Any) -> None:
+    ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    flops, square = ModelFlops.of(model), ROWS * LENGTH * LENGTH  # eager attention computes what the mask hides, too
+    amounts = Amounts(tokens=ROWS * LENGTH, predicted=ROWS * LENGTH, pairs=square, window_pairs=square)
+    found = counted(lambda: model(input_ids=ids, use_cache=False).logits)
+    assert (amounts.times(flops.forward), amounts.times(flops.update)) == found
+
+
+@pytest.mark.parametrize("architecture", COUNTED)
+def test_a_pass_has_the_operations_that_torch_counts(architecture: str) -> None:
+    check(model_of(architecture))
+
+
+def test_tied_heads_count_once_for_each_prediction() -> None:
+    check(model_of("qwen3", tie_word_embeddings=True))
+
+
+def test_frozen_weights_have_no_gradient_of_their_own() -> None:
+    model = model_of("qwen3")
+    full = ModelFlops.of(model).update.tokens
+    add_adapters(model, LoraSpec(rank=4), seed=0)
+    check(model)
+    assert ModelFlops.of(model).update.tokens < 0.8 * full
+
+
+@pytest.mark.parametrize("architecture", sorted(IMAGE_MODELS))
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tower_has_the_operations_that_torch_counts(architecture: str, frozen: bool) -> None:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.for_model(architecture, **IMAGE_MODELS[architecture])
+    if architecture == "gemma3":
+        pooled = ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward  # which nothing reads
+        config.vision_config.vision_use_head = False
+        assert pooled == ModelFlops.of(AutoModelForImageTextToText.from_config(config)).forward
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
+    for parameter in tower_parameters(model):
+        parameter.requires_grad_(not frozen)
+    backbone, tokens = model.base_model, 4
+    pixels: dict[str, Any] = {"pixel_values": torch.rand(1, 3, 56, 56)}
+    if architecture != "gemma3":
+        grid = torch.tensor([[1, 4, 4]])
+        pixels = {"pixel_values": torch.rand(16, 3 * 2 * 14 * 14), "image_grid_thw": grid}
+
+    def features() -> torch.Tensor:
+        found = backbone.get_image_features(**pixels, return_dict=True)
+        deeper = getattr(found, "deepstack_features", None) or ()
+        return torch.cat([part.flatten() for layer in (found.pooler_output, *deeper) for part in layer])
+
+    flops = ModelFlops.of(model)
+    amounts = flops.amounts([], 0, [tokens])
+    assert (amounts.patches, amounts.patch_pairs, amounts.image_tokens) == (16, 256, tokens)
+    forward, both = counted(features)
+    assert amounts.times(flops.forward) == forward
+    if not frozen:
+        # Gradients of pixels, which nobody needs, are a part of our backward pass.
+        pixel_gradient = 2 * amounts.patches * 3 * 14 * 14 * config.vision_config.hidden_size
+        pixel_gradient *= 1 if architecture == "gemma3" else 2
+        assert amounts.times(flops.update) == both + pixel_gradient
+    else:
+        assert amounts.times(flops.update) < forward + 4 * amounts.image_tokens * flops.forward.image_tokens
+        assert flops.update.patches == flops.forward.patches
+
+
+@given(st.integers(0, 40), st.integers(0, 50))
+def test_pairs_are_the_keys_that_a_causal_mask_shows(length: int, window: int) -> None:
+    shown = [(query, key) for query in range(length) for key in range(query + 1) if not window or query - key < window]
+    assert causal_pairs(length, window) == len(shown)
+
+
+amounts_of = st.builds(Amounts, *[st.integers(0, 1000)] * len(Amounts._fields))
+
+
+@given(amounts_of, amounts_of, amounts_of)
+def test_operations_add_up(one: Amounts, other: Amounts, costs: Amounts) -> None:
+    both = Amounts(*(a + b for a, b in zip(one, other, strict=True)))
+    assert both.times(costs) == one.times(costs) + other.times(costs)
+
+
+@given(st.lists(st.integers(1, 500), max_size=6), st.integers(0, 64))
+def test_sequences_are_counted_one_by_one(lengths: list[int], window: int) -> None:
+    flops = ModelFlops(Amounts(), Amounts(), window=window)
+    each = [flops.amounts([length], 0) for length in lengths]
+    assert flops.amounts(lengths, 0) == Amounts(*(sum(field) for field in zip(*each, strict=True)) if each else ())
+
+
+def test_gpus_are_known_by_the_names_of_their_drivers() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H100 PCIe": "h100-pcie",
+        "NVIDIA H100 NVL": "h100-nvl",
+        "NVIDIA H200": "h200",
+        "NVIDIA H200 NVL": "h200-nvl",
+        "NVIDIA H20": "h20",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100 80GB PCIe": "a100",
+        "NVIDIA L40S": "l40s",
+        "NVIDIA B200": "b200",
+        "NVIDIA GeForce RTX 4090": "rtx-4090",
+        "AMD Instinct MI300X": "mi300x",
+    }
+    assert {name: data_sheet(name) for name in names} == {name: GPUS[key] for name, key in names.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GH200 480GB",
+        "NVIDIA L40",
+        "Tesla T4",
+    ],
+)
+def test_other_gpus_have_no_peak(name: str) -> None:
+    assert data_sheet(name) is None
+
+
+def test_a_peak_depends_on_the_dtype() -> None:
+    assert GPUS["h100"].peak("bfloat16") == 989e12
+    assert GPUS["h100"].peak("float32") == 67e12
+    assert GPUS["b200"].peak("float32") is None
