@@ -299,9 +299,10 @@ def test_a_run_that_changes_no_weight_for_20_steps_has_one_fault_for_each_series
 
 
 def gpu_spec(ranks: int, gpus: float) -> ExperimentSpec:
-    changed = spec()
-    changed.trainer.ranks, changed.trainer.gpus_per_rank, changed.rollout.gpus_per_engine = ranks, gpus, gpus
-    return changed
+    own = spec()
+    trainer = own.trainer.model_copy(update={"ranks": ranks, "gpus_per_rank": gpus})
+    rollout = own.rollout.model_copy(update={"gpus_per_engine": gpus})
+    return own.model_copy(update={"trainer": trainer, "rollout": rollout})
 
 
 REPORT = StepReport(seconds=4.0, update_s=2.0, trained_tokens=900, flops=6e15, peak_flops=6e15)
@@ -326,7 +327,7 @@ def test_an_engine_and_a_rank_that_share_a_gpu_count_as_one() -> None:
 @pytest.mark.parametrize("changes", [{"peak_flops": None}, {"flops": 0.0, "update_s": 0.0}])
 def test_without_a_peak_or_an_update_there_is_no_mfu(changes: dict[str, Any]) -> None:
     report = replace(REPORT, **changes)
-    assert speed_metrics(gpu_spec(0, 0), report, STEP) == {
+    assert speed_metrics(gpu_spec(1, 0), report, STEP) == {
         "tokens/trained_per_s": 90.0,
         "train/tflop": report.flops / 1e12,
     }
