@@ -74,11 +74,15 @@ class RolloutWorker:
 
     async def preload(self) -> int:
         """Import vLLM ahead of ``start``; returns the process id."""
-        from asyncrl_cli.rollout.core_main import use_as_main
+        from asyncrl_cli.rollout.core_main import fork_core, use_as_main
 
-        use_as_main()
         with large_imports():
             import vllm.v1.engine.async_llm  # noqa: F401
+
+        if self._spec.rollout.gpus_per_engine:
+            use_as_main()  # CUDA does not work in a forked process
+        else:
+            fork_core()
 
         return os.getpid()
 

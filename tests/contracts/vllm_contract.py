@@ -53,7 +53,12 @@ OUTPUTS = {
         "self.sampled_token_ranks[req_idx:end_idx], None)",
     ),
 }
-EXPRESSIONS = {"rollout/vllm_sampler.py": SAMPLER, "rollout/vllm_joined_outputs.py": OUTPUTS}
+CORE = {"vllm.v1.engine.utils.CoreEngineProcManager.__init__": ("get_mp_context()", "context.Process")}
+EXPRESSIONS = {
+    "rollout/vllm_sampler.py": SAMPLER,
+    "rollout/vllm_joined_outputs.py": OUTPUTS,
+    "rollout/core_main.py": CORE,
+}
 """For each of our files and function of vLLM: expressions in that function which our file relies on."""
 
 
