@@ -58,16 +58,21 @@ def train(
     for problem in loaded.warnings:
         echo(str(problem), err=True)
 
+    from asyncrl_cli.core.background import Background
     from asyncrl_cli.orchestrator.launch import Start
     from asyncrl_cli.plan.scenario import shares_host
     from asyncrl_cli.runs.manifest import describe_start
-    from asyncrl_cli.system.processors import processor_speed
+    from asyncrl_cli.system.processors import SECONDS, processor_speed
 
+    measuring, speeds = Background("processor speed"), list[float]()
+    if shares_host(loaded.spec) and loaded.spec.stop.total >= CALIBRATING_STEPS:
+        # The checks leave the other cores idle, and no process of the run competes for them yet.
+        measuring.submit(lambda: speeds.append(processor_speed(beside_work=True)))
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
     checked = experiment.spec  # with the steps of `stop.epochs`
-    # Before any process of the run competes for the processors.
-    speed = processor_speed() if shares_host(checked) and checked.stop.total >= CALIBRATING_STEPS else None
+    measuring.wait(2 * SECONDS)
+    speed = speeds[0] if speeds and checked.stop.total >= CALIBRATING_STEPS else None
     # After the checks: a spec that is refused leaves no folder behind (decision 0028).
     run = RunDirectory.create(checked.runs_dir, checked.name)
     run.begin(

@@ -3,11 +3,14 @@ are not installed."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from asyncrl_cli.core.errors import ConfigError
@@ -19,6 +22,22 @@ are installed; each takes a second or two."""
 STACK = ("stack", "cpu", "gpu")
 """Extras with the packages of engines and trainer."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+
+MALLOC = "MALLOC_MMAP_THRESHOLD_"
+M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h: the parameter that ``MALLOC`` sets."""
+
+
+def set_environment(variables: Mapping[str, str]) -> None:
+    """Set environment variables for such libraries, which read them when they are imported.
+
+    ``MALLOC`` and the filter of warnings, which a process reads when it starts, are set as well.
+    """
+    os.environ.update(variables)
+    if "PYTHONWARNINGS" in variables:
+        warnings.simplefilter("ignore", FutureWarning)
+    if MALLOC in variables:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, int(variables[MALLOC]))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ and tokenizer) while trainer rank 0 makes the weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,9 @@ class ActorFactory:
             from asyncrl_cli.rollout.engine_settings import engine_environment
             from asyncrl_cli.rollout.worker import RolloutWorker
 
-            environment = {"env_vars": engine_environment(spec)}
-            options = ray.remote(RolloutWorker).options(**group.options(index, wants), runtime_env=environment)
-            return options.remote(name, spec, self._logs)
+            variables = engine_environment(spec)
+            options = ray.remote(RolloutWorker).options(**group.options(index, wants), **self._starts_with(variables))
+            return options.remote(name, spec, self._logs, variables)
 
         return EngineProcess(
             spec, name, make, folder=folder, budget=budget, group=group, shares_group=shares, version=version
@@ -94,10 +94,19 @@ class ActorFactory:
         from asyncrl_cli.train.deepspeed_engine import trainer_environment
         from asyncrl_cli.train.worker import TrainerWorker
 
+        variables = trainer_environment(self.spec)
         options = ray.remote(concurrency_groups={"watch": 1})(TrainerWorker).options(
-            **group.options(index, rank_wants(self.spec)), runtime_env={"env_vars": trainer_environment(self.spec)}
+            **group.options(index, rank_wants(self.spec)), **self._starts_with(variables)
         )
-        return options.remote(self.spec, self._logs)
+        return options.remote(self.spec, self._logs, variables)
+
+    def _starts_with(self, variables: Mapping[str, str]) -> dict[str, Any]:
+        """The option for a process with these environment variables, which the actor sets once more itself.
+
+        In Ray's processes of a local run nothing has been imported: an actor takes one that has started with Ray
+        (decision 0112). A joined cluster may have used a process before.
+        """
+        return {} if self.spec.cluster.address is None else {"runtime_env": {"env_vars": variables}}
 
     def host_agent(self, name: str, node: str) -> Any:
         """The agent of a Ray node, by its id."""

@@ -39,7 +39,7 @@ class _Core(ForkProcess):
         # Objects of the actor are not freed here: Ray would take locks for them that another thread held at the fork.
         gc.freeze()
         if "ray" in sys.modules:  # has set this process's title, so vLLM's setproctitle cannot
-            from ray._raylet import setproctitle
+            from ray._raylet import setproctitle  # type: ignore[attr-defined]  # not in Ray's stub
 
             setproctitle("VLLM::EngineCore")
         super().run()

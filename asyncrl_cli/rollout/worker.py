@@ -17,13 +17,13 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from asyncrl_cli.core.files import require_folder
-from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.core.imports import large_imports, set_environment
 from asyncrl_cli.records.generation import (
     EVALUATION,
     Attestation,
@@ -53,7 +53,10 @@ STREAM_S = 0.05
 class RolloutWorker:
     """Hosts an engine; every method is a Ray call. One event loop runs them all."""
 
-    def __init__(self, name: str, spec: ExperimentSpec, log_dir: str) -> None:
+    def __init__(
+        self, name: str, spec: ExperimentSpec, log_dir: str, environment: Mapping[str, str] | None = None
+    ) -> None:
+        set_environment(environment or {})
         redirect_output(log_dir, name)
         self._spec = spec
         self._log = Path(log_dir) / f"{name}.log"

@@ -8,6 +8,7 @@ before any other process starts; `plan` measures it again and compares.
 from __future__ import annotations
 
 import time
+from threading import Thread
 from typing import NamedTuple
 
 import psutil
@@ -65,17 +66,24 @@ def host_time() -> HostTime:
     return HostTime(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle)
 
 
-def processor_speed(seconds: float | None = None) -> float:
+def processor_speed(seconds: float | None = None, beside_work: bool = False) -> float:
     """Return how often one core does a fixed computation in a second of processor time, measured for ``seconds``.
 
-    Waiting for a core does not count, so other processes disturb the measurement little.
+    Waiting for a core does not count, so other processes disturb the measurement little. As in a run, a second core is
+    busy: unless this runs ``beside_work`` of another thread, one is started that does the same.
     """
     import numpy as np
 
     numbers = np.random.default_rng(0).random(NUMBERS)
     until = time.monotonic() + (SECONDS if seconds is None else seconds)
-    began, count = time.thread_time(), 0
-    while time.monotonic() < until or not count:
-        np.sort(numbers)
-        count += 1
-    return count / (time.thread_time() - began)
+
+    def sorted_each_second() -> float:
+        began, count = time.thread_time(), 0
+        while time.monotonic() < until or not count:
+            np.sort(numbers)  # other threads run meanwhile
+            count += 1
+        return count / (time.thread_time() - began)
+
+    if not beside_work:
+        Thread(target=sorted_each_second, name="processor speed", daemon=True).start()
+    return sorted_each_second()

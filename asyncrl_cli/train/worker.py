@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import require_folder
-from asyncrl_cli.core.imports import large_imports
+from asyncrl_cli.core.imports import large_imports, set_environment
 from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
@@ -74,7 +74,8 @@ def full_gpu_explained(spec: ExperimentSpec, rank: int) -> Iterator[None]:
 class TrainerWorker:
     """One rank. Methods run one at a time, except ``progress``."""
 
-    def __init__(self, spec: ExperimentSpec, log_dir: str) -> None:
+    def __init__(self, spec: ExperimentSpec, log_dir: str, environment: Mapping[str, str] | None = None) -> None:
+        set_environment(environment or {})
         self._spec = spec
         self._log_dir = log_dir
         self._progress = (0, 0, 0.0, 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import os
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from asyncrl_cli.cli.app import main
-from asyncrl_cli.core.imports import UNUSED, large_imports, missing_package
+from asyncrl_cli.core.imports import MALLOC, UNUSED, large_imports, missing_package
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +78,32 @@ def test_a_command_without_one_of_its_packages_ends_with_its_name(
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2 and "the package pyyaml is not installed" in capsys.readouterr().err
+
+
+HEAP = """
+import ctypes, os, warnings
+from asyncrl_cli.core.imports import MALLOC, set_environment
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+
+def grown():
+    before = libc.sbrk(0)
+    libc.malloc(2**20)
+    return libc.sbrk(0) - before
+
+assert grown() == 0  # a block of 1 MiB lies outside the heap
+set_environment({MALLOC: str(2**22), "PYTHONWARNINGS": "ignore::FutureWarning"})
+assert grown() > 0
+assert os.environ[MALLOC] == str(2**22)
+with warnings.catch_warnings(record=True) as shown:
+    warnings.warn("ours", FutureWarning)
+    warnings.warn("another", UserWarning)
+assert [str(warning.message) for warning in shown] == ["another"]
+"""
+
+
+def test_an_environment_that_is_set_later_works_as_one_at_the_start() -> None:
+    clean = {name: value for name, value in os.environ.items() if name not in (MALLOC, "PYTHONWARNINGS")}
+    subprocess.run([sys.executable, "-c", HEAP], check=True, env=clean)
