@@ -6,10 +6,17 @@ import base64
 import hashlib
 import io
 import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 DIGEST_BYTES = 16
+DECODED_BYTES = 2**26
+"""Decoded images that a process keeps. A read image is checked first and encoded for the model right after, and each
+turn of a conversation sends its images again."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +46,51 @@ class Image:
     def decoded(self) -> Any:
         """The pixels that every processor gets: a PIL image in RGB, turned upright, transparent parts on white.
 
-        Raises as PIL does if it cannot read the bytes.
+        Other callers may get the same object: copy it before you change it. Raises as PIL does if it cannot read the
+        bytes.
         """
-        from PIL import Image as Pillow
-        from PIL import ImageOps
+        return _DECODED.of(self)
 
-        with Pillow.open(io.BytesIO(self.data)) as opened:
-            image = ImageOps.exif_transpose(opened)
-            if not image.has_transparency_data:
-                return image.convert("RGB")
-            image = image.convert("RGBA")
-            return Pillow.alpha_composite(Pillow.new("RGBA", image.size, "white"), image).convert("RGB")
+
+class ImageCache(Generic[T]):
+    """Keeps what ``make`` makes of images, up to ``limit`` bytes; the least recently used goes first. Threads may share
+    it."""
+
+    def __init__(self, make: Callable[[Image], T], nbytes: Callable[[T], int], limit: int) -> None:
+        self._make, self._nbytes, self._limit = make, nbytes, limit
+        self._kept: OrderedDict[str, T] = OrderedDict()  # by digest
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def of(self, image: Image) -> T:
+        """What was made of the image, now or earlier. Raises as ``make`` does."""
+        with self._lock:
+            if image.digest in self._kept:
+                self._kept.move_to_end(image.digest)
+                return self._kept[image.digest]
+        made = self._make(image)  # without the lock: threads make different images at the same time
+        with self._lock:
+            if image.digest not in self._kept:  # otherwise another thread was faster
+                self._kept[image.digest] = made
+                self._bytes += self._nbytes(made)
+            while self._bytes > self._limit and len(self._kept) > 1:
+                self._bytes -= self._nbytes(self._kept.popitem(last=False)[1])
+        return made
+
+
+def _decode(image: Image) -> Any:
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    with Pillow.open(io.BytesIO(image.data)) as opened:
+        upright = ImageOps.exif_transpose(opened)
+        if not upright.has_transparency_data:
+            return upright.convert("RGB")
+        upright = upright.convert("RGBA")
+        return Pillow.alpha_composite(Pillow.new("RGBA", upright.size, "white"), upright).convert("RGB")
+
+
+_DECODED = ImageCache[Any](_decode, nbytes=lambda pixels: 3 * pixels.width * pixels.height, limit=DECODED_BYTES)
 
 
 def data_url(image: Any) -> str:

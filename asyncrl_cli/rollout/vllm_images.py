@@ -7,12 +7,11 @@ processor runs on a prompt with one placeholder, only for the pixels.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.images import Image, ImageCache, PlacedImage
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,8 +25,7 @@ class VllmImages:
 
     def __init__(self, vllm: AsyncLLM) -> None:
         self._vllm = vllm
-        self._kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()  # by digest: the pixels, placeholder tokens
-        self._kept_bytes = 0
+        self._cache = ImageCache(self._process, nbytes=lambda made: _nbytes(made[0]), limit=KEPT_BYTES)
         # One thread, as in vLLM: its processors are not made for more.
         self._thread = ThreadPoolExecutor(1, "images")
 
@@ -55,22 +53,16 @@ class VllmImages:
         )
 
     def _one(self, placed: PlacedImage) -> Any:
-        digest = placed.image.digest
-        if (kept := self._kept.get(digest)) is None:
-            kept = self._process(placed.image)
-            self._kept[digest] = kept
-            self._kept_bytes += _nbytes(kept[0])
-            while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= _nbytes(self._kept.popitem(last=False)[1][0])
-        self._kept.move_to_end(digest)
-        pixels, tokens = kept
+        pixels, tokens = self._cache.of(placed.image)
         if tokens != placed.length:
             raise RuntimeError(
-                f"vLLM's processor gives image {digest} {tokens} tokens, and the model's own processor {placed.length}"
+                f"vLLM's processor gives image {placed.image.digest} {tokens} tokens, and the model's own processor "
+                f"{placed.length}"
             )
         return pixels
 
     def _process(self, image: Image) -> tuple[Any, int]:
+        """vLLM's input, and its number of placeholder tokens."""
         from vllm.multimodal.processing.context import TimingContext
         from vllm.multimodal.processing.inputs import ProcessorInputs
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from asyncrl_cli.core.errors import UserError
-from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.images import Image, ImageCache, PlacedImage
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import is_flash
 from asyncrl_cli.train.model.sequence_parallel import row_lengths
@@ -101,9 +99,7 @@ class Vision:
                 hint="use sdpa",
             )
         self._processor = image_processor(folder)
-        self._cached: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._cached_bytes = 0
-        self._lock = threading.Lock()
+        self._pixels = ImageCache(self._processed, nbytes=_nbytes, limit=CACHED_BYTES).of
         self._placed: PlacedImage | None = None
 
     def inputs(self, rows: Sequence[Sequence[PlacedImage]], tokens: int) -> ImageInputs:
@@ -145,23 +141,8 @@ class Vision:
             inputs.to(ids.device),
         )
 
-    def _pixels(self, image: Image) -> dict[str, Tensor]:
-        with self._lock:  # of threads in a warm start
-            if (kept := self._cached.get(image.digest)) is not None:
-                return kept
-        made = self._processed(image.decoded())
-        with self._lock:
-            if image.digest in self._cached:
-                return made
-            self._cached[image.digest] = made
-            self._cached_bytes += _nbytes(made)
-            while self._cached_bytes > CACHED_BYTES and len(self._cached) > 1:
-                _, oldest = self._cached.popitem(last=False)
-                self._cached_bytes -= _nbytes(oldest)
-        return made
-
-    def _processed(self, image: Any) -> dict[str, Tensor]:
-        made = self._processor(images=[image], return_tensors="pt")
+    def _processed(self, image: Image) -> dict[str, Tensor]:
+        made = self._processor(images=[image.decoded()], return_tensors="pt")
         return {name: made[name] for name in made if name in self._accepted}
 
 
