@@ -395,10 +395,7 @@ def chat_of(prompt: Prompt) -> tuple[tuple[Message, ...], Tools | None, Mapping[
 
     Raises ``ChatError`` for a row with more than text, and for malformed tools and variables.
     """
-    content = prompt.content
-    messages: tuple[Message, ...] = (
-        ({"role": "user", "content": content},) if isinstance(content, str) else tuple(content)
-    )
+    messages = prompt.messages
 
     def unwritten(column: str) -> Any:
         """The column's value, which may be JSON text; None if there is none, or if the split's template wrote it into

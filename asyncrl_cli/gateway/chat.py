@@ -72,6 +72,7 @@ class ChatFormat:
         """
         self._tokenizer = tokenizer
         self._images = images or ImageTokens("", 0, 0)
+        self.max_images = self._images.max_images
         self.check_images = self._images.check_count
         self.template_kwargs: Mapping[str, Any] = template_kwargs or {}
         self._template = ChatTemplate(tokenizer, template_kwargs)

@@ -334,7 +334,11 @@ class Session:
             conversation = await render(partial(Conversation.of, messages, tools, given))
             self._refuse_flood(conversation.characters)
             chat = self._chat
-            chat.check_images(len(image_digests(conversation.messages)))
+            count = len(image_digests(conversation.messages))
+            if count > chat.max_images > 0:  # a limit that an episode reaches, as its length is
+                message = f"{count} images, more than model.max_images ({chat.max_images})"
+                raise self._refused("max_images_exceeded", message)
+            chat.check_images(count)
             if variables or continues:
                 chat = await render(partial(chat.varied, variables or {}, continues))
             begun = conversation.messages[-1] if continues else None

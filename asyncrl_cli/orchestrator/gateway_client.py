@@ -282,6 +282,7 @@ class GatewayClient:
             api_key=session_key(self._setup.secret, opening.name),
             model=self._setup.model,
             rollout_id=opening.rollout_id,
+            max_images=self._setup.spec.model.max_images,
         )
         session = link.open(opening, access, on_segments, generate)
         try:

@@ -29,11 +29,10 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
 
-    def for_api(self) -> list[Message]:
-        """The messages as OpenAI's chat API takes them, with images as data URLs; text is a user's message."""
-        content = self.content
-        messages = ({"role": "user", "content": content},) if isinstance(content, str) else content
-        return with_data_urls(messages, self.images)
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The content as messages; text is a user's message."""
+        return ({"role": "user", "content": self.content},) if isinstance(self.content, str) else tuple(self.content)
 
 
 def with_data_urls(messages: Iterable[Message], images: Iterable[Image] = ()) -> list[Message]:

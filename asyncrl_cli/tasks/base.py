@@ -106,13 +106,15 @@ class GroupTask(Protocol):
 class ModelAccess:
     """How an agent reaches the model: an OpenAI-compatible server, at a base URL that belongs to this rollout alone.
 
-    ``model`` is the name to ask for, ``rollout_id`` names the rollout in the journal.
+    ``model`` is the name to ask for, ``rollout_id`` names the rollout in the journal. A conversation may have
+    ``max_images`` images; with 0 the model sees none.
     """
 
     base_url: str
     api_key: str = field(repr=False)
     model: str
     rollout_id: str = ""
+    max_images: int = 0
 
 
 @runtime_checkable

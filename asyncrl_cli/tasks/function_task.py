@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 from asyncrl_cli.core.errors import TaskError
-from asyncrl_cli.records.prompt import Prompt
+from asyncrl_cli.records.prompt import Prompt, with_data_urls
 from asyncrl_cli.sandbox.commands import BlockingSandbox, ShellSandbox
 from asyncrl_cli.tasks.base import Environment, ModelAccess, Reward, RewardResult
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
@@ -35,7 +35,9 @@ BY_NAME = (
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """The row of a prompt, as the user's functions are passed it: in messages, images are data URLs."""
-    content = prompt.content if isinstance(prompt.content, str) else [dict(message) for message in prompt.for_api()]
+    content: Any = prompt.content
+    if not isinstance(content, str):
+        content = [dict(message) for message in with_data_urls(content, prompt.images)]
     return {**prompt.fields, "uid": prompt.uid, "prompt": content}
 
 

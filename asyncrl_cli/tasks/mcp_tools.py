@@ -1,13 +1,15 @@
 """Tools of MCP servers (Model Context Protocol), through the official package ``mcp``.
 
 A start lists the tools. An episode connects to a server when it first calls one of its tools, and disconnects at its
-end, so each episode has its own process of a stdio server. Answers go to the policy as text, errors and missing answers
-too. A lost server takes its state with it: the episode fails with the cause, and is played again from its start.
+end, so each episode has its own process of a stdio server. Answers go to the policy as text and images, errors and
+missing answers as text. A lost server takes its state with it: the episode fails with the cause, and is played again
+from its start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -22,14 +24,19 @@ from typing import Any, TextIO
 
 from asyncrl_cli.core.errors import TaskError, first_cause
 from asyncrl_cli.core.suggest import did_you_mean
+from asyncrl_cli.data.images import checked
 from asyncrl_cli.spec.inputs import McpServerSpec
 from asyncrl_cli.system.reaper import MARK
-from asyncrl_cli.tasks.play import awaited
+from asyncrl_cli.tasks.play import SEES_IMAGES, awaited
 
 CLOSE_S = 4.0
 """Seconds to disconnect from all servers; less than an episode has to clean up."""
 CLOSED = -32000
 """The protocol's error code for a closed connection."""
+
+
+Content = str | list[dict[str, Any]]
+"""A tool's result: text, or the parts of a message."""
 
 
 class ServerLost(Exception):
@@ -122,9 +129,9 @@ class McpTool:
     name: str
     definition: dict[str, Any]
 
-    def __call__(self, arguments: str) -> str:
-        """The text of the answer. Raises ``ValueError`` for arguments other than a JSON object, ``ToolError`` and
-        ``ServerLost``."""
+    def __call__(self, arguments: str) -> Content:
+        """The answer: text, and images for a model that sees them. Raises ``ValueError`` for arguments other than a
+        JSON object and for a broken image, ``ToolError`` and ``ServerLost``."""
         values = json.loads(arguments or "{}")
         if not isinstance(values, dict):
             raise ValueError("the arguments are not a JSON object")
@@ -134,7 +141,19 @@ class McpTool:
             texts = [json.dumps(result.structured_content, ensure_ascii=False)]
         if result.is_error:
             raise ToolError("\n".join(texts))
-        return "\n".join(texts)
+        images = sum(part.type == "image" for part in result.content)
+        if not images or not SEES_IMAGES.get():
+            self.session.hidden_images += images
+            return "\n".join(texts)
+        parts: list[dict[str, Any]] = []
+        for part, text in zip(result.content, texts, strict=True):
+            if part.type == "image":
+                parts.append({"type": "image", "image": checked(base64.b64decode(part.data))})
+            elif parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += f"\n{text}"
+            else:
+                parts.append({"type": "text", "text": text})
+        return parts
 
 
 class McpSession:
@@ -145,6 +164,8 @@ class McpSession:
         self._clients: dict[str, asyncio.Future[Any]] = {}
         self._holders: list[asyncio.Task[None]] = []
         self._ended = asyncio.Event()
+        self.hidden_images = 0
+        """Images that the model has not seen, since the last count."""
         self.tools = {
             name: McpTool(self, server, name, definition) for name, (server, definition) in servers.definitions.items()
         }

@@ -167,7 +167,7 @@ class OneCall:
                 raise ValueError("the row has tools of its own, which the MCP servers of task.tools do not have")
             prompt = replace(prompt, content=messages)
             environment = ToolEnvironment(prompt, (), judge=lambda *_: 0.0, servers=self._servers)
-            result, _ = await play(environment, model, http, variables)
+            result, _ = await play(environment, model, http, variables=variables, images=prompt.images)
             return ScoreLater(result.metrics)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> Any:

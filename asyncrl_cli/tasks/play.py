@@ -23,11 +23,15 @@ from asyncrl_cli.tasks.base import Environment, ModelAccess, RewardResult, Step,
 if TYPE_CHECKING:
     import aiohttp
 
-LIMITS = frozenset({"context_length_exceeded", "max_calls_exceeded", "max_sampled_tokens_exceeded"})
+LIMITS = frozenset(
+    {"context_length_exceeded", "max_calls_exceeded", "max_images_exceeded", "max_sampled_tokens_exceeded"}
+)
 """Error codes of the policy's server that say: this conversation, or this episode, has reached a limit."""
 
 LOOP: ContextVar[asyncio.AbstractEventLoop] = ContextVar("loop")
 """The event loop of the episode, for async code that an environment calls in its thread."""
+SEES_IMAGES: ContextVar[bool] = ContextVar("sees_images", default=False)
+"""Whether the episode's model sees images."""
 
 
 def awaited(value: Any) -> Any:
@@ -61,6 +65,7 @@ async def play(
     ``RuntimeError`` for an answer of the server that is neither a reply nor a limit.
     """
     LOOP.set(asyncio.get_running_loop())
+    SEES_IMAGES.set(model.max_images > 0)
     tools = _tools(environment)
     rewards, metrics = list[float | None](), Counter[str]()
     try:

@@ -31,14 +31,12 @@ from asyncrl_cli.records.images import Image, is_pillow
 from asyncrl_cli.records.prompt import Message, Prompt
 from asyncrl_cli.tasks.base import RewardResult, Step, Use, as_result
 from asyncrl_cli.tasks.episode_sandbox import parameter_use
-from asyncrl_cli.tasks.mcp_tools import McpServers, McpSession, McpTool, ServerLost
+from asyncrl_cli.tasks.mcp_tools import Content, McpServers, McpSession, McpTool, ServerLost
 from asyncrl_cli.tasks.play import awaited
 
 if TYPE_CHECKING:
     from asyncrl_cli.sandbox.commands import BlockingSandbox
 
-Content = str | list[dict[str, Any]]
-"""Text, or the parts of a message."""
 Judge = Callable[[Prompt, str], float | RewardResult]
 
 
@@ -98,10 +96,11 @@ class ToolEnvironment:
 
     def reset(self) -> Sequence[Message]:
         """The prompt."""
-        return self._prompt.for_api()
+        return self._prompt.messages
 
     def step(self, reply: Message) -> Step:
-        """The calls' results, or the verdict. Metrics: ``tool_calls``, and ``tool_errors`` among them."""
+        """The calls' results, or the verdict. Metrics: ``tool_calls``, ``tool_errors`` among them, and
+        ``tool_images_hidden``, if a model that sees no images got their names."""
         if calls := reply.get("tool_calls"):
             results = [self._called(call) for call in calls]
             messages = [
@@ -109,7 +108,11 @@ class ToolEnvironment:
                 for call, (content, _) in zip(calls, results, strict=True)
             ]
             errors = sum(not right for _, right in results)
-            return Step(messages, metrics={"tool_calls": float(len(calls)), "tool_errors": float(errors)})
+            metrics = {"tool_calls": float(len(calls)), "tool_errors": float(errors)}
+            if self._session is not None and self._session.hidden_images:
+                metrics["tool_images_hidden"] = float(self._session.hidden_images)
+                self._session.hidden_images = 0
+            return Step(messages, metrics=metrics)
         result = as_result(awaited(self._judge(self._prompt, reply.get("content") or "")))
         return Step(reward=result.reward, done=True, metrics=result.metrics)
 

@@ -174,7 +174,6 @@ def test_images_of_a_prompt_and_of_an_environment_reach_the_engine(chat: ChatFor
         ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], "is not a data URL"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,xx"}}], "image 1"),
         ([{"type": "image_url", "image_url": {"url": url(RED[:60])}}], "image 1 is broken"),
-        ([{"type": "image_url", "image_url": {"url": url(RED)}}] * 3, r"3 images, more than model.max_images (2)"),
     ],
 )
 def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatFormat, content: Any, why: str) -> None:
@@ -184,6 +183,26 @@ def test_image_that_cannot_be_used_is_refused_with_a_reason(chat: ChatFormat, co
             asked = {"messages": [{"role": "user", "content": content}]}
             answer = await there.post("/v1/chat/completions", asked, session="7-0")
             assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
+
+    in_time(test)
+
+
+def test_an_episode_ends_with_its_reward_when_it_has_too_many_images(chat: ChatFormat) -> None:
+    class Camera:
+        def reset(self) -> Any:
+            return [{"role": "user", "content": [part(RED)]}]
+
+        def step(self, reply: Any) -> Step:
+            return Step([{"role": "user", "content": [part(BLUE)]}], reward=0.5)
+
+    async def test() -> None:
+        engine = Engine(lambda *_: "two", chat=chat)
+        async with served(engine) as there, aiohttp.ClientSession() as http:
+            session = there.session(max_calls=9)
+            access = ModelAccess(session_url(there.gateway.url, "7-0"), key_of("7-0"), MODEL)
+            result, _ = await play(Camera(), access, http)
+            assert result.reward == 1.0 and len(engine.asked) == 2
+            assert session.failure == "3 images, more than model.max_images (2)"
 
     in_time(test)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
 import sys
@@ -13,6 +14,8 @@ from mcp_types import CallToolResult, ImageContent, TextContent
 
 server = MCPServer("tests")
 calls = itertools.count(1)
+DOT = base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC")
+"""A PNG file of one red pixel."""
 
 
 @server.tool()
@@ -42,8 +45,14 @@ def token(context: Context) -> str:
 @server.tool()
 def picture() -> CallToolResult:
     """Draw."""
-    image = ImageContent(type="image", data="AAAA", mime_type="image/png")
-    return CallToolResult(content=[TextContent(type="text", text="a dot"), image])
+    image = ImageContent(type="image", data=base64.b64encode(DOT).decode(), mime_type="image/png")
+    return CallToolResult(content=[TextContent(type="text", text="a"), TextContent(type="text", text="dot"), image])
+
+
+@server.tool()
+def broken_picture() -> CallToolResult:
+    """Draw badly."""
+    return CallToolResult(content=[ImageContent(type="image", data="AAAA", mime_type="image/png")])
 
 
 @server.tool()

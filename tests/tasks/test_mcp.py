@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import re
 import subprocess
@@ -26,6 +27,7 @@ from asyncrl_cli.tasks.mcp_tools import ServerLost
 from asyncrl_cli.tasks.tools import ToolEnvironment
 from asyncrl_cli.workers.episode_player import EpisodePlayer
 from asyncrl_cli.workers.messages import Play
+from tests.tasks.mcp_server import DOT
 from tests.tasks.test_play import playing, policy, reply_with, run
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
@@ -102,9 +104,22 @@ def test_tools_of_a_program_are_called_in_the_folder_of_the_spec(folder: Path, m
     assert {"add_up", "add", "count"} <= set(names)
     calls = [("add", '{"a": 1, "b": 2}'), ("add_up", '{"numbers": [1, 2]}'), ("picture", ""), ("surroundings", "{}")]
     texts, result = called(task, calls)
-    assert texts[:3] == ["3", "3", "a dot\n[image]"]
+    assert texts[:3] == ["3", "3", "a\ndot\n[image]"]
     assert texts[3].split()[:3] == [folder.name, "yes", "None"]
-    assert (result.reward, result.metrics) == (1.0, {"tool_calls": 4.0, "tool_errors": 0.0})
+    assert result.reward == 1.0
+    assert result.metrics == {"tool_calls": 4.0, "tool_errors": 0.0, "tool_images_hidden": 1.0}
+
+
+def test_images_of_a_tool_are_images_for_a_model_that_sees_them(folder: Path) -> None:
+    task = loaded(folder, "my_sums:Sums", local=STDIO)
+    answers = [reply_with(None, ("picture", "{}"), ("broken_picture", "{}")), reply_with("3")]
+    result, sent = playing(environment(task), answers, max_images=1)
+    shown, broken = (one["content"] for one in sent[-1]["messages"] if one["role"] == "tool")
+    text, image = shown
+    assert text == {"type": "text", "text": "a\ndot"}
+    assert base64.b64decode(image["image_url"]["url"].partition(";base64,")[2]) == DOT
+    assert broken.startswith("Error: ImageError: the image is not an image of a known format")
+    assert result.metrics == {"tool_calls": 2.0, "tool_errors": 1.0}
 
 
 def test_each_episode_has_its_own_process_and_ends_it(folder: Path) -> None:

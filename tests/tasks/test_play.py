@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,16 +46,18 @@ def reply_with(content: str | None, *calls: tuple[str, str]) -> dict[str, Any]:
     return {"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}
 
 
-def playing(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200) -> tuple[RewardResult, list[Any]]:
+def playing(
+    environment: Any, answers: Sequence[dict[str, Any]], status: int = 200, max_images: int = 0
+) -> tuple[RewardResult, list[Any]]:
     """Play an episode with these answers; the last one has ``status`` if it has an ``error``. Returns the result, and
     the requests."""
-    (result, turns), sent = played(environment, answers, status)
+    (result, turns), sent = played(environment, answers, status, max_images)
     if turns:
         assert sum(turn.reward for turn in turns) == result.reward
     return result, sent
 
 
-def played(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200) -> Any:
+def played(environment: Any, answers: Sequence[dict[str, Any]], status: int = 200, max_images: int = 0) -> Any:
     """As ``playing``, with the episode's turns."""
 
     async def scene() -> Any:
@@ -70,7 +72,7 @@ def played(environment: Any, answers: Sequence[dict[str, Any]], status: int = 20
         async with policy(answer) as access, aiohttp.ClientSession() as http:
             if isinstance(environment, OneCall):
                 return await environment.run(ROW, access), sent
-            return await play(environment, access, http), sent
+            return await play(environment, replace(access, max_images=max_images), http), sent
 
     return run(scene())
 
