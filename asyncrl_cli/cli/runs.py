@@ -53,12 +53,16 @@ def runs(
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
-    """A run's state, how long it took (None before its end is known), and the settings that its command changed."""
+    """A run's state, its duration until its end or now (None if that is not known), and the settings that its command
+    changed."""
     manifest, state = run.manifest, run.state
-    started, took_s = str(manifest.get("started", "")), None
+    status, started, took_s = run.status, str(manifest.get("started", "")), None
+    ended = time.time() if status in ACTIVE else state.updated
+    if status == "died":  # the state is as old as the last step; its processes wrote logs until they were killed
+        ended = max(ended, *(log.stat().st_mtime for log in run.path.glob("logs/*")), 0.0)
     if state.updated:
         with suppress(ValueError):
-            took_s = max(0.0, state.updated - datetime.fromisoformat(started).timestamp())
+            took_s = max(0.0, ended - datetime.fromisoformat(started).timestamp())
     command = manifest.get("command")
     words = [str(word) for word in command] if isinstance(command, list) else []
     settings = [after for word, after in pairwise(words) if word == "--set"]
@@ -69,7 +73,7 @@ def _row(run: RunDirectory) -> dict[str, Any]:
         "took_s": took_s,
         "settings": settings,
         **asdict(state),
-        "phase": run.status,
+        "phase": status,
     }
 
 

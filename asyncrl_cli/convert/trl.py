@@ -104,7 +104,7 @@ ROWS = [
     Row("loss_type", "algorithm.aggregation", "grpo is sequence_mean, dapo and bnpo token_mean, dr_grpo sequence_sum"),
     Row("loss_type", "algorithm.sequence_divisor", "RLOO adds up the tokens of a sequence"),
     Row("entropy_coef", "algorithm.entropy_coef", "over tokens"),
-    Row("beta kl_coef", "algorithm.kl_coef", "at 0 no reference model is loaded"),
+    Row("beta kl_coef", "algorithm.kl_coef", "at 0 it needs no reference model"),
     Row("teacher_model_name_or_path", "algorithm.reference_path", "the teacher"),
     Row("lmbda seq_kd", "algorithm.reward_coef", "every response is the student's own, and no reward trains"),
     Row("kl_estimator", "algorithm.kl_estimator", "k3 in the loss of GRPO, k1 in the reward of RLOO"),

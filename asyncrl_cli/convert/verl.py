@@ -132,7 +132,7 @@ ROWS = [
     Row(f"{A}loss_scale_factor", "algorithm.sequence_divisor"),
     Row(f"{A}entropy_coeff", "algorithm.entropy_coef"),
     Row(f"{A}use_kl_loss {A}kl_loss_coef algorithm.use_kl_in_reward algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef",
-        "at 0 no reference model is loaded"),
+        "at 0 it needs no reference model"),
     Row(f"{A}kl_loss_type algorithm.kl_penalty", "algorithm.kl_estimator",
         "verl's names: kl is k1, mse is k2, low_var_kl is k3"),
     Row(f"{A}use_kl_loss algorithm.use_kl_in_reward", "algorithm.kl_placement"),

@@ -9,6 +9,7 @@ import secrets
 import subprocess
 import sys
 from dataclasses import asdict
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome, Publi
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
 from asyncrl_cli.runs.checkpoints import RUN_FILE, Checkpoint, checkpoint_name, seal
-from asyncrl_cli.runs.directory import MODEL, RunDirectory
+from asyncrl_cli.runs.directory import MODEL, STATE, RunDirectory
 from asyncrl_cli.spec.load import dump_spec, load_spec
 
 HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "transformers", "fastapi", "openai")
@@ -186,6 +187,17 @@ def test_runs_as_json(filled: Path) -> None:
     assert [row["phase"] for row in rows[1:]] == ["died", "interrupted", "failed", "died", "running", "died"]
     assert rows[3]["reason"] == "no memory"
     assert (rows[0]["took_s"], rows[0]["settings"]) == (720, ["trainer.ranks=2", "seed=1"])
+
+
+def test_a_run_that_died_took_as_long_as_its_processes_wrote_logs(filled: Path) -> None:
+    early = RunDirectory(filled / "runs/early")
+    started = datetime.fromisoformat(early.manifest["started"]).timestamp()
+    (early.path / "logs").mkdir(exist_ok=True)
+    (early.path / "logs/trainer-0.log").write_text("warm start: 12 of 480 updates\n")
+    os.utime(early.path / "logs/trainer-0.log", (started + 90, started + 90))
+    early.write_json(STATE, json.loads((early.path / STATE).read_text()) | {"updated": started + 1})
+    rows = json.loads(asyncrl("runs", "--json", "--runs-dir", filled / "runs", cwd=Path("/")).stdout)
+    assert {row["run"]: row["took_s"] for row in rows}["early"] == pytest.approx(90)
 
 
 # -- scale
@@ -397,7 +409,7 @@ def drive(experiment, run, start, quiet):
     print(spec.runs_dir, spec.stop.steps, start.kind, start.checkpoint and start.checkpoint.step, repr(start.note))
     raise SystemExit(7)
 class Checks:
-    def __init__(self, spec, search_path):
+    def __init__(self, spec, search_path, takes_data):
         self.spec = spec
     def __enter__(self):
         return self
