@@ -75,16 +75,19 @@ class StartChecks:
         thorough: bool = False,
         references: Mapping[tuple[str, ...], str] | None = None,
         training: bool = True,
+        takes_data: bool = True,
     ) -> None:
         """``search_path``: the folder of the user's own modules. ``notice`` is called with a text when something takes
         long. ``references``: the references of ``LoadedSpec``; without them, temporary files would contain values from
-        the environment. Without ``training``: the checks of an evaluation by engines alone."""
+        the environment. Without ``training``: the checks of an evaluation by engines alone. Without ``takes_data``:
+        a run that takes no further prompt from `data.train`."""
         self._spec = spec
         self._search_path = search_path
         self._notice = notice
         self._thorough = thorough
         self._references = references or {}
         self._training = training
+        self._takes_data = takes_data
         self._open = ExitStack()
         self._folder = Path()
         self._model_dir = ""
@@ -237,6 +240,8 @@ class StartChecks:
         for location, (name, rows, split) in splits.items():
             if split is None or name in experiment.episodic:
                 continue  # in episodes the task decides what the model gets
+            if location == "data.train" and not self._takes_data:
+                continue
             yield Check(location, partial(self._prompts, location, rows, split), ("chat template",))
             if self._thorough and location == "data.train":
                 for row, check in enumerate(SHOWN_PROMPTS[: len(rows)]):

@@ -63,6 +63,7 @@ def start_checks(
     thorough: bool = False,
     references: Mapping[tuple[str, ...], str] | None = None,
     training: bool = True,
+    takes_data: bool = True,
 ) -> StartChecks:
     """All checks of a start. Checks that take long print a notice to standard error."""
     from asyncrl_cli.checks.start import StartChecks
@@ -74,4 +75,5 @@ def start_checks(
         thorough=thorough,
         references=references,
         training=training,
+        takes_data=takes_data,
     )

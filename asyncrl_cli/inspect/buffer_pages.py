@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.terminal import counted
-from asyncrl_cli.inspect.decoding import Decoder, message_text, open_decoder
+from asyncrl_cli.inspect.decoding import Decoder, images_of, message_text, open_decoder
 from asyncrl_cli.inspect.pages import WIDTH, Page, duration, moment, number, paragraph, table
 from asyncrl_cli.journal.progress import progress
 from asyncrl_cli.journal.queries import (
@@ -32,7 +32,7 @@ from asyncrl_cli.journal.queries import (
     overview,
 )
 from asyncrl_cli.records.generation import CONTEXT, Segment, group_and_index, sequence_of
-from asyncrl_cli.records.images import Image, PlacedImage
+from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.runs.directory import RunDirectory
 
 DUE_ROWS = 12
@@ -220,12 +220,11 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
     else:
         for message in content:
             lines += [f"  {message.get('role', '?')}", *paragraph(message_text(message.get("content") or ""), "    ")]
-    placed = [*record.images, *(placed for rollout in record.rollouts for placed in rollout.images)]
-    images = {image.digest: image for image in (*record.prompt.images, *(one.image for one in placed))}
-    lines += [f"image    {_image_line(image, placed)}" for image in images.values()]
+    images = images_of(record)
+    lines += [f"image    {line}" for line in images.values()]
     if saved_to is not None and images:
         saved_to.mkdir(parents=True, exist_ok=True)
-        for image in images.values():
+        for image in images:
             (saved_to / image.file_name).write_bytes(image.data)
     if record.prompt.fields:
         lines += ["fields", *paragraph(json.dumps(record.prompt.fields, ensure_ascii=False), "    ")]
@@ -248,12 +247,6 @@ def _group_page(run: RunDirectory, connection: sqlite3.Connection, record: Group
         "rollouts": documents,
     }
     return Page(document, lines)
-
-
-def _image_line(image: Image, placed: Sequence[PlacedImage]) -> str:
-    width, height = image.decoded().size
-    tokens = next((f", {one.length} tokens" for one in placed if one.image == image), "")
-    return f"{image.file_name}: {width} x {height} pixels{tokens}, {len(image.data):,} bytes"
 
 
 def _places(images: Sequence[PlacedImage]) -> list[dict[str, Any]]:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from asyncrl_cli.core.terminal import printable
+from asyncrl_cli.core.terminal import counted, printable
 from asyncrl_cli.inspect.resolved import resolved_spec, value_at
-from asyncrl_cli.journal.queries import RolloutRecord
+from asyncrl_cli.journal.queries import GroupRecord, RolloutRecord
 from asyncrl_cli.records.generation import CONTEXT, sequence_of
+from asyncrl_cli.records.images import Image
 from asyncrl_cli.runs.directory import RunDirectory
 
 PRECEDING = 8
@@ -136,6 +137,18 @@ def content_text(content: Any) -> str:
         else str(message)
         for message in content
     )
+
+
+def images_of(group: GroupRecord) -> dict[Image, str]:
+    """The images of a group's prompt and of its rollouts, each with a line about its file, size and tokens."""
+    placed = [*group.images, *(placed for rollout in group.rollouts for placed in rollout.images)]
+    lengths = {one.image: one.length for one in reversed(placed) if one.length}
+    found = {}
+    for image in dict.fromkeys((*group.prompt.images, *(one.image for one in placed))):
+        width, height = image.decoded().size
+        tokens = f", {counted(lengths[image], 'token')}" if image in lengths else ""
+        found[image] = f"{image.file_name}: {width} x {height} pixels{tokens}, {len(image.data):,} bytes"
+    return found
 
 
 def reference_text(fields: Mapping[str, Any]) -> str:

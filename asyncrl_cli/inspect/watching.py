@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Literal
 
 from asyncrl_cli.core.terminal import counted, plain_text
 from asyncrl_cli.inspect.dashboard import FAULTS, TREND_STEPS, TRENDS, Shown
-from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, open_decoder, reference_text, tokens_of
+from asyncrl_cli.inspect.decoding import (
+    Decoder,
+    TokenShown,
+    content_text,
+    images_of,
+    open_decoder,
+    reference_text,
+    tokens_of,
+)
 from asyncrl_cli.inspect.pages import duration, moment, number
 from asyncrl_cli.journal.events import metrics_of
 from asyncrl_cli.journal.history import evaluations, failures, newest_batch, newest_steps
@@ -178,7 +186,8 @@ def rollout_text(group: GroupRecord, index: RolloutIndex, decoder: Decoder | Non
     tokens = counted(rollout.tokens, "token")
     text = plain_text()
     text.append(f"rollout {name}, {group.row.state}: {reward}, {tokens}{step}{behind}\n", style="bold")
-    text.append(plain_text(f"{content_text(group.prompt.content)}\n\n", "dim"))
+    about_images = images_of(replace(group, rollouts=(rollout,))).values()
+    text.append(plain_text("\n".join([content_text(group.prompt.content), *about_images, "\n"]), "dim"))
     shown, left_out = tokens_of(rollout, decoder, TOKENS_SHOWN)
     for token in shown:
         text.append(plain_text(token.text, _style(token, colouring)))

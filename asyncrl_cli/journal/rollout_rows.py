@@ -169,6 +169,12 @@ def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, I
     return Group(group_id, version=version, prompt=prompt, prompt_ids=ids, images=images if ids else ())
 
 
+def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
+    """The image with this digest; None if the journal does not have it, or has other bytes."""
+    row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
+    return image if row is not None and (image := Image.of(row[0])).digest == digest else None
+
+
 def read_images(
     connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None, prompt: bool = False
 ) -> dict[tuple[int, int], tuple[PlacedImage, ...]]:
@@ -185,9 +191,8 @@ def read_images(
         if row_crc(group_id, *columns) != crc:
             raise _malformed(f"the place of an image of group {group_id} has another checksum")
         if digest not in known:
-            row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
-            if row is None or (image := Image.of(row[0])).digest != digest:
-                raise _malformed(f"the image {digest} of group {group_id} {'has other bytes' if row else 'is missing'}")
+            if (image := read_image(connection, digest)) is None:
+                raise _malformed(f"the image {digest} of group {group_id} is missing, or has other bytes")
             known[digest] = image
         found[index, branch] = (*found.get((index, branch), ()), PlacedImage(known[digest], start, length))
     return found

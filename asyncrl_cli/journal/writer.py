@@ -50,7 +50,7 @@ from asyncrl_cli.records.groups import (
     PublishRecord,
     StepRecord,
 )
-from asyncrl_cli.records.images import PlacedImage
+from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 _TABLE = re.compile(r"(?:INTO|UPDATE|FROM) (\w+)")
@@ -300,8 +300,9 @@ class Journal(JournalFile):
         at = None if failure else time.time()
         self._note("UPDATE checkpoints SET uploaded_at = ?, upload_failure = ? WHERE step = ?", at, failure, step)
 
-    def evaluated(self, result: Mapping[str, Any]) -> None:
-        """An evaluation (the fields of ``monitors.base.EvaluationResult``)."""
+    def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
+        """An evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
+        self._note_data(images)
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
         self._insert("evaluations", replace=True, at=time.time(), **{name: result[name] for name in names})
 
@@ -353,12 +354,17 @@ class Journal(JournalFile):
             self._noted.append(("INSERT OR REPLACE INTO experts VALUES (?, ?, ?, ?, ?, ?)", columns))
 
     def _note_images(self, group_id: int, index: int, branch: int, images: Iterable[PlacedImage]) -> None:
+        images = list(images)
+        self._note_data(placed.image for placed in images)
         for number, placed in enumerate(images):
-            self._note("INSERT OR IGNORE INTO images VALUES (?, ?)", placed.image.digest, placed.image.data)
             columns = (group_id, index, branch, number, placed.offset, placed.length, placed.image.digest)
             self._note(
                 "INSERT OR REPLACE INTO image_places VALUES (?, ?, ?, ?, ?, ?, ?, ?)", *columns, row_crc(*columns)
             )
+
+    def _note_data(self, images: Iterable[Image]) -> None:
+        for image in images:
+            self._note("INSERT OR IGNORE INTO images VALUES (?, ?)", image.digest, image.data)
 
     def _note_rollout(self, columns: tuple[Any, ...], scored_at: float | None, recorded_at: float) -> None:
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))

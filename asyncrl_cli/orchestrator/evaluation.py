@@ -23,6 +23,7 @@ from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.records.generation import EVALUATION, Rollout, RolloutFailure, RolloutRequest, Sampling
 from asyncrl_cli.records.groups import Opening
+from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import CORRECT
@@ -146,6 +147,7 @@ class Measured:
     warning: str
     file: str  # its path in a run's folder
     text: str  # in JSON Lines: the result, then one row for each response
+    images: tuple[Image, ...]  # of the prompts
 
 
 async def measure(
@@ -164,6 +166,7 @@ async def measure(
         warning=_failures(series, step, samples),
         file=f"evaluations/step-{step:06d}-{name}.jsonl",
         text=_text({**facts, "accuracy": None, "mean_reward": None, **numbers}, samples),
+        images=tuple(dict.fromkeys(image for sample in samples for image in sample.prompt.images)),
     )
 
 
@@ -225,7 +228,7 @@ class Evaluator:
         if result.kind == "greedy":
             self.accuracies[step] = result.accuracy
         self._reporter.evaluated(result)
-        await self._buffer.evaluated(asdict(result))
+        await self._buffer.evaluated(asdict(result), measured.images)
 
     def _is_end(self, step: int) -> bool:
         return step in (0, self._spec.stop.total)

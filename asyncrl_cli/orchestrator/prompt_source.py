@@ -176,12 +176,14 @@ class PromptSource:
     def next(self) -> tuple[Prompt, Encoded]:
         """The next prompt that is short enough. Raises ``RunError`` after ``MAX_SKIPS_IN_A_ROW`` prompts without
         one."""
+        last = ""
         for _ in range(MAX_SKIPS_IN_A_ROW):
             try:
                 prompt = self._first.popleft() if self._first else self._unsolved()
                 encoded = self.encoder.encode_with_images(prompt)
             except DataError as error:
                 self._refuse(error)
+                last = f"; the last one: {error}"
                 continue
             if encoded is not None:
                 return prompt, encoded
@@ -192,9 +194,9 @@ class PromptSource:
                     "the metric data/skipped_prompts counts such prompts"
                 )
         raise RunError(
-            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable",
+            f"{MAX_SKIPS_IN_A_ROW} prompts in a row are longer than rollout.max_prompt_tokens, or unusable{last}",
             location="data.train",
-            hint="raise rollout.max_prompt_tokens or shorten the prompts",
+            hint="raise rollout.max_prompt_tokens, or correct the rows",
         )
 
     def _refuse(self, error: DataError) -> None:

@@ -45,6 +45,8 @@ class Plan:
     the journal has these steps as trained: their weights may become other ones."""
     without_journal: bool
     """True if the run starts a new journal."""
+    takes_data: bool = True
+    """False if the journal has every group that the run trains: then no row of the training data is needed."""
     changed: str = ""
     """Which steps are trained again to other weights, because settings of the training have changed."""
 
@@ -119,8 +121,7 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 hint=instead,
             )
     first = checkpoint.step if checkpoint else 0
-    if begun:
-        _read_through(run, spec=spec, first=first, taken=taken)
+    takes_data = not begun or _read_through(run, spec=spec, first=first, taken=taken)
     # The batches stay; with other settings they are trained to other weights, and their reports would be stale.
     differ = first < trained and bool(training_changes(note))
     steps = f"step {first + 1} is" if trained == first + 1 else f"steps {first + 1} to {trained} are"
@@ -131,17 +132,18 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
         trained=min(trained, first) if again else trained,
         again=again,
         without_journal=False,
+        takes_data=takes_data,
         changed=changed,
     )
 
 
-def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> None:
+def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> bool:
     """Read the parts of the journal that a resume needs: the position, unfinished groups, and the batches from step
-    ``first`` on, which are trained again. Changes nothing."""
+    ``first`` on, which are trained again. Changes nothing. Returns whether prompts are missing for the last step."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
         book = DurableLedger(run.path / FILE, buffer_settings(spec), journal=journal)
-        book.opening()
+        waiting = len(book.opening().waiting)
         for step in range(first, taken):
             try:
                 book.batch(step)
@@ -151,6 +153,7 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
                     location=run.run_id,
                     hint=f"resume from a later checkpoint: `asyncrl checkpoint list {run.argument}` shows them",
                 ) from None
+        return book.ledger.admitted + waiting < spec.stop.total * spec.pipeline.groups_per_step
 
 
 def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_changed_data: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.tasks.ready.shapes import Shapes
 
@@ -29,20 +31,42 @@ REWARD = """
 def reward(prompt, response):
     return sum(map(ord, response)) % 97 / 97  # different responses differ, also those of random weights
 """
+CAMERA = """
+from PIL import Image
+
+from asyncrl_cli.tasks.base import Step
 
 
-def spec_for(runs: Runs, name: str, pipeline: dict[str, Any]) -> Path:
+class Camera:
+    def __init__(self, prompt):
+        self.prompt = prompt
+        self.seen = ""
+
+    def reset(self):
+        return self.prompt["prompt"]
+
+    def step(self, reply):
+        self.seen += reply["content"] + "/"
+        shot = Image.new("RGB", (56, 56), (sum(map(ord, self.seen)) % 256, 0, 0))  # each reply has its own picture
+        content = [{"type": "image", "image": shot}, {"type": "text", "text": "and now?"}]
+        return Step([{"role": "user", "content": content}], shot.getpixel((0, 0))[0] / 256, self.seen.count("/") == 2)
+"""
+
+
+def spec_for(runs: Runs, name: str, pipeline: dict[str, Any], steps: int = STEPS, **sections: Any) -> Path:
     """The template `vision` with one picture for each row, and a reward that random weights earn."""
     folder = runs.folder / name
     assert runs.run("init", "vision", folder).code == 0
     (folder / "my_reward.py").write_text(REWARD)
+    (folder / "camera.py").write_text(CAMERA)
     with (folder / "train.jsonl").open("w") as file:
         for row, prompt in enumerate(Shapes().prompts("train", 2 * STEPS * GROUPS)):
             (folder / f"pictures/{row}.png").write_bytes(prompt.images[0].data)
             line = {"uid": str(row), "question": "how many?", "image": f"pictures/{row}.png"}
             file.write(json.dumps(line) + "\n")
     spec = yaml.safe_load((folder / "spec.yaml").read_text())
-    spec |= {"name": name, "runs_dir": str(runs.folder), "stop": {"steps": STEPS}, "tracking": {"mlflow": False}}
+    spec |= {"name": name, "runs_dir": str(runs.folder), "stop": {"steps": steps}, "tracking": {"mlflow": False}}
+    spec |= sections
     spec["model"]["freeze"] = []  # the tower's weights are published, too
     spec["data"]["eval"] = None
     del spec["evaluation"], spec["checkpoints"]
@@ -65,14 +89,12 @@ def test_image_run_is_equal_after_a_kill_without_its_files_and_replays(tmp_path:
     run = DisturbedRun(runs, spec, STEPS, random.Random(0))
     try:
         run.start()
-        # All groups are in the journal, and the last ones are not trained: their pictures are not needed any more.
+        # All groups are in the journal, and the last ones are not trained: no picture is needed any more.
         run.until(lambda: (run.ask(ADMITTED) or 0) == STEPS * GROUPS, "the last group's admission")
         assert run.mark and run.trained() < STEPS
         os.kill(run.pid, signal.SIGKILL)
         run.await_cleanup()
-        with closing(open_for_reading(run.journal)) as journal:
-            for (uid,) in journal.execute("SELECT uid FROM groups").fetchall():
-                (spec.parent / f"pictures/{uid}.png").unlink()
+        shutil.rmtree(spec.parent / "pictures")
         run.resume()
         run.finish(resumes=1)
     finally:
@@ -89,6 +111,29 @@ def test_image_run_is_equal_after_a_kill_without_its_files_and_replays(tmp_path:
     ended = runs.run("report", run.folder, "-o", report)
     assert ended.code == 0, ended.err
     assert "data:image/png;base64," in report.read_text()
+
+
+def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    spec = spec_for(runs, "camera", {"mode": "async", "max_staleness": 1}, steps=2, task={"use": "camera:Camera"})
+    ended = runs.run("train", spec, "--set", "model.max_images=2", "--set", "model.freeze=[vision]")
+    assert ended.code == 0, ended.out + ended.err + runs.logs()
+    run = runs.newest()
+    trained = rows(run, "metrics.jsonl")
+    assert len(trained) == 2 and trained[0]["engine/logprob_gap_max"] < 1e-4, trained
+    with closing(open_for_reading(run / FILE)) as journal:
+        group = group_record(journal, 0)
+        assert len({one.image.digest for rollout in group.rollouts for one in rollout.images}) > 2
+    first = group.rollouts[0]
+    assert [one.length for one in first.images] == [4, 4], "the row's picture, and the one after the first reply"
+    saved = tmp_path / "saved"
+    ended = runs.run("inspect", "buffer", run, "--rollout", first.rollout_id, "--save-images", saved)
+    assert ended.code == 0, ended.err
+    names = {f"{one.image.digest}.png" for one in first.images}
+    assert {file.name for file in saved.iterdir()} == names
+    assert all(f"{name}: 56 x 56 pixels, 4 tokens" in ended.out for name in names), ended.out
+    ended = runs.run("replay", run)
+    assert ended.code == 0, ended.out + ended.err
 
 
 @pytest.mark.slow

@@ -11,8 +11,10 @@ from PIL import Image as Pillow
 
 from asyncrl_cli.inspect.buffer_pages import rollout_page
 from asyncrl_cli.inspect.decoding import content_text
-from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, samples
+from asyncrl_cli.inspect.report.samples import IMAGE_SIDE, evaluation_files, held_out_samples, newest, samples
+from asyncrl_cli.inspect.watching import rollout_text
 from asyncrl_cli.journal.durable import DurableLedger
+from asyncrl_cli.journal.queries import group_record
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.records.groups import BufferSettings, Candidate, Outcome
 from asyncrl_cli.records.images import Image, PlacedImage
@@ -46,6 +48,30 @@ def test_a_rollouts_page_names_its_images_and_saves_their_files(tmp_path: Path) 
     json.dumps(page.document)
     assert (tmp_path / "saved" / name).read_bytes() == red.data
     assert content_text(content) == f"user: [image {red.digest}]what?"
+    group = group_record(open_for_reading(tmp_path / FILE), 0)
+    watched = str(rollout_text(group, index=(0, 0), decoder=None, colouring="log-prob"))
+    assert f"what?\n{name}: 56 x 84 pixels, 2 tokens, {len(red.data):,} bytes\n" in watched
+
+
+def test_report_shows_the_images_of_held_out_prompts_that_the_journal_has(tmp_path: Path) -> None:
+    green, blue = Image.of(picture("green")), Image.of(picture("blue"))
+    book = DurableLedger(tmp_path / FILE, SETTINGS)
+    numbers = ("accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
+    book.journal.evaluated({"step": 0, "kind": "greedy", **dict.fromkeys(numbers, 0)}, [green])
+    book.journal.commit(book.journal.noted())
+    book.journal.close()
+    (tmp_path / "evaluations").mkdir()
+    for step in (0, 5):
+        rows: list[object] = [{"kind": "greedy", "step": step}]
+        for uid, image in (("known", green), ("unknown", blue)):
+            content = [{"role": "user", "content": [{"type": "image", "image": image.digest}]}]
+            rows.append({"uid": uid, "prompt": content, "response": "?", "reward": 0})
+        rows.append({"uid": "odd", "prompt": [{"content": [1]}], "response": "?", "reward": 0})
+        (tmp_path / f"evaluations/{step}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    both = newest(evaluation_files(RunDirectory(tmp_path)), "greedy")
+    assert both is not None
+    found = held_out_samples(open_for_reading(tmp_path / FILE), *both)
+    assert {one.uid: len(one.images) for one in found} == {"known": 1, "unknown": 0, "odd": 0}
 
 
 def test_report_shows_small_copies_of_a_rollouts_images(tmp_path: Path) -> None:

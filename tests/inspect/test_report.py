@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -314,7 +315,7 @@ def test_held_out_answers_are_those_that_were_learned_and_those_that_are_wrong(t
         run.write_text(f"evaluations/step-{step:06d}-greedy.jsonl", "\n".join([*lines, '{"uid": "half a li']))
     both = newest(evaluation_files(run), "greedy")
     assert both is not None
-    found = held_out_samples(*both)
+    found = held_out_samples(sqlite3.connect(":memory:"), *both)
     assert [one.uid for one in found] == ["learned", "never", "lost"]
     assert found[0].prompt == "user: learned"
     assert [(one.step, one.text, one.correct) for one in (found[0].before, found[0].after)] == [

@@ -23,6 +23,7 @@ from asyncrl_cli.monitors.base import EvaluationResult, evaluation_metrics
 from asyncrl_cli.orchestrator.evaluation import Evaluator, HeldOut, mean_pass_at, pass_at
 from asyncrl_cli.orchestrator.prompt_source import Encoded
 from asyncrl_cli.records.generation import CONTEXT, Rollout, RolloutFailure, RolloutRequest, Sampling
+from asyncrl_cli.records.images import Image
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.runs.directory import RunDirectory
@@ -88,7 +89,7 @@ class Journal:
         self.results: list[EvaluationResult] = []
         self.warnings: list[str] = []
 
-    async def evaluated(self, result: dict[str, Any]) -> None:
+    async def evaluated(self, result: dict[str, Any], images: tuple[Image, ...]) -> None:
         self.results.append(EvaluationResult(**result))
 
     async def failed(self, kind: str, part: str, message: str) -> None:

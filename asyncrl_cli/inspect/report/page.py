@@ -109,11 +109,12 @@ def summarize(run: RunDirectory) -> RunSummary:
         faults = failures(connection, FAULTS_SHOWN, newest=False)
         charts = tuple(_charts(connection, times, staleness))
         chosen = samples(connection, decoder)
+        both = newest(files, "greedy")
+        held_out = tuple(held_out_samples(connection, *both)) if both else ()
     phase = run.status
     ended = phase not in ACTIVE
     rewards = [span.metrics.get("reward/mean", math.nan) for span in spans]
     first = f"{faults[0].part}: {faults[0].message.strip()}" if faults else ""
-    both = newest(files, "greedy")
     return RunSummary(
         run_id=run.run_id,
         answers=(
@@ -127,7 +128,7 @@ def summarize(run: RunDirectory) -> RunSummary:
         curves=course,
         charts=charts,
         samples=tuple(chosen),
-        held_out=tuple(held_out_samples(*both)) if both else (),
+        held_out=held_out,
         decoded=decoder is not None,
         faults=faults,
         faults_in_all=sum(past.failures_by_kind.values()),

@@ -19,9 +19,11 @@ from typing import Any, get_args
 
 from asyncrl_cli.inspect.decoding import Decoder, TokenShown, content_text, reference_text, tokens_of
 from asyncrl_cli.journal.queries import group_record
+from asyncrl_cli.journal.rollout_rows import read_image
 from asyncrl_cli.journal.rollouts import Extreme, extreme_rollouts, trained_steps
 from asyncrl_cli.records.generation import training_rollout_id
 from asyncrl_cli.records.images import Image
+from asyncrl_cli.records.prompt import image_digests
 from asyncrl_cli.records.training import CORRECT
 from asyncrl_cli.runs.directory import RunDirectory
 
@@ -173,6 +175,8 @@ class HeldOutSample:
     reference: str
     before: Response
     after: Response
+    images: tuple[str, ...]
+    """The prompt's first images, as data URLs."""
 
 
 def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sample]:
@@ -219,14 +223,16 @@ def samples(connection: sqlite3.Connection, decoder: Decoder | None) -> list[Sam
 
 def _data_url(image: Image) -> str:
     """A small copy. It is encoded again, so a report has no bytes of files that others made."""
-    small = image.decoded()
+    small = image.decoded().copy()
     small.thumbnail((IMAGE_SIDE, IMAGE_SIDE))
     written = io.BytesIO()
     small.save(written, "PNG")
     return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
 
 
-def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[HeldOutSample]:
+def held_out_samples(
+    connection: sqlite3.Connection, before: EvaluationFile, after: EvaluationFile
+) -> list[HeldOutSample]:
     """Prompts with a reward in two evaluations: some answered right only in the later one, some wrong there."""
     earlier = {str(row.get("uid")): row for row in evaluation_samples(before) if row.get("reward") is not None}
     wrong: list[HeldOutSample] = []
@@ -241,6 +247,7 @@ def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[Held
             reference=str(row.get("answer", ""))[:RESPONSE_SHOWN],
             before=_response(earlier[uid], before.step),
             after=_response(row, after.step),
+            images=_held_out_images(connection, row.get("prompt")),
         )
         if not one.after.correct and len(wrong) < HELD_OUT_EACH:
             wrong.append(one)
@@ -249,6 +256,16 @@ def held_out_samples(before: EvaluationFile, after: EvaluationFile) -> list[Held
         if len(wrong) == len(learned) == HELD_OUT_EACH:
             break
     return [*learned, *wrong]
+
+
+def _held_out_images(connection: sqlite3.Connection, content: Any) -> tuple[str, ...]:
+    """The images that a prompt's messages name, as far as the journal has them."""
+    try:
+        digests = image_digests(content or "")
+    except (AttributeError, KeyError, TypeError):  # a file may have anything there
+        return ()
+    found = (read_image(connection, digest) for digest in digests[:IMAGES_SHOWN])
+    return tuple(_data_url(image) for image in found if image is not None)
 
 
 def _response(row: Mapping[str, Any], step: int) -> Response:
