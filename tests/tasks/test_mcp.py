@@ -159,7 +159,7 @@ def test_tools_of_a_url_are_called_with_the_headers(folder: Path, url: str) -> N
 @pytest.mark.parametrize("kind", ["stdio", "http"])
 def test_errors_and_missing_answers_go_to_the_policy(folder: Path, url: str, kind: str) -> None:
     server = STDIO if kind == "stdio" else {"url": url}
-    task = loaded(folder, "my_sums:Sums", one=server | {"timeout_s": 5})
+    task = loaded(folder, "my_sums:Sums", one=server | {"timeout_s": 15})  # a program starts in seconds
     calls = [("add", '{"a": "x"}'), ("add", "not json"), ("add", "[1]"), ("slow", "{}"), ("add", '{"a": 1, "b": 2}')]
     texts, result = called(task, calls)
     assert [text.startswith("Error: ") for text in texts] == [True] * 4 + [False]
