@@ -66,8 +66,8 @@ def spec_of(overrides: list[str]) -> ExperimentSpec:
     return spec
 
 
-def start(spec: ExperimentSpec, folder: Path) -> Any:
-    """A trainer's engine around the model in ``folder``, on one rank."""
+def start(spec: ExperimentSpec, folder: Path, joined: bool = False) -> Any:
+    """A trainer's engine around the model in ``folder``, on one rank. ``joined``: this process has one already."""
     import socket
 
     import torch
@@ -75,8 +75,9 @@ def start(spec: ExperimentSpec, folder: Path) -> Any:
     from asyncrl_cli.train import deepspeed_engine as ds
 
     torch.set_num_threads(1)
-    server = socket.create_server(("127.0.0.1", 0))
-    ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], False, server)
+    if not joined:
+        server = socket.create_server(("127.0.0.1", 0))
+        ds.join_process_group(0, 1, "127.0.0.1", server.getsockname()[1], False, server)
     return ds.start_engine(spec, str(folder))
 
 

@@ -228,6 +228,7 @@ def step_metrics(
         "staleness/tokens_max": float(staleness.max()),
         "staleness/rollouts_crossed": float(np.mean(crossed)),
         "tokens/trained": float(report.trained_tokens),
+        "tokens/computed": float(report.computed_tokens),
         "buffer/groups_running": float(counts.running),
         "buffer/groups_finished": float(counts.finished),
         "buffer/groups_taken": float(counts.taken),

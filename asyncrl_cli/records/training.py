@@ -85,6 +85,9 @@ class TrainingBatch:
 class StepReport:
     """The report of one step. ``seconds`` is the wall time of the rank's call.
 
+    ``trained_tokens`` count in the loss; ``computed_tokens`` go through the policy in a pass over the batch, prompts
+    included, and a shared prefix once.
+
     Of this time, ``forward_s`` was spent on passes without a gradient, before the first update, and ``update_s`` on
     updates; the rest on packing and sums over ranks. ``cpu_s`` is the rank's processor time, summed over its threads.
     ``flops`` are the operations of the updates on all ranks (train/flops.py). ``peak_flops`` are those that the rank's
@@ -94,6 +97,7 @@ class StepReport:
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     trained_tokens: int = 0
+    computed_tokens: int = 0
     forward_s: float = 0.0
     update_s: float = 0.0
     cpu_s: float = 0.0

@@ -207,10 +207,17 @@ class TrainerSpec(Section):
     tokens_per_microbatch: Count = 8192
     """Tokens of one forward and backward pass, per rank, including padding. With `sequence_parallel` the ranks of a
     group share them."""
-    attention: Literal["sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "eager"] = "sdpa"
+    attention: Literal[
+        "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention", "eager"
+    ] = "sdpa"
     """How transformers computes attention. Flash attention needs bfloat16, a package and a GPU: `flash_attention_2`
     needs flash-attn and Ampere or newer, `flash_attention_3` flash-attn-3 and Ampere, Ada or Hopper,
-    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell."""
+    `flash_attention_4` flash-attn-4 (in the GPU lock) and Hopper or Blackwell. `flex_attention` needs a GPU alone, and
+    is the fastest for rows with long prefixes in common."""
+    share_prefixes: bool | None = None
+    """Compute a prefix that rows have in common once: a group's prompt, and what branches of a rollout share. Log-probs
+    and gradients are those of separate rows. Default: wherever the model and `attention` allow it, which flash
+    attention does not."""
     packing: bool = Field(default_factory=lambda data: is_flash(data.get("attention", "")))
     """Join the rows of a micro-batch into one sequence instead of padding them. Default: true with flash attention. The
     other implementations compute attention over the joined sequence, so padding is faster with them."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from asyncrl_cli.core.errors import UserError
+from asyncrl_cli.core.errors import ConfigError, UserError
 from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec
 from asyncrl_cli.system.network import interface_to
 from asyncrl_cli.train.model.expert_parallel import check_experts, expert_settings
@@ -21,6 +21,7 @@ from asyncrl_cli.train.model.lora import add_adapters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
 from asyncrl_cli.train.model.sequence_parallel import sequence_group
 from asyncrl_cli.train.model.streaming import streamed
+from asyncrl_cli.train.prefix_trees import why_separate
 
 MEETING = timedelta(minutes=30)
 """How long ranks wait for each other, as in torch and DeepSpeed; the driver's limits for their calls are shorter."""
@@ -153,8 +154,19 @@ def start_engine(spec: ExperimentSpec, model_dir: str, load_universal: bool = Fa
     engine = initialize(policy, spec.trainer, load_universal)
     if policy.replay is not None and spec.trainer.expert_parallel > 1:
         policy.replay.hook(model)
-    check_policy(policy, engine)
+    check(policy, engine, spec.trainer)
     return engine
+
+
+def check(policy: Policy, score: Any, trainer: TrainerSpec) -> None:
+    """``check_policy``; a model that gives other log-probs with shared prefixes has its rows separate by default."""
+    try:
+        check_policy(policy, score)
+    except UserError:
+        if trainer.share_prefixes is not None or not policy.shares_prefixes:
+            raise
+        policy.shares_prefixes = False
+        check_policy(policy, score)
 
 
 def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
@@ -162,6 +174,15 @@ def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
     vision = None
     if spec.model.max_images:
         vision = Vision(model, model_dir, bidirectional=spec.rollout.gpus_per_engine > 0)
+    shares = spec.trainer.share_prefixes is not False
+    if shares and (reason := why_separate(spec.trainer, model.config, vision is not None and vision.bidirectional)):
+        if spec.trainer.share_prefixes:
+            raise ConfigError(
+                f"rows of this model cannot share prefixes: {reason}",
+                location="trainer.share_prefixes",
+                hint="set it to false, or remove it",
+            )
+        shares = False
     return Policy(
         model,
         spec.rollout.sampling.temperature,
@@ -169,6 +190,7 @@ def policy_around(model: Any, spec: ExperimentSpec, model_dir: str) -> Policy:
         sequence=sequence_group(spec.trainer),
         router_replay=spec.algorithm.router_replay,
         vision=vision,
+        shares_prefixes=shares,
     )
 
 

@@ -67,10 +67,11 @@ class Precomputed:
 @dataclass(slots=True, eq=False)
 class Minibatch:
     """The rows of one optimizer update, over all ranks, and this rank's share of them. ``precompute`` fills in
-    ``precomputed``, one for each micro-batch."""
+    ``precomputed``, one for each micro-batch. ``computed``: positions that all ranks compute for them."""
 
     rows: list[TrainingRow]
     microbatches: list[PaddedRows]
+    computed: int = 0
     precomputed: list[Precomputed] = field(default_factory=list)
 
 

@@ -1,14 +1,15 @@
 """From a batch's rollouts of any length to micro-batches of a bounded size, the same number on every rank.
 
-Every token sequence of a rollout is a row. Only tokens that the policy sampled count; the others are context.
+Every token sequence of a rollout is a row. Only tokens that the policy sampled count; the others are context. Rows
+with a common prefix are computed together, as a tree (prefix_trees.py); every other row is a tree of its own.
 
 Invariant: a micro-batch's size is at most ``tokens_per_microbatch``, or it is one row that is longer by itself.
-Size counts the computed tokens: rows · longest row where rows are padded, the sum of rows where they are packed.
+Size counts the computed tokens: trees · largest tree where they are padded, the sum of trees where they are packed.
 Every rank gets the same number of micro-batches, because under ZeRO-3 each forward and backward pass is a
 collective call: a rank with one less would leave the others waiting without end. A rank without rows for a
 micro-batch has an empty list there, and ``pad_rows([])`` makes a row of it that counts for nothing.
 
-The plan depends on the lengths alone and is the same on every machine.
+The plan depends on the rows alone and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.images import ImageInputs, Vision
+from asyncrl_cli.train.prefix_trees import Keys, PrefixTree, TreeLayout
 
 DUMMY_TOKENS = 2
 """Length of the row that stands for an empty micro-batch: the shortest with a token to predict."""
@@ -49,6 +51,16 @@ class TrainingRow:
         """Tokens of prompt and response together."""
         return len(self.tokens.ids)
 
+    def keys(self) -> Keys:
+        """What the states of all tokens but the last depend on: the token, its image, and the experts of its pass."""
+        ids = self.tokens.ids[:-1].astype(np.int64)
+        for one in self.images:  # an image's features replace its tokens' embeddings
+            ids[one.offset : one.offset + one.length] = -1 - int(one.image.digest[:15], 16)
+        if self.tokens.experts is None:
+            return ids
+        parts = np.hstack([ids[:, None].view(np.uint8), np.ascontiguousarray(self.tokens.experts[1:]).view(np.uint8)])
+        return parts.view(f"V{parts.shape[1]}")[:, 0]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedRows:
@@ -67,11 +79,13 @@ class PaddedRows:
     turns: Tensor  # int64, [rows, T]; the index of a token's turn in its rollout
     experts: Tensor | None = None  # uint8 or int32, [rows, T, layers · k] (records/experts.py); None: not recorded
     images: ImageInputs | None = None  # None: the model sees no images
+    trees: TreeLayout | None = None  # None: no position is shared. Otherwise experts and images are by tree
 
     @property
     def seen(self) -> dict[str, Any]:
-        """``images`` as an argument of policy and critic; empty where the model sees none."""
-        return {} if self.images is None else {"images": self.images}
+        """``images`` and ``trees`` as arguments of policy and critic, where there are some."""
+        given = {"images": self.images, "trees": self.trees}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def replayed(self) -> dict[str, Any]:
@@ -154,7 +168,8 @@ def count_tokens(rows: Sequence[TrainingRow]) -> int:
 def plan_microbatches(
     lengths: Sequence[int], tokens_per_microbatch: int, ranks: int, packing: bool = False
 ) -> list[list[list[int]]]:
-    """Which rows each rank trains together; with sequence parallelism a rank stands for the ranks that share its rows.
+    """Which trees, here called rows, each rank trains together; with sequence parallelism a rank stands for the ranks
+    that share its rows.
 
     Rows go to ranks from the longest to the shortest, each to the rank with the fewest tokens so far (R. L.
     Graham's LPT rule, 1969), so two ranks differ by at most one longest row. A rank takes its rows in the same
@@ -215,8 +230,26 @@ def _part(microbatches: list[list[int]], lengths: Sequence[int], wanted: int, pa
         microbatches[largest : largest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
 
 
-def pad_rows(rows: Sequence[TrainingRow], vision: Vision | None = None) -> PaddedRows:
+def microbatch(
+    rows: Sequence[TrainingRow], trees: Sequence[PrefixTree], vision: Vision | None, packing: bool
+) -> PaddedRows:
+    """The tensors, on the CPU, of a micro-batch with these of the minibatch's ``rows``."""
+    own = [rows[row] for tree in trees for row in tree.rows]
+    if all(len(tree.rows) == 1 for tree in trees):
+        return pad_rows(own, vision)
+    layout = TreeLayout.of(trees, max(map(len, own)), packing)
+    return pad_rows(own, vision, layout, [shared for tree in trees for shared in tree.shared])
+
+
+def pad_rows(
+    rows: Sequence[TrainingRow],
+    vision: Vision | None = None,
+    trees: TreeLayout | None = None,
+    shared: Sequence[int] | None = None,
+) -> PaddedRows:
     """A micro-batch's tensors, on the CPU; ``vision``: of a model that sees images.
+
+    ``trees`` of the rows, each with so many ``shared`` positions. None: no position is shared.
 
     Without rows: one row of two tokens that do not count, which makes an ordinary forward pass. Raises
     ``ValueError`` when a row begins with a sampled token, which would have no context.
@@ -246,6 +279,12 @@ def pad_rows(rows: Sequence[TrainingRow], vision: Vision | None = None) -> Padde
             experts[index, :end] = tokens.experts
     if experts is not None and experts.dtype != np.uint8:
         experts = experts.astype(np.int32)  # torch computes little with uint16
+    chosen = None if experts is None else torch.from_numpy(experts)
+    images = None if vision is None else vision.inputs([row.images for row in rows], shape[1], shared)
+    if trees is not None:
+        # A token's experts are in the pass of the token before it.
+        chosen = None if chosen is None else trees.of_tokens(chosen.roll(-1, dims=1))
+        images = None if images is None else images.by_tree(trees)
     return PaddedRows(
         input_ids=torch.from_numpy(input_ids),
         response_mask=torch.from_numpy(response_mask),
@@ -254,6 +293,7 @@ def pad_rows(rows: Sequence[TrainingRow], vision: Vision | None = None) -> Padde
         on_policy=torch.from_numpy(on_policy),
         rollouts=torch.from_numpy(rollouts),
         turns=torch.from_numpy(turns),
-        experts=None if experts is None else torch.from_numpy(experts),
-        images=None if vision is None else vision.inputs([row.images for row in rows], shape[1]),
+        experts=chosen,
+        images=images,
+        trees=trees,
     )

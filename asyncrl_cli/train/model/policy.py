@@ -2,8 +2,8 @@
 
 Only positions that predict a response token reach the output head, and ``chunked_logprobs`` keeps their logits from
 existing together. With packing the rows go through the model one after another in one sequence, without padding; with
-sequence parallelism every rank of a group has a slice of their positions (sequence_parallel.py). Input and output are
-the same, so nothing else knows of it.
+sequence parallelism every rank of a group has a slice of their positions (sequence_parallel.py); rows with a common
+prefix go through it as a tree (prefix_trees.py). Input and output are the same, so nothing else knows of it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from asyncrl_cli.train.model.chunked_logprobs import Entropy, chunked_logprobs
 from asyncrl_cli.train.model.images import ImageInputs, Vision, states
 from asyncrl_cli.train.model.router_replay import RouterReplay
 from asyncrl_cli.train.model.sequence_parallel import SequenceGroup, check_config, row_lengths
+from asyncrl_cli.train.prefix_trees import PrefixTree, TreeLayout
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 4 * 2**-8}
 """``check_policy`` lets log-probs differ by these nats, for each nat of the largest logit: logits are rounded in
@@ -38,9 +39,11 @@ class Policy(nn.Module):
         sequence: SequenceGroup | None = None,
         router_replay: bool = False,
         vision: Vision | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
         """``packing``: rows are joined in one sequence; each begins at position 0 and sees itself alone.
         ``router_replay``: ``forward`` takes the experts of each token. ``vision``: of a model that sees images.
+        ``shares_prefixes``: ``forward`` may get ``trees``.
 
         ``sequence``: the ranks that have the same rows; passes are collective over them. None: this one has its own.
         Raises ``UserError`` when the model's output layer is not linear, those ranks cannot divide its sequences, or
@@ -59,6 +62,7 @@ class Policy(nn.Module):
         self.packing = packing
         self.sequence = sequence
         self.vision = vision
+        self.shares_prefixes = shares_prefixes
         self.replay = RouterReplay(model) if router_replay else None
 
     @overload
@@ -69,6 +73,7 @@ class Policy(nn.Module):
         *,
         experts: Tensor | None = None,
         images: ImageInputs | None = None,
+        trees: TreeLayout | None = None,
     ) -> Tensor: ...
     @overload
     def forward(
@@ -78,6 +83,7 @@ class Policy(nn.Module):
         entropy: Literal["measure", "train"],
         experts: Tensor | None = None,
         images: ImageInputs | None = None,
+        trees: TreeLayout | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     def forward(
         self,
@@ -86,6 +92,7 @@ class Policy(nn.Module):
         entropy: Entropy = "none",
         experts: Tensor | None = None,
         images: ImageInputs | None = None,
+        trees: TreeLayout | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log-probabilities (float32, nats, [rows, tokens]) of the tokens under ``response_mask``, else 0.
 
@@ -93,16 +100,17 @@ class Policy(nn.Module):
         true at position 0. Right padding needs no attention mask: under causal attention no response token
         sees what comes after it. ``experts``: [rows, tokens, layers · k], of the pass that predicts each
         token (records/experts.py); None: the model's routers choose. ``images``: of these rows, in every pass of a
-        model that sees images; otherwise None.
+        model that sees images; otherwise None. ``trees``: of these rows; then experts, [trees, S, layers · k], and
+        images are by position of a tree.
 
         With ``entropy`` the entropies (as log-probabilities in shape, dtype and unit) of the distributions that the
         tokens were drawn from come second; ``train`` lets gradients flow through them, ``measure`` does not.
         """
         if self.replay is not None:
-            if experts is not None:
+            if experts is not None and trees is None:
                 experts = experts[:, 1:][_kept(response_mask)][None] if self.packing else experts[:, 1:]
                 experts = experts if self.sequence is None else self.sequence.own(experts)
-                experts = experts.flatten(0, 1)
+            experts = None if experts is None else experts.flatten(0, 1)
             self.replay.use(experts)
         targets = input_ids[response_mask]
         hidden, own = predicting_states(
@@ -112,6 +120,7 @@ class Policy(nn.Module):
             packing=self.packing,
             sequence=self.sequence,
             images=images,
+            trees=trees,
         )
         logprobs, entropies = chunked_logprobs(
             self.model.get_output_embeddings(),
@@ -142,7 +151,13 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(width, 1, bias=False, dtype=backbone.dtype)
         nn.init.zeros_(self.head.weight)
 
-    def forward(self, input_ids: Tensor, response_mask: Tensor, images: ImageInputs | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        response_mask: Tensor,
+        images: ImageInputs | None = None,
+        trees: TreeLayout | None = None,
+    ) -> Tensor:
         """Values, float32 [rows, tokens]: expectations before a token under ``response_mask`` is known; else 0.
 
         Arguments are as in ``Policy``.
@@ -154,6 +169,7 @@ class ValueModel(nn.Module):
             packing=self.packing,
             sequence=self.sequence,
             images=images,
+            trees=trees,
         )
         values = self.head(hidden)[:, 0].float()
         if self.sequence is not None and own is not None:
@@ -168,6 +184,7 @@ def predicting_states(
     packing: bool,
     sequence: SequenceGroup | None = None,
     images: ImageInputs | None = None,
+    trees: TreeLayout | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Hidden states of the positions before response tokens, row by row: [response tokens, width] of all of them, and
     None; or with ``sequence`` only of positions in this rank's slice, and which they are, bool [response tokens].
@@ -176,6 +193,14 @@ def predicting_states(
     """
     ids, predicts = input_ids[:, :-1], response_mask[:, 1:]
     positions: Tensor | None = None
+    if trees is not None:
+        ids = trees.of_tokens(input_ids)
+        given: dict[str, Any] = {"attention_mask": trees.masks(backbone.config, backbone.dtype)}
+        if images is not None:
+            found = states(backbone, ids=ids, positions=trees.positions, images=images, **given)
+        else:
+            found = backbone(input_ids=ids, position_ids=trees.positions, use_cache=False, **given).last_hidden_state
+        return trees.of_rows(found, predicts), None
     if packing:
         columns = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         kept = _kept(response_mask)
@@ -206,30 +231,46 @@ def check_policy(policy: Policy, score: Callable[..., Tensor]) -> tuple[float, f
     This happens if a model does more to its logits than its output layer does, or cannot be packed. Such a fault is in
     every token of a row, so the median of a row counts: in bfloat16 single tokens of a sound model differ by any
     amount, because a router may choose other experts. ``score`` calls the policy; collective if the policy is.
-    A model that sees images gets one.
+    A model that sees images gets one. With shared prefixes the rows are a tree.
     """
     config = policy.model.config.get_text_config()
     ids = torch.arange(3, 19, device=policy.model.device).remainder(config.vocab_size).view(2, 8)
     mask = torch.tensor([[False] * 2 + [True] * 6, [False] + [True] * 5 + [False] * 2], device=ids.device)
-    inputs: ImageInputs | None = None
+    ids[1, 0] = ids[0, 0]
+    # Without and with shared prefixes: the rows have the first token in common, and the image after it.
+    ways: list[dict[str, Any]] = [{}]
+    shown: dict[str, Any] = {}
+    shared = 1
     if policy.vision is not None:
-        ids, mask, inputs = policy.vision.with_image(policy.model, ids, mask)
-    seen, shown = ({}, {}) if inputs is None else ({"images": inputs}, inputs.whole())
+        text = ids
+        ids, mask, images = policy.vision.with_image(policy.model, ids, mask)
+        ways[0]["images"], shown = images, images.whole()
+        shared += ids.shape[1] - text.shape[1]
+    if policy.shares_prefixes:
+        tree = PrefixTree((0, 1), lengths=(ids.shape[1] - 1,) * 2, shared=(0, shared))
+        trees = TreeLayout.of([tree], ids.shape[1], policy.packing).to(ids.device)
+        ways.append({"trees": trees})
+        if policy.vision is not None:
+            images = policy.vision.with_image(policy.model, text, mask[:, : text.shape[1]], tree.shared)[2]
+            ways[1]["images"] = images.by_tree(trees)
     full = nullcontext() if policy.sequence is None else policy.sequence.unused()
     with torch.no_grad():
         with full:
             logits = policy.model(input_ids=ids, use_cache=False, **shown).logits[:, :-1].float() / policy.temperature
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        gaps = (score(ids, mask, **seen)[:, 1:] - expected).abs()
-        gap = torch.stack([row[own].median() for row, own in zip(gaps, mask[:, 1:], strict=True)]).max().item()
         allowed = TOLERANCES.get(policy.model.dtype, TOLERANCES[torch.float32]) * max(1.0, logits.abs().max().item())
-    if not gap <= allowed:
-        packed = " with packing" if policy.packing else ""
-        raise UserError(
-            f"log-probs of this {config.model_type}{packed} are {gap:.2g} nats away from its own logits'; at most "
-            f"{allowed:.2g} are rounding",
-            hint="set trainer.packing to false"
-            if policy.packing
-            else "use a model whose logits are those of its output layer, neither capped nor scaled",
-        )
+        for given in ways:
+            gaps = (score(ids, mask, **given)[:, 1:] - expected).abs()
+            gap = torch.stack([row[own].median() for row, own in zip(gaps, mask[:, 1:], strict=True)]).max().item()
+            if not gap <= allowed:
+                how, hint = "", "use a model whose logits are those of its output layer, neither capped nor scaled"
+                if "trees" in given:
+                    how, hint = " with shared prefixes", "set trainer.share_prefixes to false"
+                elif policy.packing:
+                    how, hint = " with packing", "set trainer.packing to false"
+                raise UserError(
+                    f"log-probs of this {config.model_type}{how} are {gap:.2g} nats away from its own logits'; at most "
+                    f"{allowed:.2g} are rounding",
+                    hint=hint,
+                )
     return gap, allowed

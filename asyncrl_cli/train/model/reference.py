@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from asyncrl_cli.runs.checkpoints import STATE, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.checkpoints import reading_tensors, save_file
-from asyncrl_cli.train.deepspeed_engine import load_model, policy_around, without_optimizer
+from asyncrl_cli.train.deepspeed_engine import check, load_model, policy_around, without_optimizer
 from asyncrl_cli.train.model.lora import full_weights, gathered, plain_weights, without_adapters
-from asyncrl_cli.train.model.policy import check_policy
 
 FILE = "reference.pt"
 
@@ -109,5 +108,6 @@ def load_reference(spec: ExperimentSpec, model_dir: str, engine: Any) -> Unadapt
     policy.eval().requires_grad_(False)
     score = without_optimizer(policy, trainer) if trainer.zero_stage == 3 else policy.to(engine.device)
     if teacher is not None:
-        check_policy(policy, score)
+        check(policy, score, trainer)
+        engine.module.shares_prefixes &= policy.shares_prefixes  # both get the same trees
     return Copy(score, model=policy.model, zero_stage=trainer.zero_stage, every=algorithm.reference_update_every)

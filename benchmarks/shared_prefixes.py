@@ -1,0 +1,103 @@
+"""Shared prefixes in training: a step with `trainer.share_prefixes`, compared with one that computes every row alone.
+
+    python benchmarks/shared_prefixes.py [--prompts 10 100 600 2000] [--responses 8] [--tokens 100] [--rounds 5]
+
+Both train the same batches with the same engine, in turn, on one rank and one thread, at a rate that changes no weight. A table for each model has
+trained tokens per second of CPU time (medians), their ratio, and the largest difference of loss and gradient norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from trainer import spec_of, start
+
+from asyncrl_cli.records.generation import Rollout
+from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
+
+MODELS = {"quickstart": {}, "9.5M": {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1152}}
+"""Changes of the quickstart's model."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", nargs="*", type=int, default=[10, 100, 600, 2000], help="tokens of the prompt")
+    parser.add_argument("--responses", type=int, default=8, help="rollouts of a group")
+    parser.add_argument("--tokens", type=int, default=100, help="tokens of a response, on average")
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
+    options = parser.parse_args()
+    for index, name in enumerate(options.models):
+        measure(name, options, joined=index > 0)
+
+
+def measure(name: str, options: argparse.Namespace, joined: bool) -> None:
+    """Print the table of one model."""
+    from asyncrl_cli.train.algorithms.objective import Objective
+    from asyncrl_cli.train.model.initial import build_initial_model
+    from asyncrl_cli.train.nonfinite_guard import SkipLimit
+    from asyncrl_cli.train.old_logprobs import Learner
+    from asyncrl_cli.train.step import train_batch
+
+    changes = [f"model.init.config.{key}={value}" for key, value in MODELS[name].items()]
+    spec = spec_of(
+        [*changes, "trainer.zero_stage=2", "model.warm_start=null", "model.max_length=4096", "stop.steps=100000",
+         f"rollout.group_size={options.responses}", f"pipeline.groups_per_step={options.groups}",
+         "rollout.max_response_tokens=256", "evaluation=off", "trainer.optimizer.learning_rate=1e-12"]
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        assert spec.model.init is not None
+        build_initial_model(spec.model.init, spec.model.max_length, 0, Path(folder))
+        engine = start(spec, Path(folder), joined)
+    learner = Learner(spec, 0, Objective.of(spec.algorithm, Path(folder)), engine, SkipLimit(10))
+    print(f"\n{name}: {sum(weight.numel() for weight in engine.module.parameters()):,} weights")
+    print("| prompt | tokens/s, separate | shared | ratio | computed tokens | loss differs by |\n|-|-|-|-|-|-|")
+    for prompt in options.prompts:
+        rates: dict[bool, list[float]] = {False: [], True: []}
+        losses: dict[bool, list[float]] = {False: [], True: []}
+        computed: dict[bool, int] = {}
+        for number in range(options.rounds):
+            batch = batch_of(options, prompt, number)
+            for shares in (False, True) if number % 2 else (True, False):
+                engine.module.shares_prefixes = shares
+                report, _ = train_batch(learner, batch, 0)
+                rates[shares].append(report.trained_tokens / report.cpu_s)
+                losses[shares].append(report.metrics["train/loss"])
+                computed[shares] = report.computed_tokens
+        separate, shared = (statistics.median(rates[shares]) for shares in (False, True))
+        gap = max(abs(one - other) for one, other in zip(losses[False], losses[True], strict=True))
+        print(
+            f"| {prompt} | {separate:,.0f} | {shared:,.0f} | {shared / separate:.2f} "
+            f"| {computed[False]:,} → {computed[True]:,} | {gap:.1e} |",
+            flush=True,
+        )
+
+
+def batch_of(options: argparse.Namespace, prompt: int, seed: int) -> TrainingBatch:
+    """Groups of random rollouts; lengths vary by a half."""
+    random = np.random.default_rng(seed)
+
+    def rollout(name: str, ids: tuple[int, ...]) -> Rollout:
+        length = int(random.integers(options.tokens // 2, options.tokens * 3 // 2 + 1))
+        tokens: Any = random.integers(3, 90, length).astype(np.int32)
+        versions = np.zeros(length, np.int32)
+        logprobs = np.full(length, -4.5, np.float32)
+        return Rollout(tokens, logprobs, versions, rollout_id=name, prompt_ids=ids, text="", finish_reason="stop")
+
+    groups = []
+    for group in range(options.groups):
+        ids = tuple(random.integers(3, 90, prompt).tolist())
+        rollouts = tuple(rollout(f"{group}-{index}", ids) for index in range(options.responses))
+        rewards = tuple(float(index % 2) for index in range(options.responses))
+        groups.append(TrainingGroup(group, "uid", 0, rollouts, rewards))
+    return TrainingBatch(0, 0, tuple(groups))
+
+
+if __name__ == "__main__":
+    main()
