@@ -96,6 +96,7 @@ class Case:
         overrides = [
             "model.warm_start=null",
             "model.init=null",
+            "trainer.share_prefixes=false",
             f"model.path={folder}",
             f"trainer.zero_stage={self.stage}",
             f"trainer.ranks={self.ranks}",

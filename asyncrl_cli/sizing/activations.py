@@ -31,6 +31,7 @@ class Pass(NamedTuple):
     dtype: str  # trainer.dtype
     attention: str  # trainer.attention; flash attention is counted as sdpa, which is fused as well
     lora: LoraSpec | None = None
+    masked: bool = False  # rows share prefixes: each is a tree, with a mask of all pairs of its positions
     images: bool = False  # the model is one that sees images; its vision tower is not counted
     chunk: int | None = None  # logits that the head computes at a time; None: as on a CPU
 
@@ -78,7 +79,8 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         ids = torch.zeros(trained.rows, trained.length, dtype=torch.long)
         with LiveBytes([*model.parameters(), *model.buffers()]) as live:
-            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            given = {"attention_mask": _mask(config, trained)} if trained.masked else {}
+            states = model.base_model(input_ids=ids, use_cache=False, **given).last_hidden_state
             predicting = states.flatten(0, 1)[: trained.positions]
             targets = torch.zeros(len(predicting), dtype=torch.long)
             logprobs, _ = chunked_logprobs(
@@ -86,6 +88,19 @@ def _trace(config: Any, layers: int, trained: Pass) -> int:
             )
             logprobs.sum().backward()  # type: ignore[no-untyped-call]
         return int(live.peak)
+
+
+def _mask(config: Any, trained: Pass) -> Any:
+    """As ``TreeLayout.masks``; None for a model with rows that cannot be trees."""
+    from asyncrl_cli.train.prefix_trees import windows_of
+
+    text = config.get_text_config()
+    windows = windows_of(text)
+    if windows is None:
+        return None
+    shape = (trained.rows, 1, trained.length, trained.length)
+    masks = {kind: torch.zeros(shape, dtype=getattr(torch, trained.dtype)) for kind in windows}
+    return masks if hasattr(text, "layer_types") else masks.popitem()[1]
 
 
 def shortened(config: Any, layers: int) -> Any:

@@ -10,7 +10,7 @@ from asyncrl_cli.rollout.engine_settings import cache_bytes_per_token
 from asyncrl_cli.sizing.config import saved_config
 from asyncrl_cli.sizing.parts import GB, NUMBER_BYTES
 from asyncrl_cli.spec.inputs import ModelSpec
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, shares_prefixes
 
 REFERENCE = "algorithm.reference_path"
 
@@ -128,6 +128,7 @@ def sized(spec: ExperimentSpec, config: Any, model: Any) -> SizedModel:
             attention=trainer.attention,
             chunk=chunk,
             lora=spec.model.lora,
+            masked=shares_prefixes(spec) and trainer.attention == "sdpa",
             images=spec.model.max_images > 0,
         )
         return activation_bytes(config, kinds, settings)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import NUMBER_BYTES, Part, some
-from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, is_flash
+from asyncrl_cli.spec.sections import ExperimentSpec, TrainerSpec, is_flash, shares_prefixes
 
 FLOAT = 4
 ADAM_BYTES = 8
@@ -109,16 +109,23 @@ def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
 
 
 def largest_microbatch(spec: ExperimentSpec) -> tuple[int, int, int]:
-    """Rows, tokens of a row, and positions that predict a response token, of the largest micro-batch of a run."""
+    """Rows or trees, tokens of each, and positions that predict a response token, of a run's largest micro-batch."""
     rollout, trainer = spec.rollout, spec.trainer
     longest = min(spec.model.max_length, rollout.longest_rollout)
+    responses = rollout.max_response_tokens
+    if shares_prefixes(spec):  # a group with one prompt, or a part of it
+        from asyncrl_cli.train.prefix_trees import MASK_POSITIONS
+
+        responses *= rollout.group_size
+        tree = min(longest * rollout.group_size, trainer.tokens_per_microbatch, MASK_POSITIONS)
+        longest = max(longest, tree)
     if trainer.packing:
         length = max(trainer.tokens_per_microbatch, longest)
         return 1, length, length - 1
     rows = max(1, -(-trainer.tokens_per_microbatch // longest))
     # Rows that are a little shorter than the longest fill the micro-batch.
     length = trainer.tokens_per_microbatch // rows if rows > 1 else longest
-    return rows, length, rows * min(length - 1, rollout.max_response_tokens)
+    return rows, length, rows * min(length - 1, responses)
 
 
 def _states(spec: ExperimentSpec, parameters: int, trained: int) -> tuple[Part, ...]:
@@ -192,8 +199,9 @@ def _step(spec: ExperimentSpec, trained: int) -> int:
 
 def _packed_mask(spec: ExperimentSpec, length: int) -> int:
     """Bytes of the mask of the joined sequence that packed rows need without flash attention."""
-    packed = spec.trainer.packing and not is_flash(spec.trainer.attention)
-    return length * length if packed else 0
+    trainer = spec.trainer
+    packed = trainer.packing and not (is_flash(trainer.attention) or trainer.attention == "flex_attention")
+    return length * length if packed and not shares_prefixes(spec) else 0  # masks of trees are activations
 
 
 def _shared(nbytes: int, ranks: int, is_shared: bool) -> int:

@@ -50,6 +50,18 @@ def is_flash(attention: str) -> bool:
     return attention.startswith("flash")
 
 
+def why_rows_are_separate(trainer: TrainerSpec) -> str | None:
+    """The setting with which rows cannot share prefixes, whatever the model; None if there is none."""
+    if is_flash(trainer.attention) or trainer.attention == "eager":
+        return f"trainer.attention {trainer.attention}"
+    return "trainer.sequence_parallel" if trainer.sequence_parallel > 1 else None
+
+
+def shares_prefixes(spec: ExperimentSpec) -> bool:
+    """Whether rows with a common prefix may be computed together, if the model allows it."""
+    return spec.trainer.share_prefixes is not False and why_rows_are_separate(spec.trainer) is None
+
+
 class SamplingSpec(Section):
     """How training rollouts are sampled.
 

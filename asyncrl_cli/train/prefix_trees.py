@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from asyncrl_cli.spec.sections import TrainerSpec
+from asyncrl_cli.spec.sections import TrainerSpec, why_rows_are_separate
 
 Keys = NDArray[Any]
 """What determines the state of each position of a row, given those before it; [positions], of any dtype."""
@@ -61,10 +61,8 @@ def why_separate(trainer: TrainerSpec, config: Any, bidirectional: bool = False)
 
     ``bidirectional``: placeholders of an image see each other.
     """
-    if trainer.attention.startswith("flash"):
-        return f"{trainer.attention} takes no mask"
-    if trainer.sequence_parallel > 1:
-        return "trainer.sequence_parallel divides each row over ranks"
+    if (setting := why_rows_are_separate(trainer)) is not None:
+        return f"{setting} excludes it"
     if windows_of(config.get_text_config()) is None:
         return f"{config.model_type} has layers that are not attention over all earlier positions or a window of them"
     return "the tokens of an image see each other" if bidirectional else None
@@ -118,7 +116,8 @@ def pair_cost(config: Any) -> float:
     A position takes about 12 · width² multiplications with weights, and a pair 2 · width; a multiplication of a pair
     comes with the softmax of the pair, and takes about twice as long.
     """
-    return 1 / (3 * config.get_text_config().hidden_size)
+    width: int = config.get_text_config().hidden_size
+    return 1 / (3 * width)
 
 
 def _common(first: Keys, second: Keys) -> int:

@@ -123,7 +123,7 @@ COUNTS = Counts(0, 0, 0, 0, 0, 0)
 def test_the_numbers_of_a_step() -> None:
     metrics = step_metrics(
         batch=BATCH,
-        report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9),
+        report=StepReport({"loss/policy": 0.125}, seconds=1.5, trained_tokens=9, computed_tokens=31),
         published=PublishRecord(4, 4, "c", 0.5, 0.25, gap=1e-5, change=0.01, write_s=0.03, transfer_s=0.04),
         window=WINDOW,
         counts=Counts(running=1, finished=2, taken=16, rejected=3, requeued=4, late=5),
@@ -141,6 +141,7 @@ def test_the_numbers_of_a_step() -> None:
         "staleness/tokens_max": 2,
         "staleness/rollouts_crossed": 0.25,
         "tokens/trained": 9,
+        "tokens/computed": 31,
         "tokens/generated": 500,
         "tokens/generated_per_s": 250,
         "time/step_s": 2,

@@ -101,10 +101,12 @@ def test_ranks_that_share_sequences_have_a_part_of_their_activations(
             trainer__packing=packs,
             trainer__attention=attention,
             trainer__tokens_per_microbatch=tokens,
+            trainer__share_prefixes=False,
         )
         return next(part.bytes for part in rank_parts(changed, found).device if part.name == "activations")
 
-    rows, length, _ = largest_microbatch(sized(trainer__packing=packs, trainer__tokens_per_microbatch=tokens))
+    apart = sized(trainer__packing=packs, trainer__tokens_per_microbatch=tokens, trainer__share_prefixes=False)
+    rows, length, _ = largest_microbatch(apart)
     of_a_position = found.activations(rows, 1, rows, False)
     assert activations(size) == -(-length // size) * of_a_position
     assert activations(1) == length * of_a_position

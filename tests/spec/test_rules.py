@@ -36,7 +36,7 @@ def findings(path: Path, *overrides: str) -> list[Problem]:
     ("overrides", "path", "message"),
     [
         (["trainer.ranks=3"], "trainer.sequence_parallel", "2 does not divide trainer.ranks 3"),
-        (["trainer.attention=eager"], "trainer.attention", "eager attention cannot be divided"),
+        (["trainer.attention=eager"], "trainer.attention", "eager cannot be divided"),
         (["trainer.packing=true"], "trainer.packing", "with sdpa every rank has a mask"),
         (["model.init.config.num_attention_heads=3"], "trainer.sequence_parallel", "3 attention heads and"),
         (["trainer.ranks=4", "trainer.minibatches=64"], "trainer.ranks", "4 / trainer.sequence_parallel 2 is more"),

@@ -102,7 +102,9 @@ def test_sums_over_ranks_make_their_number_irrelevant(tmp_path: Path, overrides:
     ranks = ("trainer.ranks=4", "trainer.sequence_parallel=2", "trainer.zero_stage=3")
     two = trained(tmp_path / "two groups", *overrides, *ranks)
     for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name)  # Adam enlarges what rounds
+        torch.testing.assert_close(
+            two["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name
+        )  # Adam enlarges what rounds
     assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-3, abs=1e-5)
 
 

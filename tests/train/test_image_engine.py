@@ -38,7 +38,9 @@ def is_tower(name: str) -> bool:
 def assert_same(other: dict[str, Any], plain: dict[str, Any]) -> None:
     assert other["weights"].keys() == plain["weights"].keys()
     for name, weight in plain["weights"].items():
-        torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name)  # Adam enlarges what rounds
+        torch.testing.assert_close(
+            other["weights"][name], weight, rtol=1e-4, atol=5e-5, msg=name
+        )  # Adam enlarges what rounds
     for name in ("train/loss", "train/gradient_norm", "engine/logprob_gap_max"):
         assert other["metrics"][name] == pytest.approx(plain["metrics"][name], rel=1e-4, abs=1e-6), name
 

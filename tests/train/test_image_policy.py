@@ -15,7 +15,8 @@ import torch
 from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.train.model.images import Vision, tower_parameters
 from asyncrl_cli.train.model.policy import Policy, ValueModel, check_policy
-from asyncrl_cli.train.packing import TrainingRow, pad_rows
+from asyncrl_cli.train.packing import TrainingRow, microbatch, pad_rows
+from asyncrl_cli.train.prefix_trees import plan_trees, single_rows
 from tests.small_models import IMAGE_MODELS
 from tests.train.pictures import picture, row, saved_model
 
@@ -112,6 +113,36 @@ def test_flash_attention_is_refused_where_images_are_not_causal(loaded: tuple[An
     with pytest.raises(UserError, match="see each other in a gemma3, and flash_attention_2 is causal") as refused:
         policy_of(loaded, packing=True, bidirectional=True)
     assert refused.value.location == "trainer.attention"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_that_begin_with_the_same_images_share_them(loaded: tuple[Any, Path], packing: bool) -> None:
+    config, policy = loaded[0].config, policy_of(loaded, packing)
+    policy.shares_prefixes = True
+    check_policy(policy, policy)
+    first = row(config, 3, picture(1), 5, picture(2), 6, seed=1)
+    rows = [first]
+    for begins, seed in ((18, 5), (9, 6), (16, 7)):  # behind both images, behind the first one, behind both
+        ids = first.tokens.ids.copy()
+        ids[begins:] = row(config, len(ids), seed=seed).tokens.ids[begins:]
+        images = tuple(one for one in first.images if one.offset < begins)
+        rows.append(replace(first, tokens=replace(first.tokens, ids=ids), images=images))
+    rows.append(row(config, 3, picture(3), 5, picture(2), 6, seed=1))  # another first image
+    trees = plan_trees([one.keys() for one in rows], 1000, 0.0)
+    in_order = [rows[index] for tree in trees for index in tree.rows]
+    assert [tree.positions for tree in trees] == [59], "of 105"
+    results = []
+    for plan, own in ((trees, rows), (single_rows([len(one) for one in in_order]), in_order)):
+        padded = microbatch(own, plan, policy.vision, packing)
+        policy.zero_grad()
+        logprobs = policy(padded.input_ids, padded.response_mask, **padded.seen)
+        (logprobs * torch.linspace(0, 1, logprobs.numel()).view(logprobs.shape)).sum().backward()
+        gradients = [weight.grad.clone() for weight in policy.parameters() if weight.grad is not None]
+        results.append((logprobs.detach(), gradients))
+    (shared, one), (separate, other) = results
+    torch.testing.assert_close(shared, separate, atol=TOLERANCE, rtol=0)
+    for found, expected in zip(one, other, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, expected.abs().max().item()))
 
 
 @pytest.mark.parametrize("packing", [False, True])

@@ -228,7 +228,9 @@ def test_tokens_with_other_experts_are_not_shared() -> None:
     changed = ids.copy()
     changed[5] = 77  # of the pass of the fifth token
     for experts, shared in ((ids, 8), (changed, 4)):
-        two = [replace(row, tokens=replace(row.tokens, experts=own)) for row, own in zip(rows, (ids, experts), strict=True)]
+        two = [
+            replace(row, tokens=replace(row.tokens, experts=own)) for row, own in zip(rows, (ids, experts), strict=True)
+        ]
         (tree,) = plan_trees([row.keys() for row in two], 1000, 0.0)
         assert max(tree.shared) == shared
     padded = microbatch(two, [tree], None, False)
