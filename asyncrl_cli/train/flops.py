@@ -2,7 +2,7 @@
 (PaLM, arXiv 2204.02311, appendix B).
 
 A multiplication and an addition are two operations. Counted are matrix products, attention at the true lengths, and the
-experts that a router chooses. Padding and recomputed activations are no useful work, and are not counted. Norms,
+experts that a router chooses. Padding and recomputed activations are not useful work, and are not counted. Norms,
 softmax, the optimizer and the recurrence of linear attention are small, and are not counted either. Pure.
 """
 
@@ -88,7 +88,7 @@ class ModelFlops:
     def of(cls, model: Any) -> ModelFlops:
         """Count a transformers model with its adapters, with or without head; also while it is sharded by ZeRO-3.
 
-        A weight with at least two dimensions that is no embedding multiplies every token. A backward pass takes as much
+        A weight with at least two dimensions that is not an embedding multiplies every token. A backward pass takes as much
         as a forward pass for the inputs, and as much again for the weights that are trained.
         """
         from torch import nn
@@ -124,14 +124,21 @@ class ModelFlops:
         update = {name: forward[name] + (0.0 if name in frozen else backward[name]) for name in used}
         return cls(Amounts(**forward), Amounts(**update), int(getattr(text, "sliding_window", None) or 0), patches)
 
-    def amounts(self, lengths: Iterable[int], predicted: int, images: Sequence[int] = ()) -> Amounts:
-        """The amounts of causal sequences that share nothing. ``images``: tokens of each image in them."""
-        lengths, patches = list(lengths), [self.patches * tokens for tokens in images]
+    def amounts(
+        self, lengths: Iterable[int], predicted: int, images: Sequence[int] = (), shared: Iterable[int] = ()
+    ) -> Amounts:
+        """The amounts of causal sequences. ``images``: tokens of each image in them. ``shared``: lengths of prefixes
+        that are already computed for another sequence."""
+        lengths, known, patches = list(lengths), list(shared), [self.patches * tokens for tokens in images]
+
+        def pairs(window: int) -> int:
+            return sum(causal_pairs(one, window) for one in lengths) - sum(causal_pairs(one, window) for one in known)
+
         return Amounts(
-            tokens=sum(lengths),
+            tokens=sum(lengths) - sum(known),
             predicted=predicted,
-            pairs=sum(map(causal_pairs, lengths)),
-            window_pairs=sum(causal_pairs(length, self.window) for length in lengths),
+            pairs=pairs(0),
+            window_pairs=pairs(self.window),
             image_tokens=sum(images),
             patches=sum(patches),
             patch_pairs=sum(count * count for count in patches),

@@ -35,6 +35,7 @@ from asyncrl_cli.train.model.images import Vision
 from asyncrl_cli.train.model.sequence_parallel import data_group
 from asyncrl_cli.train.nonfinite_guard import SkipLimit
 from asyncrl_cli.train.packing import PaddedRows, TrainingRow
+from asyncrl_cli.train.prefix_trees import PrefixTree
 from asyncrl_cli.train.step_rewards import StepRewards
 
 
@@ -66,12 +67,12 @@ class Precomputed:
 
 @dataclass(slots=True, eq=False)
 class Minibatch:
-    """The rows of one optimizer update, over all ranks, and this rank's share of them. ``precompute`` fills in
-    ``precomputed``, one for each micro-batch. ``computed``: positions that all ranks compute for them."""
+    """The rows of one optimizer update and their trees, over all ranks, and this rank's share of them. ``precompute``
+    fills in ``precomputed``, one for each micro-batch."""
 
     rows: list[TrainingRow]
+    trees: list[PrefixTree]
     microbatches: list[PaddedRows]
-    computed: int = 0
     precomputed: list[Precomputed] = field(default_factory=list)
 
 

@@ -167,7 +167,7 @@ class TreeLayout:
                 added = np.arange(end, end + length - shared)
                 end += length - shared
                 path = np.concatenate([path[:shared], added])
-                ends[at, path] = end  # of an ancestor: for now, until a later row goes on from it
+                ends[at, path] = end  # of an ancestor: for now, until a later row shares it
                 source[at, added] = row * tokens + np.arange(shared, length)
                 positions[at, added] = np.arange(shared, length)
                 slots[row, :length] = at * shape[1] + path

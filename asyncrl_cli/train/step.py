@@ -9,7 +9,6 @@ Read ``train_batch`` from top to bottom, then old_logprobs.py and update.py; alg
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 import torch
 
@@ -79,7 +78,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         # Skipped by all ranks or by none: ``rows`` are of all ranks, and the rest is collective.
         if not minibatch.rows:  # every group was uniform: there is nothing to learn
             continue
-        amounts = _amounts(learner.engine.module.flops, minibatch.rows)
+        amounts = _amounts(learner.engine.module.flops, minibatch)
         if learner.critic is not None:
             # After ``precompute``: this step's advantages are from the critic before its update.
             metrics |= update_critic(learner.critic, spec=spec, minibatch=minibatch, factor=factor)
@@ -105,7 +104,7 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
         metrics,
         seconds=time.monotonic() - started,
         trained_tokens=trained,
-        computed_tokens=sum(minibatch.computed for minibatch in minibatches),
+        computed_tokens=sum(tree.positions for minibatch in minibatches for tree in minibatch.trees),
         forward_s=scored - prepared,
         update_s=updated - scored,
         cpu_s=time.process_time() - processor,
@@ -115,10 +114,12 @@ def train_batch(learner: Learner, batch: TrainingBatch, updates: int) -> tuple[S
     return report, updates
 
 
-def _amounts(model: ModelFlops, rows: Sequence[TrainingRow]) -> Amounts:
+def _amounts(model: ModelFlops, minibatch: Minibatch) -> Amounts:
     """What a pass over these rows is made of. A row's last token is predicted and not read."""
-    images = [placed.length for row in rows for placed in row.images]
-    return model.amounts([len(row) - 1 for row in rows], count_tokens(rows), images)
+    rows, trees = minibatch.rows, minibatch.trees
+    shared = {row: first for tree in trees for row, first in zip(tree.rows, tree.shared, strict=True)}
+    images = [one.length for index, row in enumerate(rows) for one in row.images if one.offset >= shared[index]]
+    return model.amounts([len(row) - 1 for row in rows], count_tokens(rows), images, shared.values())
 
 
 def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:
@@ -159,5 +160,4 @@ def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
     )
     own = plan[learner.rank // trainer.sequence_parallel]
     padded = [microbatch(rows, [trees[index] for index in indices], learner.vision, trainer.packing) for indices in own]
-    computed = sum(tree.positions for tree in trees)
-    return Minibatch(rows, [one.to(learner.engine.device) for one in padded], computed)
+    return Minibatch(rows, trees, [one.to(learner.engine.device) for one in padded])

@@ -42,4 +42,4 @@ def test_a_forked_core_frees_no_object_of_its_actor() -> None:
     process.join(20)
     assert process.exitcode == 0
     assert frozen > len(gc.get_objects()) // 2
-    assert gc.get_freeze_count() < frozen  # the actor's own collector goes on
+    assert gc.get_freeze_count() < frozen  # the actor's own collector still runs

@@ -93,7 +93,7 @@ def test_a_tower_has_the_operations_that_torch_counts(architecture: str, frozen:
     forward, both = counted(features)
     assert amounts.times(flops.forward) == forward
     if not frozen:
-        # Gradients of pixels, which nobody needs, are a part of our backward pass.
+        # Gradients of pixels, which are not needed, are a part of our backward pass.
         pixel_gradient = 2 * amounts.patches * 3 * 14 * 14 * config.vision_config.hidden_size
         pixel_gradient *= 1 if architecture == "gemma3" else 2
         assert amounts.times(flops.update) == both + pixel_gradient

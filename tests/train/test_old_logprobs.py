@@ -71,7 +71,7 @@ def minibatch(number: int, empty: bool = False) -> Minibatch:
         turns=torch.zeros(1, 3).long(),
     )
     row: Any = object()
-    return Minibatch([] if empty else [row], [padded])
+    return Minibatch([] if empty else [row], [], [padded])
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_layout_has_every_row_and_shows_each_position_its_ancestors(
 
 
 def group(lengths: list[int], prompt: int = 7, vocabulary: int = 50, experts: int = 0) -> list[TrainingRow]:
-    """A prompt with so many responses; the last two go on from the first half of the first one, as branches do."""
+    """A prompt with so many responses; the last two begin with the first half of the first one, as branches do."""
     random = np.random.default_rng(0)
     start, rows = random.integers(1, vocabulary, prompt), []
     for index, length in enumerate(lengths):
