@@ -88,8 +88,8 @@ class ModelFlops:
     def of(cls, model: Any) -> ModelFlops:
         """Count a transformers model with its adapters, with or without head; also while it is sharded by ZeRO-3.
 
-        A weight with at least two dimensions that is not an embedding multiplies every token. A backward pass takes as much
-        as a forward pass for the inputs, and as much again for the weights that are trained.
+        A weight with at least two dimensions that is not an embedding multiplies every token. A backward pass takes as
+        much as a forward pass for the inputs, and as much again for the weights that are trained.
         """
         from torch import nn
 
