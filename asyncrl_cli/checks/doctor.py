@@ -30,7 +30,6 @@ from asyncrl_cli.checks import libraries
 from asyncrl_cli.checks.finding import Check, Finding, Result, Warned, findings_of
 from asyncrl_cli.checks.machine import (
     GIB,
-    available_memory,
     check_folder,
     check_images,
     check_packages,
@@ -46,6 +45,7 @@ from asyncrl_cli.sandbox.judge import Check as UnitTest
 from asyncrl_cli.sandbox.judge import Limits, run
 from asyncrl_cli.sandbox.trial import HINTS, choose, problem
 from asyncrl_cli.sizing.host import ENGINE_BYTES, OTHER_BYTES, RANK_BYTES
+from asyncrl_cli.system.memory import available_memory
 
 MIN_BYTES = ENGINE_BYTES + RANK_BYTES + OTHER_BYTES
 """Memory of the smallest run: one engine, one rank."""

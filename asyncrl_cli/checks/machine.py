@@ -26,6 +26,7 @@ from asyncrl_cli.runs.manifest import package_versions
 from asyncrl_cli.sizing.host import memory_without_weights
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import shares_gpus
+from asyncrl_cli.system.memory import available_memory
 from asyncrl_cli.system.network import family_of
 from asyncrl_cli.train.model.flash_attention import check_attention
 
@@ -42,8 +43,6 @@ LEAST_DRIVER = {"12": 525, "13": 580}
 """The oldest NVIDIA driver for each CUDA version that torch may be built for."""
 GPU_NAME = re.compile(r"^GPU \d+: ([^(]+)", re.MULTILINE)
 TORCH_CUDA = re.compile(r"^cuda\b[^=]*= '([^']+)'", re.MULTILINE)
-CGROUP = Path("/sys/fs/cgroup")
-"""The control group of this container (version 2)."""
 SERVER_S = 3.0
 """Seconds that an MLflow server has to answer."""
 
@@ -345,24 +344,6 @@ def _missing_program(command: str) -> str | None:
         return None
     found = subprocess.run(["sh", "-c", 'command -v -- "$0"', first[1]], capture_output=True, check=False)
     return first[1] if found.returncode else None
-
-
-def available_memory() -> int:
-    """Bytes available to new programs, as the kernel estimates; in a container at most what its limit leaves."""
-    import psutil
-
-    free = int(psutil.virtual_memory().available)
-    return free if (rest := _rest_of_limit(CGROUP)) is None else min(free, rest)
-
-
-def _rest_of_limit(folder: Path) -> int | None:
-    """Bytes that a control group may still use, with the file cache counted as free; None without a limit."""
-    try:
-        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-        return None if limit == "max" else max(0, int(limit) - int(used) + int(cached[1] if cached else 0))
-    except (OSError, ValueError):
-        return None
 
 
 def existing(path: Path) -> Path:

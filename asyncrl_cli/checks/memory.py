@@ -12,13 +12,14 @@ from functools import partial
 from math import lcm
 
 from asyncrl_cli.checks.finding import Result, Warned
-from asyncrl_cli.checks.machine import available_memory, nvidia_smi
+from asyncrl_cli.checks.machine import nvidia_smi
 from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.sizing.estimate import Change, Estimate, Excess, estimate, excesses, with_changes
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Role, shown
 from asyncrl_cli.sizing.trainer import largest_microbatch
 from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.system.memory import available_memory
 
 SHOWN = 3
 """The most changes that are named."""

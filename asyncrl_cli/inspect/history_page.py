@@ -128,10 +128,10 @@ def _checkpoints(history: History) -> Iterator[str]:
         return
     now = time.time()
     rows = [
-        (str(point.after_step), f"{duration(now - point.at)} ago", duration(point.seconds), point.folder)
-        for point in kept
+        (str(one.after_step), f"{duration(now - one.at)} ago", duration(one.seconds), duration(one.stall_s), one.folder)
+        for one in kept
     ]
-    yield from table(("checkpoints", "saved", "took", "folder"), rows, left=(0, 3))
+    yield from table(("checkpoints", "saved", "took", "stall", "folder"), rows, left=(0, 4))
     if removed := len(history.checkpoints) - len(kept):
         yield f"({removed} older removed)"
 

@@ -210,7 +210,7 @@ class _Trace:
                 case Checkpoint(at=at, after_step=step, seconds=seconds):
                     begin = max(free, self._us(at - seconds))
                     free = max(begin, self._us(at))
-                    facts = {"folder": event.folder}
+                    facts = {"folder": event.folder, "training stood still (s)": event.stall_s}
                     yield _slice(
                         RUN, track=CHECKPOINTS, name=f"checkpoint after step {step}", begin=begin, end=free, facts=facts
                     )

@@ -211,9 +211,11 @@ class Buffer:
         await self._commit()
         return await self._disk.run(self._book.fallback, step)
 
-    async def checkpointed(self, step: int, folder: str, seconds: float, removed: Sequence[int] = ()) -> None:
+    async def checkpointed(
+        self, step: int, folder: str, seconds: float, stall_s: float, removed: Sequence[int] = ()
+    ) -> None:
         """Record that a checkpoint is complete, and that older ones (``removed``) are deleted."""
-        self._book.journal.checkpointed(step, folder, seconds)
+        self._book.journal.checkpointed(step, folder=folder, seconds=seconds, stall_s=stall_s)
         for old in removed:
             self._book.journal.checkpoint_removed(old)
         await self._commit()

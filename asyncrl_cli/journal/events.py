@@ -236,17 +236,20 @@ class Publish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(Event):
-    """A checkpoint is complete; it took ``seconds``, and was removed at the unix time ``removed_at``, if it was.
-    ``uploaded_at`` and ``upload_failure``: when `checkpoints.upload` had copied it, or why it failed the last time."""
+    """A checkpoint is complete; it took ``seconds``, and training stood still for ``stall_s``. It was removed at
+    ``removed_at``, if it was. ``uploaded_at`` and ``upload_failure``: when `checkpoints.upload` had copied it, or why
+    the copy failed."""
 
     name = "checkpoint"
     query = (
-        "SELECT at, step, folder, seconds, removed_at, uploaded_at, upload_failure FROM checkpoints WHERE at > :since"
+        "SELECT at, step, folder, seconds, stall_s, removed_at, uploaded_at, upload_failure FROM checkpoints "
+        "WHERE at > :since"
     )
 
     after_step: int
     folder: str
     seconds: float
+    stall_s: float
     removed_at: float | None
     uploaded_at: float | None
     upload_failure: str

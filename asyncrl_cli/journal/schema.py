@@ -114,8 +114,8 @@ TABLES = """
         pauses TEXT NOT NULL DEFAULT '{}'
     );
     CREATE TABLE checkpoints (
-        step INTEGER PRIMARY KEY, at REAL NOT NULL, folder TEXT NOT NULL, seconds REAL NOT NULL, removed_at REAL,
-        uploaded_at REAL, upload_failure TEXT NOT NULL DEFAULT ''
+        step INTEGER PRIMARY KEY, at REAL NOT NULL, folder TEXT NOT NULL, seconds REAL NOT NULL,
+        stall_s REAL NOT NULL, removed_at REAL, uploaded_at REAL, upload_failure TEXT NOT NULL DEFAULT ''
     );
     CREATE TABLE evaluations (
         step INTEGER NOT NULL, kind TEXT NOT NULL, at REAL NOT NULL, accuracy REAL NOT NULL, mean_reward REAL NOT NULL,

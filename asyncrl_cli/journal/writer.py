@@ -276,10 +276,12 @@ class Journal(JournalFile):
         columns = asdict(record) | {"pauses": json.dumps(dict(record.pauses))}
         self._insert("publishes", replace=True, at=time.time(), **columns)
 
-    def checkpointed(self, step: int, folder: str, seconds: float, at: float | None = None) -> None:
+    def checkpointed(
+        self, step: int, folder: str, seconds: float, stall_s: float = 0.0, at: float | None = None
+    ) -> None:
         """A checkpoint is complete on disk, now or since the unix time ``at``."""
-        saved_at = time.time() if at is None else at
-        self._insert("checkpoints", replace=True, step=step, at=saved_at, folder=folder, seconds=seconds)
+        at = time.time() if at is None else at
+        self._insert("checkpoints", replace=True, step=step, at=at, folder=folder, seconds=seconds, stall_s=stall_s)
 
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
         """Record the checkpoints on disk when this process begins, as folder and unix time of saving by step: a kill

@@ -16,7 +16,7 @@ from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.nodes import bundle_wants, engine_wants, rank_wants
 from asyncrl_cli.orchestrator.placement import Examiner, PlacementGroup
 from asyncrl_cli.orchestrator.replicas import Replicas
-from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
+from asyncrl_cli.orchestrator.trainers import WATCHING, WRITING, TrainerLost, TrainerRanks
 from asyncrl_cli.records.groups import BufferSettings
 from asyncrl_cli.spec.algorithm import RUNNING_BASELINE
 from asyncrl_cli.spec.inputs import TaskSpec
@@ -95,7 +95,7 @@ class ActorFactory:
         from asyncrl_cli.train.worker import TrainerWorker
 
         variables = trainer_environment(self.spec)
-        options = ray.remote(concurrency_groups={"watch": 1})(TrainerWorker).options(
+        options = ray.remote(concurrency_groups={WATCHING: 1, WRITING: 1})(TrainerWorker).options(
             **group.options(index, rank_wants(self.spec)), **self._starts_with(variables)
         )
         return options.remote(self.spec, self._logs, variables)

@@ -1,26 +1,27 @@
 """Saves and prunes checkpoints during a run.
 
-Ranks write their shards and compute checksums between two steps; all other slow work runs on a thread. The driver's
-event loop never waits for a disk, so generation continues. ``runs.checkpoints`` describes the format.
+Ranks copy their states between two steps, and write the copies with their checksums while they train (decision 0106).
+All other slow work runs on a thread. The driver's event loop never waits for a disk, so generation continues.
+``runs.checkpoints`` describes the format.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.files import rename
 from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.runs.checkpoints import (
     RUN_FILE,
     Cancelled,
+    Check,
     Checkpoint,
-    Digest,
     TrainerLayout,
     checkpoint_name,
     complete_checkpoints,
@@ -32,6 +33,8 @@ from asyncrl_cli.runs.checkpoints import (
 )
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
+
+T = TypeVar("T")
 
 
 class Checkpoints:
@@ -46,45 +49,51 @@ class Checkpoints:
         )
         self._retention = spec.checkpoints
 
-    async def save(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
-        """Write the checkpoint of ``step``; it is on disk when this returns. The trainer must be between two steps.
+    async def copy(self, step: int, in_background: bool) -> None:
+        """Have the ranks copy what the checkpoint of ``step`` needs, for ``write``. The trainer must be between two
+        steps, and may continue when this returns. Unless ``in_background``, the ranks write their files now.
 
-        ``state`` is what the driver needs to resume, serializable as JSON; the trainer's layout is added as
-        ``trainer``. A step is saved once: a second call returns the existing checkpoint, unless it is damaged. When the
-        call is cancelled, its thread ends within moments and no checkpoint appears.
+        A step is saved once: if it has an undamaged checkpoint, nothing is done.
         """
-        final = Checkpoint(self._folder / checkpoint_name(step), step)
-        unfinished = self._folder / f".saving-{final.folder.name}"
-        cancelled = Event()
+        final, unfinished = self._places(step)
 
-        def check() -> None:
-            if cancelled.is_set():
-                raise Cancelled
-
-        def is_saved() -> bool:
+        def is_saved(check: Check) -> bool:
             if final.folder.is_dir():
                 if not verify(final, check=check):
                     return True
                 remove(final)
             sweep(self._folder)
-            shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir(parents=True)
             return False
 
-        def complete(written: Mapping[str, Digest]) -> None:
+        if not await _in_thread(is_saved):
+            await self._trainers.save_checkpoint(unfinished, in_background)
+
+    async def write(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
+        """Complete the checkpoint that ``copy`` began; it is on disk when this returns.
+
+        ``state`` is what the driver needs to resume, serializable as JSON; the trainer's layout is added as
+        ``trainer``. When the call is cancelled, its thread ends within moments and no checkpoint appears.
+        """
+        final, unfinished = self._places(step)
+        if not unfinished.is_dir():  # the step has a checkpoint
+            return final
+        written = await self._trainers.write_checkpoint(unfinished)
+
+        def complete(check: Check) -> None:
             (unfinished / RUN_FILE).write_text(json.dumps({**state, "trainer": asdict(self._layout)}) + "\n")
             seal(unfinished, check, written)
             check()
             # Last, when every byte is synced: the name makes it a checkpoint (decision 0011).
             rename(unfinished, final.folder)
 
-        try:
-            if not await asyncio.to_thread(is_saved):
-                await asyncio.to_thread(complete, await self._trainers.save_checkpoint(unfinished))
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
+        await _in_thread(complete)
         return final
+
+    def _places(self, step: int) -> tuple[Checkpoint, Path]:
+        """The checkpoint of a step, and the folder where it is written."""
+        name = checkpoint_name(step)
+        return Checkpoint(self._folder / name, step), self._folder / f".saving-{name}"
 
     def prune(
         self, accuracies: Mapping[int, float], awaited: Collection[int] = (), uploading: Collection[int] = ()
@@ -106,3 +115,18 @@ class Checkpoints:
         for checkpoint in removed:
             remove(checkpoint)
         return [checkpoint.step for checkpoint in removed]
+
+
+async def _in_thread(work: Callable[[Check], T]) -> T:
+    """The result of ``work``, which is given a check that raises ``Cancelled`` once this call is cancelled."""
+    cancelled = Event()
+
+    def check() -> None:
+        if cancelled.is_set():
+            raise Cancelled
+
+    try:
+        return await asyncio.to_thread(work, check)
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise

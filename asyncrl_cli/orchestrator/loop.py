@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
 
 from asyncrl_cli.core.errors import RunError, first_cause
 from asyncrl_cli.journal.buffer import Buffer
@@ -30,7 +30,7 @@ from asyncrl_cli.orchestrator.replicas import Replicas
 from asyncrl_cli.orchestrator.rollout_scheduler import RolloutScheduler
 from asyncrl_cli.orchestrator.scoring import Scoring
 from asyncrl_cli.orchestrator.trainer_recovery import ResilientTrainer
-from asyncrl_cli.orchestrator.trainers import TrainerRanks
+from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks
 from asyncrl_cli.orchestrator.uploads import Uploads
 from asyncrl_cli.orchestrator.watchdog import DRIVER, GENERATION, Watchdog
 from asyncrl_cli.records.groups import Opening, PublishRecord, Taken
@@ -40,6 +40,8 @@ from asyncrl_cli.runs.directory import MODEL, RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep
 from asyncrl_cli.system.supervised_actor import RestartBudget
+
+T = TypeVar("T")
 
 
 class Orchestrator:
@@ -78,6 +80,7 @@ class Orchestrator:
         self._tasks = asyncio.TaskGroup()
         self._step = opening.step
         self._checkpoints = Checkpoints(run, ranks, spec)
+        self._saving: asyncio.Task[None] | None = None  # the newest checkpoint
         self._uploads = Uploads(spec.checkpoints, run, buffer, reporter.warn)
         self._steps = StepRecorder(
             spec,
@@ -172,27 +175,66 @@ class Orchestrator:
             raise RunError("interrupted during recovery", location="trainer-0")
         self._step = self._trainer.step
 
-    async def checkpoint(self) -> None:
-        """Save a checkpoint of the present step. Call it between steps, or after ``settle``."""
+    async def checkpoint(self, in_background: bool = False) -> None:
+        """Save a checkpoint of the present step. Call it between steps, or after ``settle``.
+
+        ``in_background``: return when the trainer's state is copied; the copy is written while training continues.
+        """
         step = self._step
         # From a checkpoint between two publishes the engines' version could not be restored (decision 0009).
         if step % self._spec.pipeline.publish_every:
             return
         started = time.monotonic()
+        if self._saving is not None and not self._saving.done():
+            self._reporter.status("waiting until the previous checkpoint is written")
+        await self._saved()  # the memory has room for one copy
+        self._reporter.status("saving a checkpoint")
         # Before the trainer saves: a checkpoint must not hold a step that the journal does not (decision 0011).
         await self._steps.flush()
         state = {"step": step, **await self._buffer.fallback(step)}
-        saving = self._trainer.at(step, lambda: self._checkpoints.save(step, state))
+
+        async def save() -> None:
+            await self._checkpoints.copy(step, in_background)
+            if not in_background:
+                await self._checkpoints.write(step, state)
+
+        await self._until_saved(step, self._trainer.at(step, save))
+        stall_s = time.monotonic() - started
+        self._steps.more["checkpoint/stall_s"] = stall_s
+        # Not in ``_tasks``: Ctrl-C does not stop it, and the checkpoint at the end waits for it.
+        self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
+        if in_background:
+            self._spawn(self._saved())  # an error ends the run at once
+        else:
+            await self._saved()
+
+    async def _complete(self, step: int, state: Mapping[str, Any], started: float, stall_s: float) -> None:
+        try:
+            saved = await self._until_saved(step, self._checkpoints.write(step, state))
+        except TrainerLost as lost:  # the ranks restart from an older checkpoint
+            self._reporter.warn(f"the checkpoint of step {step} is lost: {lost.name} died while it was written")
+            return
+        async with self._trainer.recovering:
+            removed = await asyncio.to_thread(
+                self._checkpoints.prune,
+                dict(self._evaluator.accuracies),
+                set(self._evaluator.running),
+                set(self._uploads.waiting),
+            )
+            self._steps.more["checkpoint/seconds"] = seconds = time.monotonic() - started
+            await self._buffer.checkpointed(step, saved.folder.name, seconds, stall_s, removed)
+            self._uploads.begin()  # after the row that it completes
+            if self._spec.journal.keep != "all":
+                await self._buffer.prune(self._spec.journal.keep)
+
+    async def _until_saved(self, step: int, work: Awaitable[T]) -> T:
         what = f"the checkpoint of step {step}"
-        saved = await self._watchdog.until(saving, who="the trainer", what=what, extra_s=self._ranks.saving_s)
-        removed = await asyncio.to_thread(
-            self._checkpoints.prune,
-            dict(self._evaluator.accuracies),
-            set(self._evaluator.running),
-            set(self._uploads.waiting),
-        )
-        await self._buffer.checkpointed(step, saved.folder.name, time.monotonic() - started, removed)
-        self._uploads.begin()  # after the row that it completes
+        return await self._watchdog.until(work, who=DRIVER, what=what, extra_s=self._ranks.saving_s)
+
+    async def _saved(self) -> None:
+        """Return when no checkpoint is being written. Raises the error of the last one, if it failed."""
+        if self._saving is not None:
+            await asyncio.shield(self._saving)
 
     async def _loop(self) -> None:
         steps, partial = self._spec.stop.total, self._spec.pipeline.partial_rollouts
@@ -309,10 +351,7 @@ class Orchestrator:
             await self._finish_evaluation("an evaluation")
             self._begin_evaluation()
         if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:
-            self._reporter.status("saving a checkpoint")
-            await self.checkpoint()
-            if self._spec.journal.keep != "all":
-                self._spawn(self._buffer.prune(self._spec.journal.keep))
+            await self.checkpoint(in_background=True)
 
     def _begin_evaluation(self) -> None:
         if self._evaluator.due(self._step):

@@ -115,6 +115,8 @@ class StepRecorder:
         self._reporter = reporter
         self._unrecorded: dict[int, StepRecord] = {}
         self._gap_warned = False
+        self.more: dict[str, float] = {}
+        """Metrics for the next step that is reported."""
 
     def report(
         self,
@@ -131,6 +133,8 @@ class StepRecorder:
             taken.batch, report=report, published=published, window=window, counts=taken.counts, names=self._task_names
         )
         metrics |= speed_metrics(self._spec, report, window)
+        metrics |= self.more
+        self.more.clear()
         metrics["time/publish_s"] = publish_s
         metrics["time/publish_wait_s"] = publish_wait_s
         metrics["data/skipped_prompts"] = float(self._prompts.skipped)

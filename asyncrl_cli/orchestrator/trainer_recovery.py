@@ -56,6 +56,8 @@ class ResilientTrainer:
         self._budget = budget
         self._repeated = repeated
         self._gpu_turn = gpu_turn
+        self.recovering = asyncio.Lock()
+        """Held while checkpoints and recorded batches are read: those that a recovery needs must not be deleted."""
         # The ranks' calls are collective: two at a time could reach ranks in different orders, and never return.
         self._turn = asyncio.Lock()
 
@@ -89,22 +91,27 @@ class ResilientTrainer:
     async def _at(self, step: int, work: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
-                if not self.ready:
-                    # Not later than the step: weights are never computed backwards. A damaged checkpoint is skipped,
-                    # because an older one only repeats more steps.
-                    newest = await asyncio.to_thread(newest_undamaged, self._run, step)
-                    self.step, folder = (newest.step, newest.folder) if newest else (0, None)
-                    await self._ranks.restart(folder)
-                    self.ready = True
-                while self.step < step:
-                    # From the journal, never from memory: exactly what was recorded is trained again (decision 0012).
-                    batch = await self._buffer.batch(self.step)
-                    self._repeated(batch, await self._train(batch))
+                if not self.ready or self.step < step:
+                    async with self.recovering:
+                        await self._recover(step)
                 if self.step > step:
                     raise StepPassed(f"the weights are those after {self.step} steps, not after {step}")
                 return await work()
             except TrainerLost as lost:
                 await self._lose(lost.name, lost.cause)
+
+    async def _recover(self, step: int) -> None:
+        if not self.ready:
+            # Not later than the step: weights are never computed backwards. A damaged checkpoint is skipped, because an
+            # older one only repeats more steps.
+            newest = await asyncio.to_thread(newest_undamaged, self._run, step)
+            self.step, folder = (newest.step, newest.folder) if newest else (0, None)
+            await self._ranks.restart(folder)
+            self.ready = True
+        while self.step < step:
+            # From the journal, never from memory: exactly what was recorded is trained again (decision 0012).
+            batch = await self._buffer.batch(self.step)
+            self._repeated(batch, await self._train(batch))
 
     async def _lose(self, name: str, cause: str) -> None:
         """Have the next work begin with a restart of all ranks from a checkpoint."""

@@ -7,6 +7,7 @@ restart starts all ranks with the weights of a checkpoint; the caller then train
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,9 @@ from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
 """Seconds that the other ranks may take to end a call after one rank has failed."""
+
+WATCHING, WRITING = "watch", "write"
+"""Ray's concurrency groups of a rank: calls that are answered while another call runs."""
 
 STATES = 8
 """Bytes of a checkpoint for each byte of a bfloat16 model: weights, their float32 copies and Adam's moments, rounded
@@ -162,19 +166,30 @@ class TrainerRanks:
         probe: Probe = (await self._call("write", version, paths, self.probe_prompt_ids))[0]
         return probe
 
-    async def save_checkpoint(self, folder: Path) -> dict[str, Digest]:
-        """Write every rank's shard; returns the checksums of the large files, by the path in ``folder``."""
+    async def save_checkpoint(self, folder: Path, in_background: bool) -> None:
+        """Copy every rank's state, for ``write_checkpoint``; unless ``in_background``, write it in this call. Training
+        may continue afterwards."""
+        sharers = max(Counter(self.nodes).values()) if in_background else 0
         limit_s = self._limit_s + self.saving_s
-        written: list[dict[str, Digest]] = await self._call("save_checkpoint", str(folder), limit_s=limit_s)
+        await self._call("save_checkpoint", str(folder), sharers, limit_s=limit_s)
+
+    async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
+        """Write the copied states, while the ranks may train; returns the checksums of the large files, by the path in
+        ``folder``."""
+        written: list[dict[str, Digest]] = await self._call(
+            "write_checkpoint", str(folder), limit_s=self._limit_s + self.saving_s, group=WRITING
+        )
         return {path: digest for files in written for path, digest in files.items()}
 
     async def save_model(self, folder: Path) -> None:
         """Write the weights as a Hugging Face model."""
         await self._call("save_model", str(folder), limit_s=self._limit_s + seconds_for(2 * self._model_bytes))
 
-    async def _call(self, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
-        """Make the same call to all ranks; returns their answers in rank order."""
-        calls = [getattr(actor, method).remote(*arguments) for actor in self._actors]
+    async def _call(
+        self, method: str, *arguments: Any, limit_s: float | None = None, group: str | None = None
+    ) -> list[Any]:
+        """Make the same call to all ranks, in a concurrency group; returns their answers in rank order."""
+        calls = [getattr(actor, method).options(concurrency_group=group).remote(*arguments) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
 
 
@@ -194,7 +209,7 @@ def weight_bytes(model: str) -> int:
 
 def _look_at(actor: Any) -> Awaitable[Any]:
     """A call that a rank answers at any time, also while another call runs."""
-    answer: Awaitable[Any] = actor.progress.options(concurrency_group="watch").remote()
+    answer: Awaitable[Any] = actor.progress.options(concurrency_group=WATCHING).remote()
     return answer
 
 

@@ -144,10 +144,11 @@ class _Measurement:
         )
 
     def _undisturbed(self, evaluations: Spans) -> list[StepSpan]:
-        """The steps without a start, a checkpoint or one of these evaluations."""
+        """The steps without a start, a checkpoint's stall or one of these evaluations."""
         settings, spans = self._settings, self._spans
         starts = [(start.at, start.at) for start in Start.read(self._connection)]
-        saved = [(one.at - one.seconds, one.at) for one in Checkpoint.read(self._connection)]
+        begun = [(one.at - one.seconds, one.stall_s) for one in Checkpoint.read(self._connection)]
+        saved = [(at, at + stall_s) for at, stall_s in begun]
         disturbed = joined([*starts, *saved, *evaluations])
         full = (settings.max_staleness + 2) * settings.publish_every  # steps until the buffer is full
         found = []

@@ -10,7 +10,7 @@ from asyncrl_cli.sizing.engine import Cache, cpu_cache, engine_parts, gpu_cache,
 from asyncrl_cli.sizing.host import JOURNAL_BYTES, cpu_cache_bytes, host_kinds, host_parts, step_tokens
 from asyncrl_cli.sizing.model import SizedModel
 from asyncrl_cli.sizing.parts import GB, Device, Part, Role
-from asyncrl_cli.sizing.trainer import lasting_parts, rank_parts
+from asyncrl_cli.sizing.trainer import checkpoint_bytes, lasting_parts, rank_parts
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus, tensor_parallel
 
@@ -57,6 +57,11 @@ def estimate(spec: ExperimentSpec, model: SizedModel, gpu_bytes: int | None, hos
         devices.append(_both_awake(spec, model=model, engine=engine, gpu_bytes=gpu_bytes))
     for kind in host_kinds(spec):
         parts = host_parts(spec, model, kind)
+        if kind.ranks and spec.checkpoints.every:
+            copy = Part("checkpoint", checkpoint_bytes(spec, model, kind.ranks), "a copy, written during training")
+            if host_bytes is not None and sum(part.bytes for part in (*parts, copy)) > MUCH * host_bytes:
+                copy = Part("checkpoint", 0, "no memory for a copy: training waits while it is written")
+            parts = (*parts, copy)
         devices.append(Device(Role.HOST, kind.name, kind.number, parts=parts, capacity=host_bytes))
     journal = step_tokens(spec) * (JOURNAL_BYTES + model.routed * spec.algorithm.router_replay)
     return Estimate(tuple(devices), cache, journal)

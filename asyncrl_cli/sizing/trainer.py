@@ -83,6 +83,19 @@ def lasting_parts(spec: ExperimentSpec, model: SizedModel) -> tuple[Part, ...]:
     return tuple(part for part in rank_parts(spec, model).device if part.name not in passing)
 
 
+def checkpoint_bytes(spec: ExperimentSpec, model: SizedModel, ranks: int) -> int:
+    """Bytes of the files that the ranks of one host, rank 0 among them, write for a checkpoint."""
+    backbone, stage = model.parameters - model.head, spec.trainer.zero_stage
+    nbytes = model.parameters * NUMBER_BYTES[spec.trainer.dtype] if spec.algorithm.reference_update_every else 0
+    critic = [(backbone, backbone)] if spec.algorithm.needs_critic else []
+    for parameters, trained in [(model.parameters, model.trained), *critic]:
+        weights, _, *states = _states(spec, parameters, trained)
+        nbytes += sum(part.bytes for part in states) * (ranks if stage else 1)
+        # ZeRO 3 saves weights as the optimizer has them, and those that are not trained.
+        nbytes += weights.bytes if stage < 3 else ranks * weights.bytes * (trained < parameters)
+    return nbytes
+
+
 def gathered_numbers(model: SizedModel, trainer: TrainerSpec) -> int:
     """The most numbers of gathered weights that a rank has under ZeRO-3.
 

@@ -5,6 +5,8 @@ universal checkpoint: full parameters and full Adam moments; each rank takes its
 rank 0 in a hidden folder next to the checkpoint and removed when all ranks have read it. With ZeRO 0 nothing is
 sharded, and every rank loads the same file. See docs/decisions/0011-checkpoints.md.
 
+A rank copies its state into this host's memory and continues to train while a thread writes the copy (decision 0106).
+
     state/
       *.pt              DeepSpeed's
       trainer.json      the trainer's own counters
@@ -14,7 +16,9 @@ sharded, and every rank loads the same file. See docs/decisions/0011-checkpoints
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 import os
 import pickle
 import random
@@ -22,6 +26,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,12 +36,17 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.runs.checkpoints import STATE, Checkpoint, Digest, DigestedFile
 from asyncrl_cli.spec.sections import TrainerSpec
+from asyncrl_cli.system.memory import available_memory
+
+log = logging.getLogger(__name__)
 
 UNIVERSAL = "universal"
 COUNTERS_FILE = "trainer.json"
 CRITIC = "critic"
 """The folder of a checkpoint's critic."""
 FORCE_TENSORS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+MOST_MEMORY = 0.9
+"""Share of the host's available memory that copies of the ranks' states may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,32 +208,87 @@ def convert() -> None:
         ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-def save_state(engine: Any, folder: Path, rank: int, updates: int) -> dict[Path, Digest]:
-    """Write this rank's shards and random-number states, and the counters; collective.
+class Snapshot:
+    """One rank's files of a checkpoint: copies of its state, which are written while training continues."""
 
-    Returns the checksums of the shards, which are on disk then.
-    """
+    def __init__(self) -> None:
+        self.files: dict[Path, Any] = {}
+        """States to be written. The caller may add some that nothing else changes."""
+        self._written: dict[Path, Digest] = {}
+        self._sharers = 0
+        self._writing = threading.Lock()  # ``write`` runs in another thread
+
+    @contextmanager
+    def taken(self, sharers: int) -> Iterator[None]:
+        """Take a new snapshot in the block. ``sharers``: ranks that do so on this host at the same time; 0: ``add``
+        writes files instead of copying."""
+        import torch
+
+        with self._writing:
+            self.files, self._written, self._sharers = {}, {}, sharers
+            yield
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+    def add(self, state: Any, path: Path) -> None:
+        """Copy what torch can save, until the block of ``taken`` ends. Without memory for the copy, write it now."""
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+        # As in ``torch.save``: tensors that share memory share it in the copy, and in the file.
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        if not self._has_room(sum(storage.nbytes() for storage in storages.values())):
+            self._written[path] = save_file(state, path)
+            return
+        copied = {}
+        for address, storage in storages.items():
+            memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
+            copied[address] = memory.untyped_storage().copy_(storage, non_blocking=True)
+        views = {}
+        for tensor in tensors:
+            view, own = torch.empty(0, dtype=tensor.dtype), copied[tensor.untyped_storage().data_ptr()]
+            views[id(tensor)] = view.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.files[path] = copy.deepcopy(state, views)
+
+    def write(self) -> dict[Path, Digest]:
+        """Write the copies, in any thread; returns the checksums of all files of this rank, which are on disk then."""
+        with self._writing:
+            while self.files:
+                path, state = self.files.popitem()
+                self._written[path] = save_file(state, path)
+            return self._written
+
+    def _has_room(self, nbytes: int) -> bool:
+        import torch
+
+        pinned = torch.cuda.host_memory_stats()  # which torch keeps for the next copies; empty on CPUs
+        spare = pinned.get("allocated_bytes.current", 0) - pinned.get("active_bytes.current", 0)
+        if not (fits := self._sharers * (nbytes - spare) <= MOST_MEMORY * available_memory()):
+            log.warning("training waits while %d bytes are written: this host has no memory to copy them", nbytes)
+        return fits and self._sharers > 0
+
+
+def save_state(engine: Any, snapshot: Snapshot, folder: Path, rank: int, updates: int) -> None:
+    """Add this rank's shards and random-number states to ``snapshot``, and write the counters; collective."""
     import numpy as np
     import torch
     from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
-    written: dict[Path, Digest] = {}
-
-    class DigestingWriter(TorchCheckpointEngine):  # type: ignore[misc]
+    class SnapshotWriter(TorchCheckpointEngine):  # type: ignore[misc]
         def save(self, state_dict: Any, path: str) -> None:
-            written[Path(path)] = save_file(state_dict, Path(path))
+            snapshot.add(state_dict, Path(path))
 
-    engine.checkpoint_engine = DigestingWriter()
+    engine.checkpoint_engine = SnapshotWriter()
     engine.save_checkpoint(str(folder), tag=STATE)
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    torch.save(states, _random_states(folder, rank))
+    snapshot.files[_random_states(folder, rank)] = states
     if rank == 0:
         # DeepSpeed counts a skipped update as a step.
         counters = Counters(updates, int(engine.global_steps - engine.skipped_steps))
         (folder / STATE / COUNTERS_FILE).write_text(json.dumps(asdict(counters)) + "\n")
-    return written
 
 
 def save_file(state: Any, path: Path) -> Digest:

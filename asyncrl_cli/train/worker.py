@@ -72,7 +72,7 @@ def full_gpu_explained(spec: ExperimentSpec, rank: int) -> Iterator[None]:
 
 
 class TrainerWorker:
-    """One rank. Methods run one at a time, except ``progress``."""
+    """One rank. Methods run one at a time, except ``progress`` and ``write_checkpoint``."""
 
     def __init__(self, spec: ExperimentSpec, log_dir: str, environment: Mapping[str, str] | None = None) -> None:
         set_environment(environment or {})
@@ -198,6 +198,7 @@ class TrainerWorker:
         own = pages_of(chunk for chunk in chunks_of(self._layout, trainer.ranks) if chunk.rank == self._rank)
         self._copies = copies_of(self._engine.device)
         self._replica = MappedReplica(self._layout, self._copies, own)
+        self._snapshot = checkpoints.Snapshot()
         self._tokenizer = load_tokenizer(model_dir, self._spec.model.chat_template)
         base = base_bits(self._model) if self._spec.model.published_adapter is not None else []
         # Last: it restores the random-number states, from which the models above may have drawn. Policy, then critic.
@@ -284,23 +285,30 @@ class TrainerWorker:
             for _ in weights:
                 pass
 
-    def save_checkpoint(self, folder: str) -> dict[str, Digest]:
-        """Write this rank's shard of weights, optimizer and counters, its random-number states, and the reference.
+    def save_checkpoint(self, folder: str, sharers: int) -> None:
+        """Copy this rank's shard of weights, optimizer and counters, its random-number states, and the reference.
 
-        Returns the checksums of the files that it has written, by the path in ``folder``.
+        Collective. Training may continue when all ranks have returned. ``sharers``: ranks on this host; 0: write files
+        instead of copying.
         """
         from asyncrl_cli.train.checkpoints import CRITIC, save_state
         from asyncrl_cli.train.model.reference import Copy
 
-        # Policy, then critic, on every rank: DeepSpeed's saving has barriers.
-        written = save_state(self._engine, folder=Path(folder), rank=self._rank, updates=self._updates)
-        if self._learner.critic is not None:
-            written |= save_state(
-                self._learner.critic, folder=Path(folder) / CRITIC, rank=self._rank, updates=self._updates
-            )
-        if isinstance(self._learner.reference, Copy):
-            written |= self._learner.reference.save(Path(folder), self._rank)
-        return {path.relative_to(folder).as_posix(): digest for path, digest in written.items()}
+        root, snapshot = Path(folder), self._snapshot
+        with snapshot.taken(sharers):
+            # Policy, then critic, on every rank: DeepSpeed's saving has barriers.
+            save_state(self._engine, snapshot, folder=root, rank=self._rank, updates=self._updates)
+            if (critic := self._learner.critic) is not None:
+                save_state(critic, snapshot, folder=root / CRITIC, rank=self._rank, updates=self._updates)
+            if isinstance(self._learner.reference, Copy):
+                snapshot.files |= self._learner.reference.state(root, self._rank)
+
+    def write_checkpoint(self, folder: str) -> dict[str, Digest]:
+        """Write what ``save_checkpoint`` copied; other methods may run meanwhile.
+
+        Returns the checksums of this rank's files, which are on disk, by the path in ``folder``.
+        """
+        return {path.relative_to(folder).as_posix(): digest for path, digest in self._snapshot.write().items()}
 
     def _probe(self, prompt_ids: Sequence[int]) -> Probe:
         import torch

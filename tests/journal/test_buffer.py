@@ -229,7 +229,7 @@ LATER: dict[str, Callable[[Buffer], Coroutine[Any, Any, Any]]] = {
     "trained": lambda buffer: buffer.trained(StepRecord(0, "digest", {})),
     "publish": lambda buffer: buffer.publish(publish_record(0, 0)),
     "fallback": lambda buffer: buffer.fallback(0),
-    "checkpointed": lambda buffer: buffer.checkpointed(1, "folder", 0.0, []),
+    "checkpointed": lambda buffer: buffer.checkpointed(1, "folder", 0.0, 0.0, []),
     "failed": lambda buffer: buffer.failed("engine", "engine-0", "went away"),
     "prune": lambda buffer: buffer.prune(1),
 }
@@ -372,7 +372,7 @@ def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         await with_one_step(buffer)
-        await buffer.checkpointed(1, "one", 0.0, [])
+        await buffer.checkpointed(1, "one", 0.0, 0.0, [])
         await buffer.prune(1)
         with pytest.raises(LookupError, match="pruned"):
             await buffer.batch(0)

@@ -112,6 +112,8 @@ class Fate:
         self.loading = 0
         self.loaded_meanwhile = False
         """Whether a rank trained while an engine that serves loaded the next version."""
+        self.saved_meanwhile = False
+        """Whether a rank trained while its checkpoint was written."""
         self.awake: set[Engine] = set()
         """Engines that are using their GPU."""
 
@@ -340,6 +342,7 @@ class Rank(Actor):
         self._rank = rank
         self._turn = asyncio.Lock()
         self._weights: Weights = ()
+        self._saved: Weights = ()
 
     @remote
     async def visit(self, search_path: str) -> Seat:
@@ -389,12 +392,23 @@ class Rank(Actor):
             return Probe((1, 2), probe(self._weights))
 
     @remote
-    async def save_checkpoint(self, folder: str) -> dict[str, Any]:
+    async def save_checkpoint(self, folder: str, sharers: int) -> None:
         async with self._turn:
             await self._work(0.1)
-            Path(folder, "state").mkdir(exist_ok=True)
-            Path(folder, "state/weights").write_text(json.dumps(self._weights))
-            return {}
+            self._saved = self._weights
+
+    @remote
+    async def write_checkpoint(self, folder: str) -> dict[str, Any]:
+        """Takes as long as some steps, and the rank may die meanwhile."""
+        for _ in range(self._fate.random.randint(1, 4)):
+            await self._work(0.05)
+            self._fate.saved_meanwhile |= self._weights != self._saved
+            if self._fate.strikes("writer", 0.0):
+                self.die()
+                await asyncio.sleep(0)
+        Path(folder, "state").mkdir(exist_ok=True)
+        Path(folder, "state/weights").write_text(json.dumps(self._saved))
+        return {}
 
     @remote
     async def save_model(self, folder: str) -> None:

@@ -33,8 +33,10 @@ class StandInRanks:
         self.dies = False
         self._size = size
 
-    async def save_checkpoint(self, folder: Path) -> dict[str, Digest]:
+    async def save_checkpoint(self, folder: Path, in_background: bool) -> None:
         self.saves.append(folder.name)
+
+    async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
         (folder / "state").mkdir()
         (folder / "state/shard").write_bytes(b"%d" % len(self.saves) * self._size)
         if self.dies:
@@ -65,8 +67,13 @@ def checkpoints_of(run: RunDirectory, ranks: StandInRanks, **retention: int) -> 
     return Checkpoints(run, ranks, spec)  # type: ignore[arg-type]
 
 
+async def saved(checkpoints: Checkpoints, step: int, state: dict[str, Any]) -> Checkpoint:
+    await checkpoints.copy(step, in_background=True)
+    return await checkpoints.write(step, state)
+
+
 def save(run: RunDirectory, ranks: StandInRanks, step: int) -> Checkpoint:
-    return asyncio.run(checkpoints_of(run, ranks).save(step, {"step": step, "waiting": ["é", None]}))
+    return asyncio.run(saved(checkpoints_of(run, ranks), step, {"step": step, "waiting": ["é", None]}))
 
 
 def names(run: RunDirectory) -> list[str]:
@@ -148,7 +155,7 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     monkeypatch.setattr(subject, "seal", seal_slowly)
 
     async def scenario() -> None:
-        saving = asyncio.create_task(checkpoints_of(run, StandInRanks()).save(40, {}))
+        saving = asyncio.create_task(saved(checkpoints_of(run, StandInRanks()), 40, {}))
         await asyncio.to_thread(reading.wait, 60)
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -166,7 +173,7 @@ def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> N
     async def scenario() -> list[list[int]]:
         removed = []
         for step in range(1, 10):
-            await checkpoints.save(step, {})
+            await saved(checkpoints, step, {})
             accuracies = {at: value for at, value in {1: 0.2, 3: 0.9, 5: 0.9, 6: 0.4}.items() if at < step}
             removed.append(checkpoints.prune(accuracies, awaited=[step] if step in (1, 3, 5, 6) else []))
         return removed
@@ -181,7 +188,7 @@ def test_the_best_are_not_gone_before_they_are_known(run: RunDirectory, ranks: S
 
     async def scenario() -> None:
         for step in (1, 2, 3):
-            await checkpoints.save(step, {})
+            await saved(checkpoints, step, {})
             checkpoints.prune({}, awaited=[1])
         checkpoints.prune({1: 0.5})
 
@@ -214,7 +221,7 @@ def test_the_loop_runs_while_a_checkpoint_is_written_and_pruned(
     async def scenario() -> None:
         ticking = asyncio.create_task(tick())
         for step in (1, 2):
-            await checkpoints.save(step, {})
+            await saved(checkpoints, step, {})
             checkpoints.prune({})
         ticking.cancel()
 

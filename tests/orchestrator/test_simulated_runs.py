@@ -6,6 +6,8 @@ weights of its version sample.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import json
 import sqlite3
 from collections.abc import Iterator
@@ -17,14 +19,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from simulation import Encoder, Fate, Scorer, Simulation, Weights, judged, length, loader_of, number, token
+from simulation import Encoder, Fate, Rank, Scorer, Simulation, Weights, judged, length, loader_of, number, token
 from stand_in_hosts import checksum
-from stand_ins import spec
+from stand_ins import remote, spec, turns
 
+from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.journal.rollout_rows import read_batch
 from asyncrl_cli.journal.schema import FILE, open_for_reading
 from asyncrl_cli.orchestrator.metrics import batch_digest
 from asyncrl_cli.orchestrator.rollout_scheduler import rollout_seed
+from asyncrl_cli.orchestrator.trainers import TrainerRanks
 from asyncrl_cli.records.generation import group_and_index
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.training import TrainingBatch
@@ -245,6 +249,84 @@ def test_the_trainer_trains_while_engines_load_what_it_published(tmp_path: Path,
     fate = Fate(Random(0), 0)
     simulated(tmp_path, small_spec(pipeline={"max_staleness": staleness, "publish_every": every}), fate)
     assert fate.loaded_meanwhile == (staleness > 0), "with S = 0 there is no batch to train meanwhile"
+
+
+@pytest.mark.parametrize("keep", ["all", 1])
+def test_the_trainer_trains_while_its_checkpoint_is_written(tmp_path: Path, keep: Any) -> None:
+    fate = Fate(Random(0), 0)
+    finished = simulated(tmp_path, small_spec(checkpoints={"every": 1}, journal={"keep": keep}), fate)
+    assert fate.saved_meanwhile
+    with closing(open_for_reading(finished.path / FILE)) as connection:
+        saved = connection.execute("SELECT step, stall_s < seconds FROM checkpoints ORDER BY step").fetchall()
+    assert [step for step, _ in saved] == list(range(1, STEPS + 1))
+    assert all(shorter for step, shorter in saved if step < STEPS)
+    rows = [json.loads(line) for line in (finished.path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "checkpoint/stall_s" in row] == list(range(2, STEPS + 1))
+    assert any("checkpoint/seconds" in row for row in rows)
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = vars(Rank)["write_checkpoint"]
+
+    async def write_until_full(rank: Rank, folder: str) -> Any:
+        if folder.endswith("4"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return await write.__get__(rank, Rank).remote(folder)
+
+    simulation = Simulation(tmp_path, small_spec(checkpoints={"every": 2}), Fate(Random(0), 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(Rank, "write_checkpoint", remote(write_until_full))
+        with pytest.raises(RunError, match="No space left on device") as raised:
+            simulation.play()
+    assert raised.value.location == "trainer-0"
+    folder = simulation.run.path / "checkpoints"
+    assert [checkpoint.step for checkpoint in complete_checkpoints(folder)] == [2]
+
+
+class LostWrite(Fate):
+    """The trainer dies while the checkpoint of step 2 is written, and has trained the next step by then."""
+
+    def strikes(self, victim: str, chance: float) -> bool:
+        struck = victim == "writer" and not self.met and self.saved_meanwhile
+        self.met += [victim] * struck
+        return struck or super().strikes(victim, chance)
+
+
+def test_a_trainer_that_dies_while_it_writes_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    fate = LostWrite(Random(3), 0)
+    finished = simulated(tmp_path, small_spec(checkpoints={"every": 1, "keep_last": 1}, journal={"keep": 1}), fate)
+    assert fate.met == ["writer"]
+    (warned,) = [text for text in finished.simulation.view.shown if "is lost" in text]
+    assert "died while it was written" in warned
+
+
+def test_what_a_recovery_reads_is_not_deleted_when_a_newer_checkpoint_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer dies when it has written step 4, and loads step 2 before the driver has named step 4."""
+    write, start, loading = TrainerRanks.write_checkpoint, TrainerRanks.start, asyncio.Event()
+
+    async def die_after_it(ranks: TrainerRanks, folder: Path) -> Any:
+        written = await write(ranks, folder)
+        if folder.name.endswith("4") and not loading.is_set():
+            ranks._actors[0].die()
+            await loading.wait()
+        return written
+
+    async def load_slowly(ranks: TrainerRanks, checkpoint: Path | None) -> None:
+        if checkpoint is not None:
+            loading.set()
+            await turns(500)
+        await start(ranks, checkpoint)
+
+    monkeypatch.setattr(TrainerRanks, "write_checkpoint", die_after_it)
+    monkeypatch.setattr(TrainerRanks, "start", load_slowly)
+    kept = small_spec(checkpoints={"every": 2, "keep_last": 1}, journal={"keep": 1})
+    finished = simulated(tmp_path, kept, Fate(Random(0), 0))
+    assert loading.is_set()
+    assert [checkpoint.step for checkpoint in complete_checkpoints(finished.path / "checkpoints")] == [STEPS]
 
 
 class InterruptedPublish(Fate):

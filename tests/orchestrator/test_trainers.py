@@ -40,7 +40,7 @@ class Remote:
         self.rank = rank
         self.method = method
 
-    def options(self, concurrency_group: str) -> Remote:
+    def options(self, concurrency_group: str | None) -> Remote:
         return self
 
     def remote(self, *arguments: Any) -> Awaitable[Any]:
@@ -329,7 +329,9 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
         file.truncate(4_000_000_000)
     limits = {}
 
-    async def note(self: TrainerRanks, method: str, *arguments: Any, limit_s: float | None = None) -> list[Any]:
+    async def note(
+        self: TrainerRanks, method: str, *arguments: Any, limit_s: float | None = None, group: str | None = None
+    ) -> list[Any]:
         limits[method] = limit_s
         return [{f"state/{rank}": rank} for rank in range(2)]
 
@@ -340,8 +342,9 @@ def test_a_larger_model_has_longer_to_load_and_to_save(tmp_path: Path, monkeypat
         ranks._model_dir, ranks._address, ranks._port = str(tmp_path), "", 0
         await ranks.start(None)
         assert limits["start"] == START_TIMEOUT_S + 40
-        assert await ranks.save_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
-        assert limits["save_checkpoint"] == 60 + ranks.saving_s == 60 + 160
+        await ranks.save_checkpoint(Path("/x"), in_background=False)
+        assert await ranks.write_checkpoint(Path("/x")) == {"state/0": 0, "state/1": 1}
+        assert limits["save_checkpoint"] == limits["write_checkpoint"] == 60 + ranks.saving_s == 60 + 160
         await ranks.save_model(Path("/x"))
         assert limits["save_model"] == 60 + 40
         await ranks.start(Path("/checkpoint"))

@@ -45,7 +45,7 @@ class Driver:
             (folder / "state/shard").write_bytes(b"%d" % step * 1000)
             (folder / "run.json").write_text(json.dumps({"step": step}))
             seal(folder)
-            await buffer.checkpointed(step, folder.name, 0.1)
+            await buffer.checkpointed(step, folder.name, 0.1, 0.0)
             uploads.begin()
             assert step in uploads.waiting
         await uploads.finish()

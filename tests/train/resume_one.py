@@ -66,7 +66,7 @@ def main() -> None:
     for step in steps[:-1]:
         worker.train_step(batch(step, spec.pipeline.groups_per_step))
     if target != "-":
-        worker.save_checkpoint(target)
+        worker.save_checkpoint(target, spec.trainer.ranks)
         worker.save_model(f"{out}.saved")
     replica = Replica(worker.layout(), spec.trainer.ranks)
     path = replica.begin(0)
@@ -83,6 +83,8 @@ def main() -> None:
         "probe": worker._probe(()),
     }
     worker.train_step(batch(steps[-1], spec.pipeline.groups_per_step))
+    if target != "-":  # after a step that changed everything that was saved
+        worker.write_checkpoint(target)
     torch.save({**result, "weights_after": weights()}, out)
 
 

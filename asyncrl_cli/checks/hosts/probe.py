@@ -18,8 +18,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from asyncrl_cli.checks.hosts import shared_folder
-from asyncrl_cli.checks.machine import available_memory, driver_problem
+from asyncrl_cli.checks.machine import driver_problem
 from asyncrl_cli.core.errors import ConfigError
+from asyncrl_cli.system.memory import available_memory
 
 CONNECT_S = 5.0
 """Seconds for a connection and its first answer."""

@@ -81,7 +81,7 @@ def split_wait(
     """The seconds from when the trainer was free to when it had its batch, by what it waited for.
 
     ``enough_at`` is when as many groups had finished as a batch has; ``generated_at`` and ``scored_at`` are when the
-    batch's last group had all tokens, and all rewards; a checkpoint took ``saving_s`` in between.
+    batch's last group had all tokens, and all rewards; training stood still for ``saving_s`` for a checkpoint.
     """
     taken_at = max(asked_at, taken_at)
     generated_at = min(max(generated_at, asked_at), taken_at)
@@ -102,7 +102,7 @@ def trainer_time(connection: sqlite3.Connection, spans: Sequence[StepSpan], grou
     """The windows of trained steps, all of ``PARTS`` in each."""
     enough = enough_finished(finished_groups(connection), [span.step for span in spans], groups_per_step)
     last = last_groups(connection)
-    saved = {checkpoint.after_step: checkpoint.seconds for checkpoint in Checkpoint.read(connection)}
+    saved = {checkpoint.after_step: checkpoint.stall_s for checkpoint in Checkpoint.read(connection)}
     starts = [start.at for start in Start.read(connection) if start.process != "restart"]
     first = first_publish(connection)
     free_at = first.ended_at if first else None

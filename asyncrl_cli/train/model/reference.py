@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from asyncrl_cli.runs.checkpoints import STATE, Digest
+from asyncrl_cli.runs.checkpoints import STATE
 from asyncrl_cli.spec.sections import ExperimentSpec
-from asyncrl_cli.train.checkpoints import reading_tensors, save_file
+from asyncrl_cli.train.checkpoints import reading_tensors
 from asyncrl_cli.train.deepspeed_engine import check, load_model, policy_around, without_optimizer
 from asyncrl_cli.train.model.lora import full_weights, gathered, plain_weights, without_adapters
 
@@ -64,19 +64,18 @@ class Copy:
             with gathered([own[weight.name]], self._zero_stage, writer=0), torch.no_grad():
                 own[weight.name].copy_(weight.merged())
 
-    def save(self, folder: Path, rank: int) -> dict[Path, Digest]:
-        """Write what a checkpoint in ``folder`` needs; collective. Rank 0 writes, and returns the checksum."""
+    def state(self, folder: Path, rank: int) -> dict[Path, dict[str, Tensor]]:
+        """Copies of what a checkpoint in ``folder`` needs, by the path of their file; collective. Rank 0 has them."""
         if not self._every:
             return {}
         state = {}
         for weight in full_weights(self._model, self._zero_stage):
             if rank == 0:
                 state[weight.name] = weight.parameter.detach().cpu().clone()
-        path = folder / STATE / FILE
-        return {path: save_file(state, path)} if rank == 0 else {}
+        return {folder / STATE / FILE: state} if rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Become what ``save`` has written; without a file it remains the initial model. Collective."""
+        """Become what ``state`` had; without a file it remains the initial model. Collective."""
         if not (folder / STATE / FILE).is_file():
             return
         with reading_tensors(folder):

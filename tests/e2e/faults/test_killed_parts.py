@@ -42,6 +42,21 @@ def test_a_run_survives_the_death_of_any_part_and_an_engine_that_hangs(disturb: 
     assert failures == {"trainer": 1, "engine": 2, "scorer": 1, "host-agent": 1}, run.printed()
 
 
+def test_kills_while_checkpoints_are_written_leave_the_last_one(disturb: Disturb, shared_runs: Runs) -> None:
+    """Two ranks of ZeRO 3 write in the background; replay trains the recorded batches to the published weights."""
+    before = leftover_files()
+    trainer = {"ranks": 2, "zero_stage": 3}
+    run = disturb(40, trainer=trainer, checkpoints={"every": 2, "keep_last": 2}, pipeline={"max_restarts": 10})
+    for fault in ("trainer save", "driver save", "trainer save"):
+        assert run.inject(*fault.split())
+    run.finish()
+    assert run.stops == []
+    assert judge(run, before).violations == ()
+    assert replay_violations(shared_runs, run) == []
+    saved = run.ask("SELECT count(*) FROM checkpoints WHERE stall_s < seconds")
+    assert saved >= 10, "checkpoints were completed after training had continued"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
 def test_without_staleness_a_disturbed_run_equals_the_undisturbed_one(
