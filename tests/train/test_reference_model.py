@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_lora import IDS, LORA, MASK, logprobs, make, trained
 
+from asyncrl_cli.train.checkpoints import save_file
 from asyncrl_cli.train.model.policy import Policy
 from asyncrl_cli.train.model.reference import Copy, Unadapted
 
@@ -41,18 +42,20 @@ def test_it_becomes_the_policy_when_it_is_time(adapted: bool, tmp_path: Path) ->
     assert (answers(reference) - initial).abs().max() > 1e-3
 
     (tmp_path / "state").mkdir()
-    reference.save(tmp_path, 0)
+    files, before = reference.state(tmp_path, 0), answers(reference)
+    reference.before_step(6, make(None))  # before the files are written
+    for path, state in files.items():
+        save_file(state, path)
     resumed = copied(every=3)
     resumed.load(tmp_path)
-    assert torch.equal(answers(resumed), answers(reference))
+    assert torch.equal(answers(resumed), before)
 
 
 def test_one_that_never_changes_takes_no_file(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     reference = copied()
     reference.before_step(5, trained(LORA))
-    reference.save(tmp_path, 0)
-    assert not list((tmp_path / "state").iterdir())
+    assert reference.state(tmp_path, 0) == {}
     reference.load(tmp_path)
     assert torch.equal(answers(reference), logprobs(make(None)))
 
