@@ -13,7 +13,7 @@ from stand_ins import Actor, ReadyGroup, run
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks, weight_bytes
-from asyncrl_cli.records.training import Seat, TrainingBatch
+from asyncrl_cli.records.training import Seat, StepReport, TrainingBatch
 from asyncrl_cli.system.remote import START_TIMEOUT_S, NoAnswer
 
 Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
@@ -112,8 +112,8 @@ def test_all_ranks_are_called_alike_and_answer_in_order() -> None:
 
 
 def test_a_batch_is_handed_over_once_for_all_ranks() -> None:
-    async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> int:
-        return rank.rank
+    async def answers(rank: Rank, method: str, arguments: tuple[Any, ...]) -> StepReport:
+        return StepReport({}, seconds=0.0, trained_tokens=rank.rank)
 
     async def check() -> None:
         ranks, batch = await placed(answers), TrainingBatch(3, 2, ())
