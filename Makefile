@@ -81,10 +81,11 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/async_vs_sync.py
 
-# Samples per second beside TRL's trainer, on the quickstart.
+# Samples per second beside TRL's trainer, on the quickstart and with a larger model.
 STEPS ?= 20
+SIZES ?= 0.3M 9.5M
 against-trl: install $(VENV)-parity/.installed
-	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS)
+	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS) --sizes $(SIZES)
 
 # Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
 # DEVICE=cpu runs the same in small, in ten minutes on two cores. MODEL=FOLDER measures a saved model, too.

@@ -71,7 +71,7 @@ fi
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
-# uv downloads and unpacks packages side by side and compiles them on all cores; pip does one after the other.
+# uv downloads and unpacks packages side by side; pip does one after the other, and compiles all of them.
 pip install --no-deps "$(grep '^uv==' "requirements/$device.lock")" || true
 # uv reads none of pip's settings: where packages are, and whose certificates are trusted.
 while IFS='=' read -r key value; do
@@ -84,7 +84,7 @@ while IFS='=' read -r key value; do
 done < <("$venv/bin/python" -m pip config list)
 # What uv cannot get, pip gets or names.
 packages() {
-  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps --compile-bytecode "$@" 2>/dev/null ||
+  "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "$@" 2>/dev/null ||
     pip install --no-deps "$@"
 }
 
@@ -103,6 +103,16 @@ if ! packages "$(grep '^pycosat==' "requirements/$device.lock")" >/dev/null 2>&1
   stand_ins+=(requirements/uncompiled/pycosat)
 fi
 packages --requirement <(grep -v '^pycosat==' "requirements/$device.lock")
+# What every run imports, on all cores. It is a third of all code; Python compiles the rest when it is first imported.
+"$venv/bin/python" - <<'PYTHON' || true
+import compileall
+import re
+import sysconfig
+
+for name in "torch vllm ray sympy transformers deepspeed numpy openai networkx pydantic fastapi aiohttp triton".split():
+    folder = f"{sysconfig.get_paths()['purelib']}/{name}"
+    compileall.compile_dir(folder, quiet=2, workers=0, rx=re.compile("transformers/models/|torch/testing/|/tests/"))
+PYTHON
 pip install --no-deps --no-build-isolation "${stand_ins[@]}" --editable .
 [ "$device" != cpu ] || bash requirements/vision.sh "$PWD/$venv/bin/python" || true
 # vLLM's wheel is for every Python, and its file WHEEL names 3.12 alone: newer releases of pip report that.
