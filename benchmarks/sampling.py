@@ -52,7 +52,7 @@ def steps_of(requests: int, mode: str) -> tuple[Callable[[Any], object], Callabl
         input_batch=SimpleNamespace(sampling_metadata=object()),
         seq_lens=torch.arange(requests, dtype=torch.int32),
     )
-    config: Any = SimpleNamespace(use_v2_model_runner=False, speculative_config=None)
+    config: Any = SimpleNamespace(use_v2_model_runner=False)
     assert sample_by_position(ours, config), "vLLM has no kernel for it on this machine"
     theirs = Sampler(mode)
 

@@ -97,7 +97,7 @@ def finished(
         later = len(tokens.ids) - len(of_prefix)
         experts = filled(tokens.experts, join_experts([(len(of_prefix), of_prefix), (later, None)]))
         tokens = replace(tokens, experts=experts)
-    if request.prefix and (end := stopped_at(decode, tokens.ids, request.sampling.stop)) is not None:
+    if (end := stopped_at(decode, tokens.ids, request.sampling.stop)) is not None:
         tokens, reason = tokens.slice(0, end), "stop"
     return Rollout(
         *tokens.arrays,

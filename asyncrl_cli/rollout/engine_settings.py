@@ -33,6 +33,7 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "NUMBA_NUM_THREADS": "1",  # its pool would give OpenMP a thread for each core: the engine took four times as long
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 ENVIRONMENT = {
@@ -46,6 +47,8 @@ EXACT_PRODUCTS = {"TRITON_F32_DEFAULT": "ieee"}
 """In float32 vLLM's attention is a Triton kernel. By default Triton rounds the factors of float32 products to TF32 (10
 bits), which moves log-probs by 1e-3 to 1e-2 nats: more than a publish allows. Triton compiles its kernels again when
 this variable changes: it is part of its cache's key."""
+NGRAMS = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+"""How engines guess tokens (`rollout.speculative_tokens`)."""
 BLOCK_SIZE = 32
 """Tokens per key-value block on CPU."""
 LARGE_GPU_BYTES = 70 * 2**30
@@ -143,6 +146,8 @@ def engine_args(spec: ExperimentSpec, model_dir: str, load_format: str) -> Async
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(spec.model.max_length, 2048),
         }
+        if rollout.speculative_tokens:
+            args |= {"speculative_config": dict(NGRAMS), "spec_tokens": rollout.speculative_tokens}
         if spec.algorithm.router_replay:
             args |= {
                 "worker_cls": f"{CPU_EXPERTS}.CPUWorkerWithExperts",

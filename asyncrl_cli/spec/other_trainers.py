@@ -102,6 +102,7 @@ _KEYS = {
     "trainer.packing": "use_remove_padding packing_samples",
     "trainer.attention": "flash_attn attn_implementation attn",
     "trainer.ranks": "num_processes world_size",
+    "rollout.speculative_tokens": "num_speculative_tokens speculative_config speculative_num_draft_tokens",
     "model.path": "model_name_or_path model_path model_name model.name pretrain base_model",
     "model.lora": "use_peft",
     "model.lora.rank": "lora_r lora_rank",

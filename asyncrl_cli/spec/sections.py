@@ -147,6 +147,9 @@ class RolloutSpec(Section):
     reasoning_parser: Text | None = None
     """How the model writes its reasoning: the name of one of vLLM's reasoning parsers, such as `qwen3` or
     `deepseek_r1`. Default: the entire reply is content."""
+    speculative_tokens: NonNegative = 0
+    """Tokens that an engine guesses ahead of each one that it generates, if the sequence repeats itself: those that
+    followed its last tokens earlier in it (n-grams). Rollouts are the same as without guesses. Only CPU engines."""
     engine_args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the vLLM engine, passed on unchanged."""
 

@@ -23,10 +23,6 @@ class Gpu:
     flops: float  # bfloat16, accumulated in float32
     float32_flops: float | None = None  # without TF32, as torch computes by default; None: not in the data sheet
 
-    def peak(self, dtype: str) -> float | None:
-        """Operations a second in a dtype of `trainer.dtype`."""
-        return self.flops if dtype == "bfloat16" else self.float32_flops
-
 
 GPUS = {
     "a100": Gpu(80e9, 2.04e12, 312e12, 19.5e12),
@@ -42,15 +38,14 @@ GPUS = {
     "mi300x": Gpu(192e9, 5.3e12, 1307e12, 163.4e12),
 }
 """From the vendors' data sheets, without sparsity. A name without a form is the GPU with the fastest memory (SXM)."""
-_SLOWER = {"MIG", "LAPTOP", "D", "MAX-Q"}
-"""Words in the names of GPUs that have only a part of the GPU in the table."""
 
 
 def data_sheet(name: str) -> Gpu | None:
     """The data sheet of a GPU by the name that its driver reports, such as `NVIDIA H100 80GB HBM3`; None: unknown."""
     words = set(name.upper().replace("-", " ").split())
     found = [key for key in GPUS if words.issuperset(key.upper().split("-"))]
-    return None if not found or words & _SLOWER else GPUS[max(found, key=len)]
+    in_part = words & {"MIG", "LAPTOP", "D", "MAX", "VGPU"}  # slices and smaller GPUs of the same name
+    return None if not found or in_part else GPUS[max(found, key=len)]
 
 
 class Amounts(NamedTuple):
@@ -97,8 +92,7 @@ class ModelFlops:
 
         text, vision = model.config.get_text_config(), getattr(model.config, "vision_config", None)
         embeddings = {part.weight for part in model.modules() if isinstance(part, nn.Embedding)}
-        output = model.get_output_embeddings()  # None without a head
-        head = None if output is None else output.weight
+        head = getattr(model.get_output_embeddings(), "weight", None)
         used, trained, share = dict.fromkeys(Amounts._fields, 0.0), dict.fromkeys(Amounts._fields, 0.0), chosen(text)
         for name, weight in model.named_parameters():
             shape = getattr(weight, "ds_shape", weight.shape)
@@ -114,9 +108,7 @@ class ModelFlops:
             numbers = prod(shape) * (share if ".experts." in name else 1.0)
             used[kind] += numbers
             trained[kind] += numbers * weight.requires_grad
-        patches, tower = 0.0, dict.fromkeys(("patches", "patch_pairs"), 0.0)
-        if used["patches"]:
-            patches, tower = _tower(model.config, vision)
+        patches, tower = _tower(model.config, vision) if used["patches"] else (0.0, {})
         attention = _attention(text) | tower
         frozen = {"patches", "patch_pairs"} if used["patches"] and not trained["patches"] else set()
         forward = {name: 2 * used[name] + attention.get(name, 0.0) for name in used}
@@ -147,13 +139,9 @@ class ModelFlops:
 
 def chosen(text: Any) -> float:
     """The share of the routed experts that a token uses, by a model's text config; 1 for a dense model."""
-    experts, used = (
-        next((value for name in names if (value := getattr(text, name, None))), 0)
-        for names in (
-            ("num_experts", "n_routed_experts", "num_local_experts"),
-            ("num_experts_per_tok", "num_experts_per_token"),
-        )
-    )
+    names = ("num_experts", "n_routed_experts", "num_local_experts")
+    experts = next((number for name in names if (number := getattr(text, name, None))), 0)
+    used = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
     return used / experts if experts and used else 1.0
 
 
@@ -161,15 +149,13 @@ def _attention(text: Any) -> dict[str, float]:
     """Operations of a pair, by kind of attention, in all layers: the products with keys and values."""
     heads = int(getattr(text, "num_attention_heads", 0))
     width = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-    if getattr(text, "qk_nope_head_dim", None):  # latent attention
-        ends = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    else:
-        ends = width, width
+    latent = getattr(text, "qk_nope_head_dim", None)
+    ends = latent + text.qk_rope_head_dim + text.v_head_dim if latent else 2 * width
     slides = getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)
     usual = ["sliding_attention" if slides else "full_attention"] * int(text.num_hidden_layers)
     kinds = list(getattr(text, "layer_types", None) or usual)
     names = {"pairs": "full_attention", "window_pairs": "sliding_attention"}
-    return {name: 2.0 * heads * sum(ends) * kinds.count(kind) for name, kind in names.items()}
+    return {name: 2.0 * heads * ends * kinds.count(kind) for name, kind in names.items()}
 
 
 def _tower(config: Any, vision: Any) -> tuple[float, dict[str, float]]:

@@ -124,8 +124,9 @@ def _amounts(model: ModelFlops, minibatch: Minibatch) -> Amounts:
 
 def _peak(spec: ExperimentSpec, device: torch.device) -> float | None:
     """Operations that this rank's GPU can do in a second; None on a CPU and for an unknown GPU."""
-    gpu = data_sheet(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    return None if gpu is None else gpu.peak(spec.trainer.dtype)
+    if device.type == "cpu" or (gpu := data_sheet(torch.cuda.get_device_name(device))) is None:
+        return None
+    return gpu.flops if spec.trainer.dtype == "bfloat16" else gpu.float32_flops
 
 
 def _time_of(device: torch.device) -> float:

@@ -56,21 +56,24 @@ def with_a_killed_engine(runs: Runs, **sections: Any) -> Path:
 
 
 # Two engines compete for the same groups, and rollouts of an engine that dies continue on the other: with the same
-# tokens, because random numbers depend on seed and position only (decision 0064). With one engine nothing is killed.
+# tokens, because random numbers depend on seed and position only (decisions 0064, 0110). With one engine nothing
+# is killed.
 @pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
     sections: dict[str, Any] = {
         "pipeline": {"mode": "async", "max_staleness": 0, "weight_update": "keep"},
-        "rollout": {"engines": engines, "max_running_rollouts": 64 // engines},
+        "rollout": {"engines": engines, "max_running_rollouts": 64 // engines, "speculative_tokens": 3},
     }
     run = shared_runs.train(**sections) if engines == 1 else with_a_killed_engine(shared_runs, **sections)
     assert steps_of(run) == steps_of(sync_run), "the same prompts, and the same tokens"
     assert weights(run) == weights(sync_run)
+    assert "Speculative decoding on CPU" in (run / "logs/engine-0.log").read_text(), "vLLM warns of it"
     assert all(step.digest for step in steps_of(run))
     # The comparison means something only if the weights moved.
     trained = rows(run, "metrics.jsonl")
     assert sum(row["train/updates"] for row in trained) > 0
     assert any(row["publish/probe_change"] > 1e-3 for row in trained)
+    assert max(row.get("engine/logprob_gap_max", 0.0) for row in trained) < 1e-4
 
 
 def test_sync_never_trains_on_old_tokens(sync_run: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncrl_cli.records.generation import CONTEXT, Sampling, Segment, TokenSequence
-from asyncrl_cli.rollout.continuation import rest_of, split_by_version, stopped_at
+from asyncrl_cli.records.generation import CONTEXT, RolloutRequest, Sampling, Segment, TokenSequence
+from asyncrl_cli.rollout.continuation import finished, rest_of, split_by_version, stopped_at
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=30)
 
@@ -134,3 +135,20 @@ def test_a_stop_string_of_several_bytes_is_complete_with_its_last() -> None:
 
     assert stopped_at(decode, list(text), ("é",)) == 5
     assert stopped_at(decode, list(text[:4]), ("é",)) is None
+
+
+@given(st.text("ab", min_size=1, max_size=12), st.sampled_from(["ab", "b", "ba"]))
+def test_tokens_after_a_stop_string_are_cut_whether_or_not_another_engine_began(text: str, stop: str) -> None:
+    """A step of guessed tokens may end after the stop string."""
+    ids = [ord(letter) for letter in text]
+
+    def decode(tokens: Any) -> str:
+        return "".join(map(chr, tokens))
+
+    for cut in range(len(ids)):
+        prefix = split_by_version("1-0", 0, ids[:cut], [0.0] * cut, [(0, 0)])
+        rest = split_by_version("1-0", cut, ids[cut:], [0.0] * (len(ids) - cut), [(0, 0)])
+        request = RolloutRequest("1-0", (1,), Sampling(1.0, 20, None, (stop,)), prefix=tuple(prefix))
+        ended = finished(request, rest=rest, reason="length", decode=decode)
+        end = text.find(stop) + len(stop) if stop in text else len(text)
+        assert (decode(ended.ids), ended.finish_reason) == (text[:end], "stop" if stop in text else "length")

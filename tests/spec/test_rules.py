@@ -212,6 +212,22 @@ def test_broken_rules_yaml_breaks_most_of_them() -> None:
             "model.init.architecture",
             "vLLM's loader writes its experts",
         ),
+        (
+            ["rollout.engine_args={speculative_config: {method: suffix}}"],
+            "rollout.engine_args.speculative_config",
+            "use rollout.speculative_tokens",
+        ),
+        (["rollout.speculative_tokens=3", *ON_GPUS], "rollout.speculative_tokens", "with rollout.gpus_per_engine"),
+        (
+            ["rollout.speculative_tokens=3", "model.lora={serve: adapter}"],
+            "rollout.speculative_tokens",
+            "with model.lora.serve",
+        ),
+        (
+            ["rollout.speculative_tokens=3", "algorithm.router_replay=true"],
+            "rollout.speculative_tokens",
+            "with algorithm.router_replay",
+        ),
         (["model.lora={rank: 600, serve: adapter}"], "model.lora.rank", "of rank 512 at most"),
         ([SEES.replace("qwen2_5_vl", "qwen3"), "model.max_images=1"], "model.max_images", "`qwen3` sees no images"),
         ([SEES], "model.max_images", "`qwen2_5_vl` is a model for images"),

@@ -150,15 +150,10 @@ def test_gpus_are_known_by_the_names_of_their_drivers() -> None:
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GH200 480GB",
+        "NVIDIA H100 Max-Q",
         "NVIDIA L40",
         "Tesla T4",
     ],
 )
 def test_other_gpus_have_no_peak(name: str) -> None:
     assert data_sheet(name) is None
-
-
-def test_a_peak_depends_on_the_dtype() -> None:
-    assert GPUS["h100"].peak("bfloat16") == 989e12
-    assert GPUS["h100"].peak("float32") == 67e12
-    assert GPUS["b200"].peak("float32") is None

@@ -104,11 +104,7 @@ PANELS = (
         {"correction/logprob_gap_mean": "mean"},
     ),
     Panel(SPEED, STALENESS, {"staleness/groups_max": "max", "staleness/groups_mean": "mean"}, smooth=False),
-    Panel(
-        SPEED,
-        "Tokens per second",
-        {"tokens/generated_per_s": "generated", "tokens/trained_per_s": "trained"},
-    ),
+    Panel(SPEED, "Tokens per second", {"tokens/generated_per_s": "generated", "tokens/trained_per_s": "trained"}),
     Panel(SPEED, "Trained tokens per second and GPU", {"tokens/trained_per_gpu_s": "trained"}),
     Panel(SPEED, "Model FLOPs utilization (MFU)", {"mfu/update": "updates", "mfu/end_to_end": "end to end"}),
     Panel(SPEED, "Step time (s)", {"time/step_s": "step", "time/train_s": "training"}),

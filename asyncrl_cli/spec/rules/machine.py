@@ -24,6 +24,7 @@ OWN_ENGINE_ARGS = {
     "enable_lora": "model.lora.serve",
     "max_lora_rank": "model.lora.rank",
     "lora_target_modules": "model.lora.target_modules",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), "rollout.speculative_tokens"),
     **dict.fromkeys(("max_loras", "max_cpu_loras", "lora_dtype")),
     **dict.fromkeys(("load_format", "generation_config", "worker_cls", "worker_extension_cls")),
     **dict.fromkeys(("weight_transfer_config", "logprobs_mode", "enable_chunked_prefill", "async_scheduling")),
@@ -159,6 +160,20 @@ def engine_arguments(spec: ExperimentSpec) -> Iterator[Problem]:
             harmless, reason, hint = IMPOSSIBLE_ENGINE_ARGS[name]
             if value is not None and value not in harmless:
                 yield Problem(path, f"{value!r} cannot work: {reason}", hint)
+
+
+@rule
+def speculation(spec: ExperimentSpec) -> Iterator[Problem]:
+    """`rollout.speculative_tokens` is for CPU engines of text models, without router replay and served adapters."""
+    others = {
+        "rollout.gpus_per_engine": spec.rollout.gpus_per_engine,
+        "algorithm.router_replay": spec.algorithm.router_replay,
+        "model.lora.serve": spec.model.published_adapter,
+        "model.max_images": spec.model.max_images,
+    }
+    for key in (key for key, value in others.items() if value and spec.rollout.speculative_tokens):
+        message = f"not supported with {key}: rollouts are not proved to be the same as without it"
+        yield Problem("rollout.speculative_tokens", message, "set it to 0")
 
 
 TRACKING_SCHEMES = (
