@@ -111,7 +111,7 @@ class PositionSampler:
             # The model has read the drafts, too.
             drawn = _draw_on_cpu(logits, seeds, self._runner.seq_lens[rows] - counts[rows] + columns)
             tokens = tokens.where(batch.temperature[rows] == 0, drawn)
-        found = bonus.new_full((len(counts), longest + 1), -1)
+        found: torch.Tensor = bonus.new_full((len(counts), longest + 1), -1)
         found[rows, columns] = tokens.to(found.dtype)
         found[torch.arange(len(counts)), counts] = bonus[:, 0]
         agreed = torch.ones_like(found)
