@@ -23,7 +23,7 @@ from asyncrl_cli.data.loader import PromptLoader
 from asyncrl_cli.data.rows import ImagePrompts
 from asyncrl_cli.data.sources import read_source
 from asyncrl_cli.orchestrator.prompt_source import PROMPTS_WITH_IMAGES, PromptEncoder, PromptSource
-from asyncrl_cli.records.images import Image
+from asyncrl_cli.records.images import Image, ImageCache
 from asyncrl_cli.records.prompt import Prompt, image_digests, prompt_from, to_json
 from asyncrl_cli.spec.inputs import ModelInit, SplitSpec
 from asyncrl_cli.train.model.initial import write_model_stub
@@ -280,3 +280,25 @@ def test_a_prompt_with_images_survives_json() -> None:
     again = prompt_from(json.loads(json.dumps(to_json(prompt))))
     assert again == Prompt("p", tuple(WANTED), {}, prompt.images)
     assert image_digests(again.content) == [one.digest for one in again.images]
+
+
+@given(
+    asked=st.lists(st.integers(0, 5), max_size=40),
+    sizes=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    limit=st.integers(0, 20),
+)
+def test_cache_keeps_what_was_used_last_within_its_limit(asked: list[int], sizes: list[int], limit: int) -> None:
+    made: list[int] = []
+
+    def make(image: Image) -> int:
+        made.append(image.data[0])
+        return image.data[0]
+
+    cache, kept = ImageCache(make, nbytes=sizes.__getitem__, limit=limit), list[int]()
+    for number in asked:
+        before = len(made)
+        assert cache.of(Image.of(bytes([number]))) == number
+        assert (len(made) == before) is (number in kept)
+        kept = [one for one in kept if one != number] + [number]
+        while sum(sizes[one] for one in kept) > limit and len(kept) > 1:
+            kept.pop(0)

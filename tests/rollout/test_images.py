@@ -19,7 +19,7 @@ from asyncrl_cli.records.generation import Rollout, RolloutRequest, Sampling, Se
 from asyncrl_cli.records.images import Image, PlacedImage
 from asyncrl_cli.rollout.priority_semaphore import Aborted
 from asyncrl_cli.spec.load import load_spec
-from asyncrl_cli.train.model.image_models import IMAGE_TOKENS
+from asyncrl_cli.train.model.image_models import VISION_TOKENS
 from asyncrl_cli.train.model.tokenizer import character_tokenizer
 from asyncrl_cli.weights.layout import TensorSlot, plan_slots
 from tests.data.pictures import picture
@@ -51,7 +51,7 @@ class VisionBench(Bench):
         return AutoModelForImageTextToText.from_pretrained(self._folder, dtype=torch.float32).eval()
 
     def request(self, name: str, *images: Image, seed: int = 0, tokens: int = TOKENS) -> RolloutRequest:
-        text = TEXT.replace("@", IMAGE_TOKENS[self._spec.model.init.architecture].mark)
+        text = TEXT.replace("@", VISION_TOKENS[self._spec.model.init.architecture].mark)
         ids, places = self.tokens.encode(text, images)
         return RolloutRequest(name, tuple(ids), Sampling(1.0, tokens, seed), images=places)
 
@@ -104,7 +104,7 @@ def loops() -> Iterator[asyncio.Runner]:
 def started(loops: asyncio.Runner, folder: Path, architecture: str) -> VisionBench:
     from asyncrl_cli.rollout.engine_settings import engine_environment
 
-    tokens = character_tokenizer(256, IMAGE_TOKENS[architecture])
+    tokens = character_tokenizer(256, VISION_TOKENS[architecture])
     tokens.add_tokens(["\n" * count for count in (2, 3, 4)])  # vLLM's processor of Gemma 3 asks for them
     tokens.save_pretrained(folder / "tokenizer")
     init = {"architecture": architecture, "config": IMAGE_MODELS[architecture], "tokenizer": str(folder / "tokenizer")}

@@ -14,8 +14,11 @@ from itertools import count
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import pytest
+import torch
 from train_one import SPEC
 
 from asyncrl_cli.spec.load import load_spec
@@ -32,6 +35,26 @@ IMPORTED = (
     "asyncrl_cli.train.step",
     "asyncrl_cli.train.worker",
 )
+
+
+BASE = ("trainer.ranks=1", "trainer.zero_stage=1", "trainer.optimizer.learning_rate=0.001", "stop.steps=2")
+
+
+def train_ranks(folder: Path, *overrides: str) -> dict[str, Any]:
+    """Weights and metrics after the steps of train_one.py, from rank 0 of the spec's ranks."""
+    folder.mkdir(exist_ok=True)
+    run_ranks("train_one.py", folder, (*BASE, *overrides))
+    result: dict[str, Any] = torch.load(folder / "rank-0.pt")
+    return result
+
+
+def assert_equal(other: dict[str, Any], plain: dict[str, Any], atol: float = 2e-5) -> None:
+    """Compare weights and metrics, up to float32's rounding."""
+    assert other["weights"].keys() == plain["weights"].keys()
+    for name, weight in plain["weights"].items():
+        torch.testing.assert_close(other["weights"][name], weight, rtol=1e-4, atol=atol, msg=name)
+    for name in ("train/loss", "train/gradient_norm", "correction/importance_mean", "engine/logprob_gap_max"):
+        assert other["metrics"][name] == pytest.approx(plain["metrics"][name], rel=1e-4, abs=1e-6), name
 
 
 def run_ranks(program: str, folder: Path, overrides: tuple[str, ...], *arguments: object) -> None:

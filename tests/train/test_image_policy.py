@@ -257,11 +257,11 @@ def test_a_critic_sees_images(loaded: tuple[Any, Path]) -> None:
 
 def test_places_from_the_encoder_are_the_models_placeholders(loaded: tuple[Any, Path]) -> None:
     from asyncrl_cli.data.images import ImageTokens
-    from asyncrl_cli.train.model.image_models import IMAGE_TOKENS as TOKENS
+    from asyncrl_cli.train.model.image_models import VISION_TOKENS
     from tests.train.pictures import IMAGE_TOKENS
 
     model, folder = loaded
-    mark = TOKENS[model.config.model_type].mark
+    mark = VISION_TOKENS[model.config.model_type].mark
     ids, placed = ImageTokens(str(folder), 2, 10**6).encode(f"{mark}how{mark}?", [picture(1), picture(2)])
     assert [one.length for one in placed] == [IMAGE_TOKENS] * 2
     for one in placed:

@@ -13,7 +13,7 @@ from asyncrl_cli.core.errors import ConfigError
 from asyncrl_cli.spec.inputs import ModelInit
 from asyncrl_cli.spec.load import load_spec
 from asyncrl_cli.spec.rules.model import VISION_LANGUAGE
-from asyncrl_cli.train.model.image_models import IMAGE_TOKENS
+from asyncrl_cli.train.model.image_models import VISION_TOKENS
 from asyncrl_cli.train.model.initial import (
     build_initial_model,
     prepare_model,
@@ -180,7 +180,7 @@ def test_vision_language_models_load_with_their_processor_and_see_images(tmp_pat
 
 
 def test_the_rules_know_the_vision_language_models_that_can_be_made() -> None:
-    assert tuple(sorted(IMAGE_TOKENS)) == VISION_LANGUAGE
+    assert tuple(sorted(VISION_TOKENS)) == VISION_LANGUAGE
 
 
 def test_config_keys_of_vision_language_models_are_checked_at_their_place(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ _QWEN = VisionTokens(
     mark="<|vision_start|><|image_pad|><|vision_end|>",
 )
 GEMMA = "gemma3"
-IMAGE_TOKENS = {
+VISION_TOKENS = {
     GEMMA: VisionTokens(
         {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"},
         mark="<start_of_image>",
@@ -50,7 +50,7 @@ def model_class(images: bool) -> Any:
 
 def set_image_tokens(config: Any, tokenizer: Any) -> None:
     """Write the ids of the image tokens into a vision-language config. Raises ``ConfigError`` if one is missing."""
-    for name, token in IMAGE_TOKENS[config.model_type].names.items():
+    for name, token in VISION_TOKENS[config.model_type].names.items():
         if token not in tokenizer.get_vocab():
             raise ConfigError(
                 f"the tokenizer has no token {token}, which a {config.model_type} needs for images",

@@ -34,7 +34,7 @@ from asyncrl_cli.tasks.base import Task
 from asyncrl_cli.train.conversations import Rows
 from asyncrl_cli.train.model.image_models import (
     GEMMA,
-    IMAGE_TOKENS,
+    VISION_TOKENS,
     model_class,
     name_tower,
     save_processor,
@@ -176,7 +176,7 @@ def write_model_stub(init: ModelInit, max_length: int, directory: Path, chat_tem
     file's path, as in the spec. Raises ``ConfigError`` for an unknown architecture, unknown config keys, sizes that
     do not fit, and an invalid chat template.
     """
-    images = IMAGE_TOKENS.get(init.architecture)
+    images = VISION_TOKENS.get(init.architecture)
     if init.tokenizer == CHARACTERS:
         tokenizer = with_chat_template(character_tokenizer(max_length, images), chat_template)
     else:
@@ -221,7 +221,7 @@ def write_weights(directory: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = model_class(images=config.model_type in IMAGE_TOKENS).from_config(config, dtype=torch.float32)
+            model = model_class(images=config.model_type in VISION_TOKENS).from_config(config, dtype=torch.float32)
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot build this {config.model_type}: {type(error).__name__}: {error}",
@@ -257,7 +257,7 @@ def _config(init: ModelInit, max_length: int, from_tokenizer: dict[str, Any]) ->
     from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.models.auto import modeling_auto
 
-    images = init.architecture in IMAGE_TOKENS
+    images = init.architecture in VISION_TOKENS
     names: dict[str, str] = dict(
         modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         if images
@@ -305,7 +305,7 @@ def _check_keys(
     source = source.with_name(source.name.replace("configuration_", "modeling_"))
     if source.is_file() and 'getattr(config, "head_dim"' in source.read_text(encoding="utf-8"):
         known.add("head_dim")
-    image_tokens = IMAGE_TOKENS.get(config_class.model_type)
+    image_tokens = VISION_TOKENS.get(config_class.model_type)
     given = {*FROM_TOKENIZER, *(f"{name}_id" for name in (image_tokens.names if image_tokens else ()))}
     for key, value in settings.items():
         if key in given or config_class.attribute_map.get(key, key) in map(config_class.attribute_map.get, given):

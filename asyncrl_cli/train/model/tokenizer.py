@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from asyncrl_cli.core.errors import ConfigError
-from asyncrl_cli.train.model.image_models import IMAGE_TOKENS, VisionTokens
+from asyncrl_cli.train.model.image_models import VISION_TOKENS, VisionTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -109,7 +109,7 @@ def with_chat_template(tokenizer: Any, chat_template: str | None) -> Any:
 
 def templates_texts(tokenizer: Any) -> bool:
     """Whether the tokenizer has a chat template that writes more than a user's text; ``CHAT_TEMPLATE`` does not."""
-    plain = {CHAT_TEMPLATE, *(image_template(tokens.mark) for tokens in IMAGE_TOKENS.values())}
+    plain = {CHAT_TEMPLATE, *(image_template(tokens.mark) for tokens in VISION_TOKENS.values())}
     return tokenizer.chat_template is not None and tokenizer.chat_template not in plain
 
 
