@@ -1,6 +1,6 @@
 """The speed at which a process fetches a version of the weights from another one on this host, and of a memory copy.
 
-    python benchmarks/weight_movers.py [--mb 1 340] [--repeats N]
+    python benchmarks/weight_movers.py [--mb 1 340] [--repeats N] [--streams 4]
 
 Both processes reuse their memory from version to version, as in a run. Between hosts the slower of this and the network
 determines the speed.
@@ -13,6 +13,7 @@ import multiprocessing
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from multiprocessing.connection import Connection as Pipe
 from statistics import median
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from common import header, row, seconds_of
 
 from asyncrl_cli.weights.layout import ByteRange, TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest
-from asyncrl_cli.weights.pull import Pull
+from asyncrl_cli.weights.pull import STREAMS, Pull
 from asyncrl_cli.weights.replica import Buffer, Replica
 from asyncrl_cli.weights.transfer import Connection, WeightServer
 
@@ -39,7 +40,7 @@ class PullTimes(NamedTuple):
     digest_s: float
 
 
-def measure_pull(nbytes: int, repeats: int = 5) -> PullTimes:
+def measure_pull(nbytes: int, repeats: int = 5, streams: int = STREAMS) -> PullTimes:
     """Fetch ``repeats`` versions of ``nbytes`` bytes from another process, and copy as many bytes after each."""
     each = nbytes // TENSORS // 64 * 64
     slots = tuple(TensorSlot(f"w{i}", "uint8", (each,), i * each, 1) for i in range(TENSORS))
@@ -55,7 +56,7 @@ def measure_pull(nbytes: int, repeats: int = 5) -> PullTimes:
     for version in range(repeats + 2):  # the first two versions use new memory
         here.send(version)
         url, manifest, digest_s = here.recv()
-        pulls.append(Pull(replica, manifest, connect, [Endpoint("", url)], 600).run().seconds)
+        pulls.append(Pull(replica, manifest, connect, [Endpoint("", url)], 600, streams).run().seconds)
         copies.append(seconds_of(lambda: target.__setitem__(slice(None), source)))
         digests.append(digest_s)
     here.close()
@@ -90,13 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mb", type=int, nargs="+", default=[1, 340], help="sizes in MB")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--streams", type=int, nargs="+", default=[STREAMS], help="connections of a pull")
     arguments = parser.parse_args()
-    print(header("MB", "pull ms", "MB/s", "digest ms", "memcpy ms", "pull / memcpy"))
-    for megabytes in arguments.mb:
-        nbytes, pull_s, memcpy_s, digest_s = measure_pull(megabytes * 10**6, arguments.repeats)
+    print(header("MB", "streams", "pull ms", "MB/s", "digest ms", "memcpy ms", "pull / memcpy"))
+    for megabytes, streams in product(arguments.mb, arguments.streams):
+        nbytes, pull_s, memcpy_s, digest_s = measure_pull(megabytes * 10**6, arguments.repeats, streams)
         milliseconds = (f"{seconds * 1e3:.1f}" for seconds in (digest_s, memcpy_s))
         rate, ratio = f"{nbytes / pull_s / 1e6:.0f}", f"{pull_s / memcpy_s:.1f}"
-        print(row(f"{nbytes / 1e6:.0f}", f"{pull_s * 1e3:.1f}", rate, *milliseconds, ratio))
+        print(row(f"{nbytes / 1e6:.0f}", str(streams), f"{pull_s * 1e3:.1f}", rate, *milliseconds, ratio))
 
 
 if __name__ == "__main__":

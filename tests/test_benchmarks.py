@@ -22,6 +22,7 @@ SMALLEST = {
     "async_vs_sync.py": "--steps 12 --modes sync async --group-sizes 8 1",
     "driver_load.py": "--engines 1 --slots 8 --tokens 50 --rate 500 --seconds 2 --warm-up 3",
     "efficiency.py": "--steps 12",
+    "expert_loading.py": "--experts 4 --layers 1 --repeats 1",
     "gateway.py": "--requests 64 --concurrent 8",
     "gateway_attacks.py": "--mb 1 --at-once 2",
     "gpu_report": "--device cpu --only numerics",

@@ -227,7 +227,7 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if slots != self._layout:
-            setup: dict[str, Any] = {"slots": [asdict(part) for slot in slots for part in slot.parts or (slot,)]}
+            setup: dict[str, Any] = {"slots": list(map(asdict, slots))}
             if self._lora is not None:
                 setup |= {"rank": self._lora.rank, "alpha": self._lora.alpha}
             await self._vllm.init_weight_transfer_engine(WeightTransferInitRequest(setup))

@@ -14,8 +14,6 @@ def family_of(address: str) -> socket.AddressFamily:
 
 def interface_to(address: str) -> str:
     """The interface over which this host reaches an address; nothing is sent. Raises ``RunError`` if there is none."""
-    import psutil
-
     family = family_of(address)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -27,12 +25,29 @@ def interface_to(address: str) -> str:
                 hint="put the hosts into one network, or choose nodes that are (cluster.trainer, cluster.engines)",
             ) from None
         own = probe.getsockname()[0]
-    for name, addresses in psutil.net_if_addrs().items():
-        # An IPv6 address may carry its interface: fe80::1%eth0.
-        if any(one.family == family and one.address.partition("%")[0] == own for one in addresses):
-            return str(name)
+    if (name := _interface_with(own)) is not None:
+        return name
     raise RunError(
         f"no network interface of this host has the address {own}, from which it reaches {address}",
         location=socket.gethostname(),
         hint="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME where Ray is started on this host",
     )
+
+
+def link_megabits(address: str) -> int:
+    """The speed in megabits/s of the interface that has this address of the host; 0 if it reports none."""
+    import psutil
+
+    status = psutil.net_if_stats().get(_interface_with(address) or "")
+    return 0 if status is None else int(status.speed)
+
+
+def _interface_with(address: str) -> str | None:
+    import psutil
+
+    family = family_of(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        # An IPv6 address may carry its interface: fe80::1%eth0.
+        if any(one.family == family and one.address.partition("%")[0] == address for one in addresses):
+            return str(name)
+    return None

@@ -46,7 +46,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         assert isinstance(init_info, AdapterInitInfo)
         self.helper = PEFTHelper(r=init_info.rank, lora_alpha=init_info.alpha, target_modules=[])
         self.adapter: Future[LoRAModel]
-        self.names = [slot["name"] for slot in init_info.slots]
+        self.names = [part.name for slot in self.slots for part in slot.parts or (slot,)]
 
     def unserved(self) -> list[str]:
         """The layers of adapters that vLLM would ignore."""
@@ -82,7 +82,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
     def _read(self, version: int, path: str) -> LoRAModel:
         with self.replica.open(path, version) as tensors:
             # Copies: vLLM scales the matrices in place, and these are the replica's own.
-            return self._adapter({name: tensor.clone() for name, tensor in tensors.items()})
+            return self._adapter({name: tensor.clone() for name, tensor in self.loaded(tensors)})
 
     def _adapter(self, tensors: Mapping[str, torch.Tensor]) -> LoRAModel:
         mapper = getattr(self.model, "hf_to_vllm_mapper", None)

@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from asyncrl_cli.system.logs import redirect_output
+from asyncrl_cli.system.network import link_megabits
 from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, Superseded
-from asyncrl_cli.weights.pull import Pull
+from asyncrl_cli.weights.pull import STREAMS, Pull, streams_for
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.transfer import Connection, WeightServer
 
@@ -28,6 +29,7 @@ class HostAgent:
         self._replica: Replica
         self._connect: partial[Connection]
         self._node_id = ""
+        self._streams = STREAMS
 
     async def ping(self) -> None:
         """Answers once the actor has started."""
@@ -38,6 +40,7 @@ class HostAgent:
 
         self._replica = await asyncio.to_thread(Replica, slots, ranks)  # a large model's chunks take seconds
         self._connect = partial(Connection, token=token)
+        self._streams = streams_for(link_megabits(interface_ip), os.cpu_count() or 1)
         self._node_id = ray.get_runtime_context().get_node_id()
         return Endpoint(self._node_id, WeightServer(self._replica, token, interface_ip).url)
 
@@ -66,7 +69,14 @@ class HostAgent:
                 )
             self._pull.supersede()
         others = [holder for holder in holders if holder.node_id != self._node_id]
-        self._pull = Pull(self._replica, manifest=manifest, connect=self._connect, holders=others, timeout_s=timeout_s)
+        self._pull = Pull(
+            self._replica,
+            manifest=manifest,
+            connect=self._connect,
+            holders=others,
+            timeout_s=timeout_s,
+            streams=self._streams,
+        )
         # Shielded: a caller that does not wait any longer leaves the fetch to the next one.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)

@@ -7,11 +7,11 @@ module does not import torch.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,8 @@ ALIGNMENT = 64
 CHUNK_BYTES = 4 * 2**20
 """The largest chunk: small enough to ask another holder for soon, large enough that a request costs little."""
 PAGE = mmap.PAGESIZE
+FIRST_EXPERT = ".experts.0."
+"""In the name of a tensor in a checkpoint: it belongs to a layer's first expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,26 @@ def plan_slots(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> t
 def size_of(slots: tuple[TensorSlot, ...]) -> int:
     """Bytes that the tensors need, up to the alignment boundary after the last one."""
     return _aligned(slots[-1].offset + slots[-1].nbytes) if slots else 0
+
+
+def slot_from(fields: Mapping[str, Any]) -> TensorSlot:
+    """The slot with these fields, as ``dataclasses.asdict`` gives them."""
+    return TensorSlot(**{**fields, "parts": tuple(TensorSlot(**part) for part in fields["parts"])})
+
+
+def of_first_expert(slot: TensorSlot) -> tuple[TensorSlot, ...]:
+    """The first expert's parts of ``slot`` [experts, rows, columns]; none if its parts are not experts' matrices.
+
+    All experts have the same parts, under names that differ by the expert's number alone, and lie one after another.
+    """
+    own = slot.parts[: len(slot.parts) // slot.shape[0]] if len(slot.shape) == 3 else ()
+    expected = [
+        (part.name.replace(FIRST_EXPERT, f".experts.{number}."), tuple(part.shape))
+        for number in range(slot.shape[0] if own else 0)
+        for part in own
+    ]
+    same = expected == [(part.name, tuple(part.shape)) for part in slot.parts]
+    return own if same and all(FIRST_EXPERT in part.name and len(part.shape) == 2 for part in own) else ()
 
 
 def share_of(rank: int, ranks: int, groups: int) -> int:

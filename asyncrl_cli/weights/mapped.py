@@ -5,18 +5,22 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl_cli.weights.layout import ByteRange, TensorSlot, size_of
 from asyncrl_cli.weights.manifest import ReplicaGone
 from asyncrl_cli.weights.replica import VERSION_BYTES
 
 log = logging.getLogger(__name__)
+
+STAGED_BYTES = 64 * 2**20
+"""Bytes of whole rows that a GPU holds at a time where it keeps a part of them."""
 
 
 class Copies:
@@ -37,6 +41,10 @@ class Copies:
 
     def wait(self) -> None:
         """Return when all copies are made. Raises ``RuntimeError`` when one has failed."""
+
+    def loads(self) -> AbstractContextManager[object]:
+        """Inside the block vLLM's loaders copy out of pinned memory at its speed, and may return before ``wait``."""
+        return nullcontext()
 
 
 class CudaCopies(Copies):
@@ -85,10 +93,57 @@ class CudaCopies(Copies):
         """See ``Copies``. Waits for vLLM's own copies, too, which are in another stream."""
         torch.cuda.synchronize(self._device)
 
+    def loads(self) -> AbstractContextManager[object]:
+        """See ``Copies``."""
+        return PinnedLoads(self._device, {address: bool(parts) for address, parts in self._pinned.items()})
+
     def _forget_error(self) -> None:
         # CUDA keeps the error of such a call for the next kernel, which would fail with it: this one does.
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
+
+
+class PinnedLoads(TorchDispatchMode):
+    """Copies parts of the replica to a device, wherever ``Tensor.copy_`` is asked to.
+
+    Torch gathers a part that is not one piece on one CPU thread, and copies it from memory that is not pinned. That is
+    slower than to copy all columns from pinned memory and to keep the part on the device (decision 0109).
+    """
+
+    def __init__(self, device: torch.device, memories: Mapping[int, bool]) -> None:
+        """``memories``: addresses of mapped memory, and whether it could be pinned."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device, self._memories = device, memories
+        self.staged_bytes = 0
+        """Bytes that went to the device as more than the part, and were divided there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and self._is_load(args[0], args[1]):
+            self._load(args[0], args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+    def _is_load(self, target: Tensor, source: Tensor) -> bool:
+        same = target.device.type == self._device.type and (target.dtype, target.shape) == (source.dtype, source.shape)
+        return same and source.untyped_storage().data_ptr() in self._memories
+
+    def _load(self, target: Tensor, source: Tensor) -> None:
+        if source.is_contiguous():
+            target.copy_(source, non_blocking=True)
+        elif source.dim() > 2:  # experts: a part of each may be one piece
+            for own, part in zip(target, source, strict=True):
+                self._load(own, part)
+        elif not self._memories[source.untyped_storage().data_ptr()]:
+            target.copy_(source)
+        else:  # some columns of all rows
+            rows = max(1, STAGED_BYTES // max(1, source.stride(0) * source.element_size()))
+            for first in range(0, source.shape[0], rows):
+                own, part = target[first : first + rows], source[first : first + rows]
+                span = 1 + sum((size - 1) * step for size, step in zip(part.shape, part.stride(), strict=True))
+                piece = torch.empty(span, dtype=part.dtype, device=own.device)
+                piece.copy_(part.as_strided((span,), (1,)), non_blocking=True)
+                self.staged_bytes += piece.nbytes
+                own.copy_(piece.as_strided(part.shape, part.stride(), 0))
 
 
 def copies_of(device: torch.device) -> Copies:
@@ -130,6 +185,10 @@ class MappedReplica:
                 self._copies.wait()  # before the memory may be of another version
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+    def loads(self) -> AbstractContextManager[object]:
+        """See ``Copies``: for loaders of these tensors."""
+        return self._copies.loads()
 
     def close(self) -> None:
         """Give the descriptors back; the memory goes with the last tensor."""

@@ -145,6 +145,12 @@ def refuse_missing(layers: Iterable[nn.Module]) -> None:
         raise RuntimeError(f"no weights came for layers of these types: {', '.join(sorted(missing))}")
 
 
+def expect_nothing_more(model: nn.Module) -> None:
+    """Have vLLM keep the tensors of layers that got none, such as rotary tables and a tied head, without a warning."""
+    for layer in filter(_has_nothing, model.modules()):
+        get_layerwise_info(layer).load_numel_total = 0
+
+
 def _has_nothing(layer: nn.Module) -> bool:
     info = get_layerwise_info(layer)
     return bool(info.can_load() and info.load_numel_total and info.load_numel == 0)

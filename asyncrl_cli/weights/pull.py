@@ -20,6 +20,9 @@ from asyncrl_cli.weights.transfer import Connection, HolderFault
 
 STREAMS = 4
 """Connections of one pull, at least; every holder has at least one."""
+MOST_STREAMS = 16
+STREAM_MEGABITS = 10_000
+"""Megabits/s that a connection brings: its thread receives and checks 1.1 to 2 GB/s (docs/scale.md)."""
 ASK_AGAIN_S = 0.5
 """Seconds after which a holder that does not have everything is asked again."""
 RETRY_S = 0.25
@@ -29,6 +32,12 @@ SLOW_S = 3.0
 """Seconds that a chunk may take, besides three times what an idle holder needs for one, until that one is asked."""
 ASK = -1
 """In place of a chunk's index: ask the holder which chunks it has."""
+
+
+def streams_for(megabits: int, cores: int) -> int:
+    """Connections that fill a link of this speed (megabits/s, 0: unknown) and leave half of the host's cores free."""
+    wanted = -(-megabits // STREAM_MEGABITS) if megabits else MOST_STREAMS
+    return max(STREAMS, min(wanted, cores // 2, MOST_STREAMS))
 
 
 @dataclass(slots=True)
@@ -78,12 +87,14 @@ class Pull:
         connect: Callable[[str], Connection],
         holders: Sequence[Endpoint],
         timeout_s: float,
+        streams: int = STREAMS,
     ) -> None:
-        """``connect`` makes a connection to a holder's URL."""
+        """``connect`` makes a connection to a holder's URL. ``streams``: how many, of all holders together."""
         self.manifest = manifest
         self._replica = replica
         self._connect = connect
         self._holders = [_Holder(endpoint) for endpoint in holders]
+        self._streams = streams
         self._started = time.monotonic()
         self._deadline = self._started + timeout_s
         self._changed = Condition()
@@ -106,7 +117,7 @@ class Pull:
         with self._replica.receiving(self.manifest) as buffer:
             self._missing = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
             random.shuffle(self._missing)
-            each = -(-STREAMS // max(1, len(self._holders)))
+            each = -(-self._streams // max(1, len(self._holders)))
             threads = [
                 Thread(target=self._stream, args=(holder, buffer), name="weights-pull", daemon=True)
                 for holder in self._holders

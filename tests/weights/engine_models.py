@@ -1,22 +1,25 @@
 """Loads small models into vLLM's own classes, from a folder and from a published version, and compares all tensors.
 
     python -m tests.weights.engine_models ARCHITECTURE...
+    python -m tests.weights.engine_models --rank R --world FOLDER [--experts] ARCHITECTURE     for R = 0 and 1
 
-No engine runs: the classes are made in this process, with vLLM's loaders and the project's transfer engine. One line of
-JSON for each architecture: its differences, which are none, and what was compared.
+The second form is one of two tensor-parallel workers, which load as workers on GPUs do; with ``--experts`` each has
+half of the experts. No engine runs: the classes are made in this process, with vLLM's loaders and the project's
+transfer engine. One line of JSON for each architecture: its differences, which are none, and what was compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl_cli.rollout.engine_settings import CPU_ENVIRONMENT, ENVIRONMENT
 
@@ -33,8 +36,9 @@ from vllm.model_executor.model_loader import get_model
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 
 from asyncrl_cli.train.shards import engine_layout, shards, write_shard
-from asyncrl_cli.weights.layout import TensorSlot, size_of
-from asyncrl_cli.weights.mapped import Copies
+from asyncrl_cli.weights import vllm_worker
+from asyncrl_cli.weights.layout import ByteRange, TensorSlot, size_of
+from asyncrl_cli.weights.mapped import Copies, PinnedLoads
 from asyncrl_cli.weights.replica import VERSION_BYTES
 from asyncrl_cli.weights.vllm_worker import BACKEND, ReplicaInitInfo, ReplicaTransferEngine
 from tests.small_models import IMAGE_MODELS, small_model
@@ -44,16 +48,48 @@ POSITION = 4000
 """The position at which rotary frequencies are compared."""
 
 
+class Worker(NamedTuple):
+    """One of the workers of an engine."""
+
+    rank: int = 0
+    size: int = 1
+    world: Path | None = None
+    experts: bool = False
+
+
+class PinnedOnCpu(Copies):
+    """Stands for a GPU's: all memory counts as pinned, and the device is the CPU."""
+
+    def __init__(self) -> None:
+        self.addresses: dict[int, bool] = {}
+        self.made: list[PinnedLoads] = []
+
+    def pin(self, memory: torch.Tensor, parts: Iterable[ByteRange]) -> None:
+        self.addresses[memory.data_ptr()] = True
+
+    def loads(self) -> PinnedLoads:
+        self.made.append(PinnedLoads(torch.device("cpu"), self.addresses))
+        return self.made[-1]
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--world", type=Path)
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("architectures", nargs="+")
+    given = parser.parse_args()
+    worker = Worker() if given.world is None else Worker(given.rank, 2, given.world, given.experts)
+    os.environ["VLLM_DIST_IDENT"] = str(given.rank)  # different ones: no shared memory, which would remain
     torch.set_num_threads(1)
-    for architecture in sys.argv[1:]:
+    for architecture in given.architectures:
         with tempfile.TemporaryDirectory() as folder:
-            print("RESULT", json.dumps(compared(architecture, Path(folder))), flush=True)
+            print("RESULT", json.dumps(compared(architecture, Path(folder), worker)), flush=True)
         cleanup_dist_env_and_memory()
         gc.collect()
 
 
-def compared(architecture: str, folder: Path) -> dict[str, Any]:
+def compared(architecture: str, folder: Path, worker: Worker) -> dict[str, Any]:
     torch.manual_seed(0)
     if architecture in IMAGE_MODELS:
         saved_model(architecture, folder / "model", max_length=2 * POSITION)
@@ -61,12 +97,14 @@ def compared(architecture: str, folder: Path) -> dict[str, Any]:
     else:
         model = small_model(architecture)
         model.save_pretrained(folder / "model")
-    _, loaded = engine_model(folder, "auto")
-    config, served = engine_model(folder, "dummy")
+    _, loaded = engine_model(folder, "auto", worker)
+    config, served = engine_model(folder, "dummy", worker)
+    copies = PinnedOnCpu()
+    if worker.size > 1:
+        vllm_worker.copies_of = lambda _: copies
     transfer = ReplicaTransferEngine(WeightTransferConfig(backend=BACKEND), config, torch.device("cpu"), served)
     slots = engine_layout(model, torch.float32)
-    layout = [part for slot in slots for part in slot.parts or (slot,)]
-    transfer.init_transfer_engine(ReplicaInitInfo([_fields(slot) for slot in layout]))
+    transfer.init_transfer_engine(ReplicaInitInfo([asdict(slot) for slot in slots]))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     # Nothing may remain of the first version, or of the random weights with which an engine starts.
     publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)
@@ -82,14 +120,12 @@ def compared(architecture: str, folder: Path) -> dict[str, Any]:
         "tensors": len(theirs),
         "kernels": sum(name.endswith(KERNEL) for name in theirs),
         "rotaries": len(list(rotary_of(served))),
+        "experts": sum(".experts." in name for name in loads_of(transfer)),
+        "staged": sum(loads.staged_bytes for loads in copies.made),
     }
 
 
-def _fields(slot: TensorSlot) -> dict[str, Any]:
-    return {name: getattr(slot, name) for name in ("name", "dtype", "shape", "offset", "itemsize")}
-
-
-def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]:
+def engine_model(folder: Path, load_format: str, worker: Worker) -> tuple[VllmConfig, nn.Module]:
     """vLLM's model for the folder ``model``, as its CPU worker creates it."""
     images = (folder / "model/processor_config.json").is_file()
     latent = hasattr(AutoConfig.from_pretrained(folder / "model").get_text_config(), "kv_lora_rank")
@@ -104,7 +140,9 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         limit_mm_per_prompt={"image": 1} if images else {},
         mm_device_do_normalize=False,
         language_model_only=not images,
-        distributed_executor_backend="uni",
+        distributed_executor_backend="uni" if worker.size == 1 else "mp",
+        tensor_parallel_size=worker.size,
+        enable_expert_parallel=worker.experts,
         kv_cache_memory_bytes=2**20,
         block_size=32,
         enable_chunked_prefill=False,
@@ -113,7 +151,8 @@ def engine_model(folder: Path, load_format: str) -> tuple[VllmConfig, nn.Module]
         attention_backend="CPU_MLA" if latent else None,  # the other one, for CPUs with AMX, has no float32
     ).create_engine_config()
     with set_current_vllm_config(config):
-        init_worker_distributed_environment(config, 0, f"file://{folder / 'world'}", 0, "gloo")
+        meeting = f"file://{(worker.world or folder) / 'world'}"
+        init_worker_distributed_environment(config, worker.rank, meeting, worker.rank, "gloo")
         return config, get_model(vllm_config=config)
 
 
@@ -157,6 +196,11 @@ def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             width = next(filter(None, sizes))
             inputs = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
             yield f"{name}{KERNEL}", layer.cpu_linear(inputs, layer.weight, None)
+
+
+def loads_of(transfer: ReplicaTransferEngine) -> list[str]:
+    """The names of the tensors that vLLM loads."""
+    return [name for name, _ in transfer.loaded({slot.name: torch.empty(slot.shape) for slot in transfer.slots})]
 
 
 def rotary_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

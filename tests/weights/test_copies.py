@@ -6,16 +6,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from asyncrl_cli.weights import mapped as mapped_module
 from asyncrl_cli.weights.layout import ByteRange, chunks_of, pages_of, plan_slots, size_of
-from asyncrl_cli.weights.mapped import Copies, CudaCopies, MappedReplica, copies_of
+from asyncrl_cli.weights.mapped import Copies, CudaCopies, MappedReplica, PinnedLoads, copies_of
 from asyncrl_cli.weights.replica import Replica
 
 SLOTS = plan_slots(
@@ -156,4 +159,63 @@ def test_parts_that_are_pinned_before_one_fails_are_given_back(
     on.unpin(memory)
     on.unpin(memory)
     assert not driver.pinned
+    assert len(caplog.messages) == 1
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory, and a part of a tensor in it: every dimension may be cut, and experts may be skipped."""
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    memory = torch.arange(7 + math.prod(shape), dtype=torch.float32)
+    part = memory[7:].view(shape)
+    for dim, size in enumerate(shape):
+        first = draw(st.integers(0, size - 1))
+        part = part.narrow(dim, first, draw(st.integers(1, size - first)))
+    return memory, part[:: draw(st.integers(1, 2))]
+
+
+@given(parts(), st.integers(1, 200), st.booleans())
+def test_loaders_get_the_part_and_no_other_bytes_change(
+    drawn: tuple[torch.Tensor, torch.Tensor], staged_bytes: int, pinned: bool
+) -> None:
+    memory, part = drawn
+    before, around = memory.clone(), torch.full((2, *part.shape), -1.0)
+    on = PinnedLoads(torch.device("cpu"), {memory.untyped_storage().data_ptr(): pinned})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped_module, "STAGED_BYTES", staged_bytes)
+        with on:
+            around[0].copy_(part)
+            other = torch.ones(2, 3).t().clone()
+    assert torch.equal(around[0], part)
+    assert torch.equal(around[1], torch.full(part.shape, -1.0)) and torch.equal(memory, before) and other.sum() == 6
+    if part.is_contiguous() or not pinned:
+        assert on.staged_bytes == 0
+    if part.dim() == 3 and all(one.is_contiguous() for one in part):
+        assert on.staged_bytes == 0, "experts that are one piece each"
+
+
+@pytest.mark.parametrize("staged_bytes", [64 * 2**20, 1000])
+def test_of_rows_that_are_divided_each_goes_to_the_device_once(
+    monkeypatch: pytest.MonkeyPatch, staged_bytes: int
+) -> None:
+    monkeypatch.setattr(mapped_module, "STAGED_BYTES", staged_bytes)
+    memory = torch.randn(3, 40, 20)
+    target = torch.zeros(3, 40, 5)
+    with PinnedLoads(torch.device("cpu"), {memory.untyped_storage().data_ptr(): True}) as on:
+        target.copy_(memory[..., 5:10])
+    assert torch.equal(target, memory[..., 5:10])
+    pieces = 3 * -(-40 // max(1, staged_bytes // 80)) if staged_bytes < 3200 else 3
+    assert on.staged_bytes == memory.nbytes - pieces * 15 * 4
+
+
+def test_a_gpu_whose_memory_cannot_be_pinned_loads_as_torch_does(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, two = torch.zeros(5000, dtype=torch.uint8), torch.zeros(500, dtype=torch.uint8)
+    driver.room, on = 1000, CudaCopies(GPU)
+    on.pin(one, [ByteRange(0, 5000)])
+    on.pin(two, [ByteRange(0, 500)])
+    loads = on.loads()
+    assert isinstance(loads, PinnedLoads)
+    assert loads._memories == {one.data_ptr(): False, two.data_ptr(): True}
     assert len(caplog.messages) == 1

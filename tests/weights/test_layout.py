@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import asdict, replace
 from itertools import pairwise
 from math import prod
 from unittest.mock import patch
@@ -21,10 +23,12 @@ from asyncrl_cli.weights.layout import (
     ByteRange,
     TensorSlot,
     chunks_of,
+    of_first_expert,
     pages_of,
     plan_slots,
     shard_of,
     size_of,
+    slot_from,
 )
 
 Tensors = list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -151,3 +155,32 @@ def test_of_a_small_tensor_some_ranks_have_nothing() -> None:
 def test_an_agent_does_not_load_torch(module: str) -> None:
     code = f"import sys, asyncrl_cli.weights.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def experts_slot(experts: int, rows: list[int], width: int) -> TensorSlot:
+    """A layer's experts as ``with_checkpoint_parts`` describes them."""
+    (whole,) = plan_slots([("mlp.experts.joined", torch.bfloat16, (experts, sum(rows), width))])
+    parts, offset = [], whole.offset
+    for number in range(experts):
+        for index, count in enumerate(rows):
+            name = f"mlp.experts.{number}.{index}.weight"
+            parts.append(replace(whole, name=name, shape=(count, width), offset=offset))
+            offset += parts[-1].nbytes
+    return replace(whole, parts=tuple(parts))
+
+
+@given(st.integers(1, 12), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 5), st.data())
+def test_experts_are_loaded_together_only_where_all_are_alike(
+    experts: int, rows: list[int], width: int, data: st.DataObject
+) -> None:
+    slot = experts_slot(experts, rows, width)
+    assert of_first_expert(slot) == slot.parts[: len(rows)]
+    assert slot_from(json.loads(json.dumps(asdict(slot)))).parts[0].name == slot.parts[0].name
+    index = data.draw(st.integers(0, len(slot.parts) - 1))
+    other = list(slot.parts)
+    if experts == 1 or data.draw(st.booleans()):
+        other[index] = replace(other[index], name="mlp.experts.other.weight")
+    else:
+        del other[index]
+    assert of_first_expert(replace(slot, parts=tuple(other))) == ()
+    assert of_first_expert(replace(slot, parts=())) == ()

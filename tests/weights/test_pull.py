@@ -13,11 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from asyncrl_cli.system.network import link_megabits
 from asyncrl_cli.weights import pull as pull_module
 from asyncrl_cli.weights import transfer
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, Superseded
-from asyncrl_cli.weights.pull import Pull
+from asyncrl_cli.weights.pull import Pull, streams_for
 from asyncrl_cli.weights.replica import Replica
 from asyncrl_cli.weights.transfer import Connection, HolderFault, WeightServer
 from tests.weights.holders import CHUNKS, RANKS, SLOTS, TOKEN, content, hold, manifest
@@ -279,3 +282,29 @@ def test_an_error_of_this_host_is_not_waited_for(replica: Replica) -> None:
     failing = partial(FailingConnection, asked=[], failure=KeyError("a mistake here"))
     with pytest.raises(KeyError, match="a mistake here"):
         Pull(replica, manifest(1), failing, [Endpoint("n", "http://x")], 600).run()
+
+
+@given(st.integers(0, 10**6), st.integers(1, 512))
+def test_a_pull_has_the_connections_that_its_link_and_its_cores_are_worth(megabits: int, cores: int) -> None:
+    streams = streams_for(megabits, cores)
+    assert pull_module.STREAMS <= streams <= pull_module.MOST_STREAMS
+    assert streams <= max(pull_module.STREAMS, cores // 2)
+    assert streams_for(megabits + 1000, cores) >= streams or megabits == 0
+    assert streams_for(25_000, 64) == 4 and streams_for(200_000, 64) == streams_for(0, 64) == 16
+
+
+def test_an_interface_without_a_speed_reports_none() -> None:
+    assert link_megabits("127.0.0.1") == 0
+    assert link_megabits("192.0.2.1") == 0, "not an address of this host"
+
+
+def test_a_pull_opens_as_many_connections_as_it_is_told(replica: Replica, holders: Holders) -> None:
+    opened: list[str] = []
+
+    def counted(url: str) -> Connection:
+        opened.append(url)
+        return connect(url)
+
+    pulled = Pull(replica, manifest(1), counted, holders("rank-0", "rank-1"), 60, streams=6).run()
+    assert has_version(replica, pulled.path, 1)
+    assert len(opened) == 6
