@@ -66,6 +66,7 @@ RESULTS: dict[str, str] = {
     "ray.actor.ActorClass().options": "",
     "ray.get_runtime_context": "ray.runtime_context.RuntimeContext()",
     "ray.remote": "ray.actor.ActorClass()",
+    "torch.Tensor().device": "",
     "vllm.config.model.ModelConfig().try_get_generation_config": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().device": "",
     "vllm.distributed.weight_transfer.base.WeightTransferEngine().model": "",
