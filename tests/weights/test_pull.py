@@ -298,7 +298,7 @@ def test_an_interface_without_a_speed_reports_none() -> None:
     assert link_megabits("192.0.2.1") == 0, "not an address of this host"
 
 
-def test_a_pull_opens_as_many_connections_as_it_is_told(replica: Replica, holders: Holders) -> None:
+def test_a_pull_opens_the_connections_that_it_is_given(replica: Replica, holders: Holders) -> None:
     opened: list[str] = []
 
     def counted(url: str) -> Connection:
