@@ -80,6 +80,8 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
     ``pair_cost``: the cost of a pair of positions in attention, in costs of a position in all other operations
     (``pair_cost``).
     """
+    if not keys:  # a step without rows, such as one with equal rewards in each group
+        return []
     order = sorted(range(len(keys)), key=lambda row: (keys[row].tobytes(), row))
     common = [0, *(_common(keys[earlier], keys[later]) for earlier, later in pairwise(order))]
     lengths = [len(keys[row]) for row in order]

@@ -50,6 +50,10 @@ def test_every_row_is_in_one_tree_that_computes_each_prefix_once(
     assert trees == plan_trees(keys_of(rows), most, cost, ranks)
 
 
+def test_a_step_without_rows_has_no_trees() -> None:
+    assert plan_trees([], most=100, pair_cost=0.0, ranks=2) == []
+
+
 def test_without_limits_rows_that_begin_alike_are_one_tree() -> None:
     rows = [[1, 2, 3], [1, 2, 4], [2, 1], [1, 5], [1, 2, 3]]
     (one, two) = plan_trees(keys_of(rows), most=100, pair_cost=0.0)
