@@ -50,7 +50,8 @@ def measure(name: str, options: argparse.Namespace, joined: bool) -> None:
     spec = spec_of(
         [*changes, "trainer.zero_stage=2", "model.warm_start=null", "model.max_length=4096", "stop.steps=100000",
          f"rollout.group_size={options.responses}", f"pipeline.groups_per_step={options.groups}",
-         "rollout.max_response_tokens=256", "evaluation=off", "trainer.optimizer.learning_rate=1e-12"]
+         "rollout.max_response_tokens=256", "trainer.tokens_per_microbatch=8192",
+         "evaluation=off", "trainer.optimizer.learning_rate=1e-12"]
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         assert spec.model.init is not None

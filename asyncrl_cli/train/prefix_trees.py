@@ -29,6 +29,10 @@ Keys = NDArray[Any]
 MASK_POSITIONS = 2**14
 """Most positions of a tree, unless it is one row: a mask of all pairs then has 2^28 numbers, 1 GiB in float32."""
 
+LEAST_SAVED = 0.2
+"""Share of all positions that trees must save. A single tree gives its whole micro-batch a mask, with which attention
+is slower: a small model gains nothing from trees that save a fifth (docs/performance.md)."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
@@ -74,8 +78,8 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
     Rows are sorted by their keys: the longest prefix that a row shares with any earlier row is the one that it shares
     with the row before it. A row joins the tree of the row before it if that saves more than it costs. It saves the
     shared positions. It costs attention: a tree's is computed for all pairs of positions, and a single row's for half
-    of them. A tree has at most ``most`` positions, unless it is one row. Several ranks get smaller trees where the
-    busiest of them then has fewer positions.
+    of them. If all trees together save little, every row stays alone. A tree has at most ``most`` positions, unless it
+    is one row. Several ranks get smaller trees where the busiest of them then has fewer positions.
 
     ``pair_cost``: the cost of a pair of positions in attention, in costs of a position in all other operations
     (``pair_cost``).
@@ -103,13 +107,14 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
         ]
 
     best = cut(most)
-    limit = max((tree.positions for tree in best), default=0)
+    limit = max(tree.positions for tree in best)
     while ranks > 1 and limit > 1:
         limit = limit * 9 // 10
         smaller = cut(min(limit, most))
         if _busiest(smaller, ranks) < _busiest(best, ranks):
             best = smaller
-    return best
+    saved = sum(sum(tree.shared) for tree in best)
+    return best if saved >= LEAST_SAVED * sum(lengths) else single_rows([len(row) + 1 for row in keys])
 
 
 def pair_cost(config: Any) -> float:

@@ -50,8 +50,8 @@ def test_every_row_is_in_one_tree_that_computes_each_prefix_once(
     assert trees == plan_trees(keys_of(rows), most, cost, ranks)
 
 
-def test_a_step_without_rows_has_no_trees() -> None:
-    assert plan_trees([], most=100, pair_cost=0.0, ranks=2) == []
+def test_a_minibatch_of_uniform_groups_has_no_trees() -> None:
+    assert plan_trees([], most=10, pair_cost=0.0, ranks=2) == []
 
 
 def test_without_limits_rows_that_begin_alike_are_one_tree() -> None:
@@ -62,11 +62,18 @@ def test_without_limits_rows_that_begin_alike_are_one_tree() -> None:
 
 
 def test_a_tree_is_cut_where_attention_costs_more_than_it_saves() -> None:
-    group = [[7] + [index] * 50 for index in range(8)]
+    group = [[7] * 20 + [index] * 50 for index in range(8)]
     assert len(plan_trees(keys_of(group), 1000, pair_cost=0.0)) == 1
     assert len(plan_trees(keys_of(group), 1000, pair_cost=0.01)) == 8
     long = [[7] * 200 + [index] * 50 for index in range(8)]
     assert len(plan_trees(keys_of(long), 1000, pair_cost=0.001)) == 1
+
+
+def test_rows_that_have_little_in_common_stay_alone() -> None:
+    rows = keys_of([[7] * 10 + [index] * 20 for index in (1, 2)] + [[index] * 30 for index in (3, 4)])
+    assert len(plan_trees(rows, 1000, pair_cost=0.0)) == 4
+    assert len(plan_trees(rows[:2], 1000, pair_cost=0.0)) == 2
+    assert len(plan_trees(keys_of([[7] * 15 + [index] * 15 for index in (1, 2)]), 1000, pair_cost=0.0)) == 1
 
 
 def test_ranks_share_a_group_that_one_rank_would_have_alone() -> None:
