@@ -84,7 +84,7 @@ def step_s(row: Published, separated: bool, mfu: float, slower: float) -> float:
         slower * engine.prefill_s,
         engine.kv_tokens,
     )
-    flops, _ = training_flops(shape, groups, PASSES)
+    flops, _ = training_flops(shape, groups, PASSES, shares=False)
     trainer = TrainerCost(row.rollouts / row.update, flops / (gpus * GPU.flops * mfu))
     costs = Costs(engine, trainer, publish_cost(shape, gpus, row.engine_gpus), Overheads(0.02, 0.1, 0.1))
     settings = BufferSettings(row.rollouts // GROUP, 1, int(separated), "wait", 0, GROUP, False)

@@ -12,7 +12,7 @@ from typing import Any
 from asyncrl_cli.plan.costs import Costs, EngineCost, Overheads, PublishCost, TrainerCost
 from asyncrl_cli.plan.lengths import Groups
 from asyncrl_cli.sizing.model import SizedModel
-from asyncrl_cli.spec.sections import ExperimentSpec
+from asyncrl_cli.spec.sections import ExperimentSpec, shares_prefixes
 from asyncrl_cli.spec.sharing import tensor_parallel
 from asyncrl_cli.train.flops import Amounts, Gpu, chosen
 
@@ -86,20 +86,22 @@ def engine_cost(shape: Shape, gpu: Gpu, gpus: int, kv_tokens: int | None) -> Eng
     )
 
 
-def training_flops(shape: Shape, groups: Groups, passes: float) -> tuple[float, float]:
+def training_flops(shape: Shape, groups: Groups, passes: float, shares: bool) -> tuple[float, float]:
     """Operations for a token of rollouts like these, on average, and for a token of the longest rollout.
 
     A forward pass is 2·N for a token, and 2·L·attention in each layer for the mean of its L causal predecessors;
-    ``passes`` counts forward passes; a backward pass counts as two.
+    ``passes`` counts forward passes; a backward pass counts as two. ``shares``: a group's prompt is computed once.
     """
     lengths = [rollout.prompt + rollout.response for group in groups for rollout in group.rollouts]
-    weighted = sum(length * length for length in lengths) / sum(lengths)
+    known = [rollout.prompt for group in groups for rollout in group.rollouts[1:] if shares]
     forward = Amounts(tokens=2 * shape.active, pairs=4 * shape.attention * shape.layers)
 
-    def of_token(length: float) -> float:
-        return passes * forward.times(Amounts(tokens=1, pairs=length / 2))
+    def squares(numbers: list[int]) -> int:
+        return sum(number * number for number in numbers)
 
-    return of_token(weighted), of_token(max(lengths))
+    computed = Amounts(tokens=sum(lengths) - sum(known), pairs=(squares(lengths) - squares(known)) / 2)
+    longest = Amounts(tokens=1, pairs=max(lengths) / 2)
+    return passes * forward.times(computed) / sum(lengths), passes * forward.times(longest)
 
 
 def training_share(shape: Shape) -> float:
@@ -108,11 +110,18 @@ def training_share(shape: Shape) -> float:
 
 
 def trainer_cost(
-    shape: Shape, gpu: Gpu, ranks: int, *, groups: Groups, recompute: bool, sequence_parallel: int = 1
+    shape: Shape,
+    gpu: Gpu,
+    ranks: int,
+    *,
+    groups: Groups,
+    recompute: bool,
+    sequence_parallel: int = 1,
+    shares: bool = False,
 ) -> TrainerCost:
     """The cost of ranks that share the batch. A step takes at least as long as its longest sequence, which only
-    ``sequence_parallel`` ranks train."""
-    of_mean, of_longest = training_flops(shape, groups, 4.0 if recompute else 3.0)
+    ``sequence_parallel`` ranks train. ``shares``: as in ``training_flops``."""
+    of_mean, of_longest = training_flops(shape, groups, 4.0 if recompute else 3.0, shares)
     rate = gpu.flops * training_share(shape)
     return TrainerCost(
         per_step_s=UPDATE_S,
@@ -140,6 +149,7 @@ def guessed_costs(spec: ExperimentSpec, shape: Shape, gpu: Gpu, *, groups: Group
             groups=groups,
             recompute=trainer.gradient_checkpointing,
             sequence_parallel=trainer.sequence_parallel,
+            shares=shares_prefixes(spec),
         ),
         publish=publish_cost(shape, trainer.ranks, engine_gpus),
         overheads=OVERHEADS,

@@ -52,7 +52,7 @@ class TrainingRow:
         return len(self.tokens.ids)
 
     def keys(self) -> Keys:
-        """What the states of all tokens but the last depend on: the token, its image, and the experts of its pass."""
+        """A key for every token but the last: its id, or its image, and the experts of its pass."""
         ids = self.tokens.ids[:-1].astype(np.int64)
         for one in self.images:  # an image's features replace its tokens' embeddings
             ids[one.offset : one.offset + one.length] = -1 - int(one.image.digest[:15], 16)

@@ -24,7 +24,7 @@ from torch import Tensor
 from asyncrl_cli.spec.sections import TrainerSpec, why_rows_are_separate
 
 Keys = NDArray[Any]
-"""What determines the state of each position of a row, given those before it; [positions], of any dtype."""
+"""Equal keys at a position, after equal keys at all earlier ones, mean equal states; [positions], of any dtype."""
 
 MASK_POSITIONS = 2**14
 """Most positions of a tree, unless it is one row: a mask of all pairs then has 2^28 numbers, 1 GiB in float32."""
@@ -81,8 +81,7 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
     of them. If all trees together save little, every row stays alone. A tree has at most ``most`` positions, unless it
     is one row. Several ranks get smaller trees where the busiest of them then has fewer positions.
 
-    ``pair_cost``: the cost of a pair of positions in attention, in costs of a position in all other operations
-    (``pair_cost``).
+    ``pair_cost``: the cost of a pair of positions in attention, in costs of a position in all other operations.
     """
     if not keys:  # a step without rows, such as one with equal rewards in each group
         return []
@@ -117,7 +116,7 @@ def plan_trees(keys: Sequence[Keys], most: int, pair_cost: float, ranks: int = 1
     return best if saved >= LEAST_SAVED * sum(lengths) else single_rows([len(row) + 1 for row in keys])
 
 
-def pair_cost(config: Any) -> float:
+def cost_of_pair(config: Any) -> float:
     """The cost of a pair of positions in attention, in costs of a position in all other operations of a layer.
 
     A position takes about 12 · width² multiplications with weights, and a pair 2 · width; a multiplication of a pair

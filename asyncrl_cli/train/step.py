@@ -28,7 +28,7 @@ from asyncrl_cli.train.packing import (
     plan_microbatches,
     training_rows,
 )
-from asyncrl_cli.train.prefix_trees import MASK_POSITIONS, pair_cost, plan_trees, single_rows
+from asyncrl_cli.train.prefix_trees import MASK_POSITIONS, cost_of_pair, plan_trees, single_rows
 from asyncrl_cli.train.step_rewards import StepRewards
 from asyncrl_cli.train.update import UpdateSums, update_critic, update_policy
 
@@ -152,7 +152,7 @@ def _minibatch(learner: Learner, rows: list[TrainingRow]) -> Minibatch:
         most = trainer.tokens_per_microbatch - 1
         if trainer.attention != "flex_attention":
             most = min(most, MASK_POSITIONS)
-        trees = plan_trees([row.keys() for row in rows], most, pair_cost(policy.model.config), shares)
+        trees = plan_trees([row.keys() for row in rows], most, cost_of_pair(policy.model.config), shares)
     plan = plan_microbatches(
         [len(tree) for tree in trees],
         tokens_per_microbatch=trainer.tokens_per_microbatch,

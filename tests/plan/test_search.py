@@ -71,6 +71,15 @@ def test_no_number_of_ranks_trains_the_longest_sequence_faster() -> None:
     assert few.seconds(100, 8000) == many.seconds(100, 8000)
 
 
+def test_shared_prompts_are_trained_once() -> None:
+    groups = LengthModel(100, 0.0, 100, prompt=600).groups(4, 8)
+    alone, shared = (
+        trainer_cost(DENSE, GPUS["h100"], 4, groups=groups, recompute=False, shares=shares) for shares in (False, True)
+    )
+    assert shared.per_token_s / alone.per_token_s == pytest.approx(1400 / 5600, rel=0.02)
+    assert shared.longest_token_s == alone.longest_token_s
+
+
 def test_contexts_cost_their_bytes() -> None:
     gpu = GPUS["h100"]
     assert engine_cost(DENSE, gpu, 2, None).per_context_token_s == DENSE.cache_bytes / (2 * 0.7 * gpu.bandwidth)
