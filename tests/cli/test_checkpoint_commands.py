@@ -60,7 +60,7 @@ def run(tmp_path: Path) -> RunDirectory:
                 journal.execute("INSERT INTO evaluations VALUES (?, ?, 0, ?, 0, 0, 8, 0, 0)", (step, kind, value))
         for step in (10, 20, 30, 40, 50):
             saved = (step, SAVED + step, checkpoint_name(step))
-            journal.execute("INSERT INTO checkpoints VALUES (?, ?, ?, 1.0, NULL, NULL, '')", saved)
+            journal.execute("INSERT INTO checkpoints VALUES (?, ?, ?, 1.0, 0.1, NULL, NULL, '')", saved)
     return run
 
 
