@@ -204,7 +204,7 @@ class Orchestrator:
         # Not in ``_tasks``: Ctrl-C does not stop it, and the checkpoint at the end waits for it.
         self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
         if in_background:
-            self._spawn(self._saved())  # an error ends the run at once
+            self._spawn(self._saved())  # an error ends the run immediately
         else:
             await self._saved()
 

@@ -63,7 +63,7 @@ class ImageCache(Generic[T]):
         self._lock = threading.Lock()
 
     def of(self, image: Image) -> T:
-        """What was made of the image, now or earlier. Raises as ``make`` does."""
+        """The result for the image, made now or earlier. Raises as ``make`` does."""
         with self._lock:
             if image.digest in self._kept:
                 self._kept.move_to_end(image.digest)

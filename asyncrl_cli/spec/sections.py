@@ -231,7 +231,7 @@ class TrainerSpec(Section):
     is the fastest for rows with long prefixes in common."""
     share_prefixes: bool | None = None
     """Compute a prefix that rows have in common once: a group's prompt, and what branches of a rollout share. Log-probs
-    and gradients are those of separate rows. Default: wherever the model and `attention` allow it, which flash
+    and gradients equal the ones of separate rows. Default: wherever the model and `attention` allow it, which flash
     attention does not."""
     packing: bool = Field(default_factory=lambda data: is_flash(data.get("attention", "")))
     """Join the rows of a micro-batch into one sequence instead of padding them. Default: true with flash attention. The

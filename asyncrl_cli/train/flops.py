@@ -49,7 +49,7 @@ def data_sheet(name: str) -> Gpu | None:
 
 
 class Amounts(NamedTuple):
-    """What passes are made of; or the operations of one of each. Whatever is computed once counts once."""
+    """Amounts of work in passes, or the operations of one unit of each. A shared computation counts once."""
 
     tokens: float = 0.0  # that go through the language model's layers
     predicted: float = 0.0  # that go through the output head

@@ -1,7 +1,7 @@
 """From a batch's rollouts of any length to micro-batches of a bounded size, the same number on every rank.
 
 Every token sequence of a rollout is a row. Only tokens that the policy sampled count; the others are context. Rows
-with a common prefix are computed together, as a tree (prefix_trees.py); every other row is a tree of its own.
+with a common prefix are computed together, as a tree (prefix_trees.py); any other row is alone in its tree.
 
 Invariant: a micro-batch's size is at most ``tokens_per_microbatch``, or it is one row that is longer by itself.
 Size counts the computed tokens: trees · largest tree where they are padded, the sum of trees where they are packed.
@@ -30,7 +30,7 @@ from asyncrl_cli.records.rewards import Turn
 from asyncrl_cli.records.training import TrainingBatch
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.images import ImageInputs, Vision
-from asyncrl_cli.train.prefix_trees import Keys, PrefixTree, TreeLayout
+from asyncrl_cli.train.prefix_trees import Keys, PrefixTree, TreeLayout, divided
 
 DUMMY_TOKENS = 2
 """Length of the row that stands for an empty micro-batch: the shortest with a token to predict."""
@@ -171,25 +171,19 @@ def plan_microbatches(
     """Which trees, here called rows, each rank trains together; with sequence parallelism a rank stands for the ranks
     that share its rows.
 
-    Rows go to ranks from the longest to the shortest, each to the rank with the fewest tokens so far (R. L.
-    Graham's LPT rule, 1969), so two ranks differ by at most one longest row. A rank takes its rows in the same
-    order, each into the first micro-batch with room (first-fit decreasing). Padded, no other grouping of these
-    rows needs fewer, as the first row of each is its longest; packed, the best one may need 2 in 11 fewer (G. Dósa,
-    2007). A rank with fewer micro-batches than another halves its largest ones, which costs nothing, and gets
-    empty ones only when no rows are left to split.
+    Rows go to ranks from the longest to the shortest (``divided``). A rank takes its rows in the same order, each into
+    the first micro-batch with room (first-fit decreasing). Padded, no other grouping of these rows needs fewer, as the
+    first row of each is its longest; packed, the best one may need 2 in 11 fewer (G. Dósa, 2007). A rank with fewer
+    micro-batches than another halves its largest ones, which costs nothing, and gets empty ones only when no rows are
+    left to split.
 
     Returns:
         ``plan[rank][microbatch]`` is a list of indices into ``lengths``, from the longest row to the
         shortest. Every index occurs once; every rank has the same number of micro-batches, at least one.
     """
-    rows_of: list[list[int]] = [[] for _ in range(ranks)]
-    tokens_of = [0] * ranks
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        rank = tokens_of.index(min(tokens_of))
-        rows_of[rank].append(row)
-        tokens_of[rank] += lengths[row]
     plan = [
-        _fill(rows, lengths=lengths, tokens_per_microbatch=tokens_per_microbatch, packing=packing) for rows in rows_of
+        _fill(rows, lengths=lengths, tokens_per_microbatch=tokens_per_microbatch, packing=packing)
+        for rows in divided(lengths, ranks)
     ]
     most = max(1, *(len(microbatches) for microbatches in plan))
     for microbatches in plan:

@@ -133,12 +133,22 @@ def _common(first: Keys, second: Keys) -> int:
     return int(differ[0]) if differ.size else most
 
 
-def _busiest(trees: Sequence[PrefixTree], ranks: int) -> int:
-    """Positions of the rank with the most, if each tree in turn, from the largest, goes to the rank with the fewest."""
+def divided(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """The indices that each rank gets: from the largest to the smallest, each to the rank with the least so far (R. L.
+    Graham's LPT rule, 1969), so two ranks differ by at most one largest size."""
+    parts: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for positions in sorted((tree.positions for tree in trees), reverse=True):
-        loads[loads.index(min(loads))] += positions
-    return max(loads)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        rank = loads.index(min(loads))
+        parts[rank].append(index)
+        loads[rank] += sizes[index]
+    return parts
+
+
+def _busiest(trees: Sequence[PrefixTree], ranks: int) -> int:
+    """Positions of the rank with the most."""
+    sizes = [tree.positions for tree in trees]
+    return max(sum(sizes[index] for index in part) for part in divided(sizes, ranks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -74,7 +74,7 @@ class ImageInputs:
         return ImageInputs(placeholders, self.pixels, positions, self.bidirectional)
 
     def by_tree(self, trees: TreeLayout) -> ImageInputs:
-        """The inputs of rows as those of their trees; ``pixels`` are without images of shared positions."""
+        """The inputs of rows, by the positions of their trees; ``pixels`` are without images of shared positions."""
         positions = None if self.positions is None else torch.stack([trees.of_tokens(axis) for axis in self.positions])
         return ImageInputs(trees.of_tokens(self.placeholders), self.pixels, positions, self.bidirectional)
 
