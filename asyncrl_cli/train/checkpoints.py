@@ -236,18 +236,19 @@ class Snapshot:
         from torch.utils._pytree import tree_leaves
 
         tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-        # As in ``torch.save``: tensors that share memory share it in the copy, and in the file.
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+        # Tensors that share a storage share it in the copy and in the file, as ``torch.save`` does. The address of the
+        # memory cannot be the key: all empty storages have address 0.
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
         if not self._has_room(sum(storage.nbytes() for storage in storages.values())):
             self._written[path] = save_file(state, path)
             return
         copied = {}
-        for address, storage in storages.items():
+        for key, storage in storages.items():
             memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda)
-            copied[address] = memory.untyped_storage().copy_(storage, non_blocking=True)
+            copied[key] = memory.untyped_storage().copy_(storage, non_blocking=True)
         views = {}
         for tensor in tensors:
-            view, own = torch.empty(0, dtype=tensor.dtype), copied[tensor.untyped_storage().data_ptr()]
+            view, own = torch.empty(0, dtype=tensor.dtype), copied[tensor.untyped_storage()._cdata]
             views[id(tensor)] = view.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
         self.files[path] = copy.deepcopy(state, views)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from asyncrl_cli.train import checkpoints
@@ -52,7 +52,11 @@ def states(draw: st.DrawFn) -> tuple[dict[str, Any], list[torch.Tensor], Scaler]
     return {"state": draw(parts), "tied": [memories[0], memories[0]], "scaler": scaler}, memories, scaler
 
 
+TWO_EMPTY = {"first": torch.empty(0), "second": torch.empty(0), "scaler": Scaler()}
+
+
 @given(made=states())
+@example(made=(TWO_EMPTY, [], Scaler()))
 def test_files_have_the_bytes_from_before_the_step(
     made: tuple[dict[str, Any], list[torch.Tensor], Scaler], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
