@@ -157,7 +157,7 @@ def events(
 ) -> None:
     """Print the events of a run, which may be running, stopped or dead, in the order of their times.
 
-    docs/events.md explains each kind.
+    docs/journal.md explains each kind.
     """
     from asyncrl_cli.inspect.history_page import as_json as json_line
     from asyncrl_cli.inspect.history_page import as_line, run_events

@@ -1,7 +1,7 @@
 """A run as one stream of typed events, read from the journal of a live run, a dead one or a copy.
 
 The journal has a row for everything that happened, with the time at which it was recorded. A class of event names its
-fields and the query that fills them, in the same order. docs/events.md lists them.
+fields and the query that fills them, in the same order. docs/journal.md lists them.
 
 Invariant: one process writes the journal and commits in the order of its notes, so a reader of the events of a kind up
 to one time has missed none of that kind before it, unless the clock was set back.

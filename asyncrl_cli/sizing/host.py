@@ -25,7 +25,7 @@ GPU_PROCESS_BYTES = 4 * GIB
 STORED_BYTES = 16
 """Bytes of a token in Ray's object store, where a batch lies while it is trained."""
 JOURNAL_BYTES = 10
-"""Bytes of a token in the journal: measured (docs/scale.md)."""
+"""Bytes of a token in the journal: measured (docs/sizing.md)."""
 ROUTED_BYTES = 1024
 """More than the experts of a token take in any public model (Qwen3-235B-A22B: 94 layers × 8), for a run that has not
 read its model's config."""

@@ -22,7 +22,7 @@ STREAMS = 4
 """Connections of one pull, at least; every holder has at least one."""
 MOST_STREAMS = 16
 STREAM_MEGABITS = 10_000
-"""Megabits/s that a connection brings: its thread receives and checks 1.1 to 2 GB/s (docs/scale.md)."""
+"""Megabits/s that a connection brings: its thread receives and checks 1.1 to 2 GB/s (docs/performance.md)."""
 ASK_AGAIN_S = 0.5
 """Seconds after which a holder that does not have everything is asked again."""
 RETRY_S = 0.25
