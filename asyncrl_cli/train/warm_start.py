@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,7 @@ def _train(
     progress: Callable[[int, int, float], None],
     vision: Vision | None,
 ) -> None:
-    optimizers = _optimizers(model, spec)
+    optimizers = _optimizers(model, spec, pool)
     model.eval()  # without dropout: threads would share its random numbers
     for update, examples in enumerate(batches):
         factor = schedule.factor(
@@ -318,13 +319,13 @@ def _accumulate_gradients(
     return total
 
 
-def _optimizers(model: Any, spec: WarmStart) -> list[torch.optim.Optimizer]:
+def _optimizers(model: Any, spec: WarmStart, pool: Executor) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of linear layers except the output layer; AdamW for all other parameters."""
     outer = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     linear = {id(layer.weight) for layer in model.modules() if isinstance(layer, torch.nn.Linear)} - outer
     matrices = [parameter for parameter in model.parameters() if id(parameter) in linear]
     others = [parameter for parameter in model.parameters() if id(parameter) not in linear]
-    muon = Muon(matrices, lr=spec.matrix_learning_rate, momentum=0.95, weight_decay=spec.weight_decay)
+    muon = Muon(matrices, lr=spec.matrix_learning_rate, momentum=0.95, weight_decay=spec.weight_decay, pool=pool)
     adamw = torch.optim.AdamW(others, lr=spec.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     optimizers = [muon, adamw]
     for optimizer in optimizers:
@@ -361,10 +362,17 @@ class Muon(torch.optim.Optimizer):
     A matrix with more rows than columns takes a larger step, by the root of their ratio, as in Jordan's own code.
     """
 
-    def __init__(self, matrices: Iterable[torch.nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        matrices: Iterable[torch.nn.Parameter],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        pool: Executor,
+    ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._pool = pool
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         assert closure is None, "the gradients are there already"
         for group in self.param_groups:
@@ -373,17 +381,22 @@ class Muon(torch.optim.Optimizer):
                 if matrix.grad is not None:
                     by_shape.setdefault(matrix.shape, []).append(matrix)
             # One call for all matrices of a shape: a call costs more than the arithmetic of a small model's.
-            for (rows, columns), matrices in by_shape.items():
-                directions = []
-                for matrix in matrices:
-                    assert matrix.grad is not None
-                    state = self.state[matrix]
-                    if "momentum" not in state:
-                        state["momentum"] = torch.zeros_like(matrix)
-                    average = state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
-                    directions.append(matrix.grad.lerp(average, group["momentum"]))
-                rate = group["lr"] * max(1.0, rows / columns) ** 0.5
-                for matrix, update in zip(matrices, orthogonalized(torch.stack(directions)), strict=True):
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                    matrix.add_(update, alpha=-rate)
+            list(self._pool.map(partial(self._update, group), by_shape.values()))
         return None
+
+    @torch.no_grad()
+    def _update(self, group: dict[str, Any], matrices: list[torch.nn.Parameter]) -> None:
+        """Update matrices of one shape."""
+        directions = []
+        for matrix in matrices:
+            assert matrix.grad is not None
+            state = self.state[matrix]
+            if "momentum" not in state:
+                state["momentum"] = torch.zeros_like(matrix)
+            average = state["momentum"].lerp_(matrix.grad, 1 - group["momentum"])
+            directions.append(matrix.grad.lerp(average, group["momentum"]))
+        rows, columns = matrices[0].shape
+        rate = group["lr"] * max(1.0, rows / columns) ** 0.5
+        for matrix, update in zip(matrices, orthogonalized(torch.stack(directions)), strict=True):
+            matrix.mul_(1 - group["lr"] * group["weight_decay"])
+            matrix.add_(update, alpha=-rate)

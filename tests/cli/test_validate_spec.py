@@ -38,7 +38,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 def test_a_valid_spec_is_one_line(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("validate-spec", QUICKSTART) == (
         0,
-        f"{QUICKSTART} is valid: quickstart runs 140 steps of 32 groups of 8 rollouts, async with staleness of at most "
+        f"{QUICKSTART} is valid: quickstart runs 60 steps of 32 groups of 8 rollouts, async with staleness of at most "
         "2, with 1 engine on CPU and 1 trainer rank on CPU\n",
         "",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -36,7 +38,8 @@ def test_steps_are_those_of_pytorch_but_for_rounding(shape: tuple[int, int]) -> 
     torch.manual_seed(0)
     start = [torch.randn(shape) for _ in range(3)]
     ours, theirs = ([torch.nn.Parameter(one.clone()) for one in start] for _ in range(2))
-    mine = Muon(ours, lr=0.02, momentum=0.95, weight_decay=0.1)
+    pool = ThreadPoolExecutor(2)
+    mine = Muon(ours, lr=0.02, momentum=0.95, weight_decay=0.1, pool=pool)
     reference = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn="original")
     for _ in range(5):
         for one, other in zip(ours, theirs, strict=True):

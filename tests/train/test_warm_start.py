@@ -218,7 +218,7 @@ def test_muon_has_the_blocks_matrices_and_adamw_all_the_rest(tmp_path: Path, tie
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     muon, adamw = (
         [names.pop(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
-        for optimizer in _optimizers(model, WarmStart(steps=1))
+        for optimizer in _optimizers(model, WarmStart(steps=1), ThreadPoolExecutor(1))
     )
     assert not names, "every parameter is in exactly one of them"
     assert len(muon) == 7
