@@ -1,4 +1,4 @@
-"""The cost of vLLM's front end and core per token, with a record per token and with joined records (decision 0079).
+"""The cost of vLLM's front end and core per token, with a record per token and with joined records (decision 0010).
 
     python benchmarks/joined_outputs.py [--requests N] [--repeats N]
 

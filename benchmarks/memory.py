@@ -31,7 +31,7 @@ QUICKSTART = Path(__file__).parents[1] / "specs/quickstart.yaml"
 MB = 10**6
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**19)}
 """Makes the C library return almost all freed memory, which torch's allocator on a GPU can reuse. Then only memory in
-use is measured, which the estimate counts. Ranks of a run keep more memory, and are faster (decision 0060)."""
+use is measured, which the estimate counts. Ranks of a run keep more memory, and are faster (decision 0047)."""
 GOAL = 0.15
 """The allowed error of an estimate, as a fraction of the measurement."""
 TINY = {

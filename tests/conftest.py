@@ -72,7 +72,7 @@ def pytest_collection_finish() -> None:
     """Enable the garbage collector, and have torch use one thread in the processes of pytest."""
     gc.enable()
     if torch := sys.modules.get("torch"):
-        # More processes than cores: waiting threads would take more time than the work itself (decision 0082).
+        # More processes than cores: waiting threads would take more time than the work itself (decision 0041).
         torch.set_num_threads(1)
 
 

@@ -79,7 +79,7 @@ def exactness(bench: Bench) -> dict[str, Any]:
 def publish(bench: Bench) -> dict[str, Any]:
     """The times of a publish and its parts, the pause of engines, and the bandwidth of a publish and of its copies."""
     run = _timed(bench, "async")
-    # A publish that ends during the next step is in that step's row (decision 0062).
+    # A publish that ends during the next step is in that step's row (decision 0038).
     every = [row for row in metrics(run) if "publish/seconds" in row]
     found = every[SKIPPED_STEPS:]
     size = _weight_bytes(run)

@@ -175,7 +175,7 @@ def _transfer_engine(package: Package) -> Iterator[str]:
 
 
 def _expressions(package: Package) -> Iterator[str]:
-    """vLLM's code has not changed where asyncrl replaces a part of it (decisions 0064 and 0079)."""
+    """vLLM's code has not changed where asyncrl replaces a part of it (decisions 0064 and 0010)."""
     for file, name, expressions in ((file, *item) for file, of in EXPRESSIONS.items() for item in of.items()):
         found = package.find(name)
         owner, _, member = name.rpartition(".")

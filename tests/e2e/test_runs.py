@@ -56,7 +56,7 @@ def with_a_killed_engine(runs: Runs, **sections: Any) -> Path:
 
 
 # Two engines compete for the same groups, and rollouts of an engine that dies continue on the other: with the same
-# tokens, because random numbers depend on seed and position only (decisions 0064, 0110). With one engine nothing
+# tokens, because random numbers depend on seed and position only (decision 0064). With one engine nothing
 # is killed.
 @pytest.mark.parametrize("engines", [pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_async_without_staleness_is_sync_to_the_bit(shared_runs: Runs, sync_run: Path, engines: int) -> None:
