@@ -14,17 +14,16 @@ log = logging.getLogger(__name__)
 class Background:
     """Runs jobs one after another on a daemon thread. Jobs handle their own errors; an unexpected one is logged.
 
-    Invariant: ``submit`` neither waits nor raises; a job that finds the queue full is not run.
+    Invariant: ``submit`` neither waits nor raises. If the queue already has ``limit`` jobs, the new job is dropped.
     """
 
     def __init__(self, name: str, limit: int = 1000) -> None:
-        """``limit``: size of the queue."""
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(limit)
         self._closed = False
         Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, job: Callable[[], None]) -> bool:
-        """Run ``job`` after those submitted before it; False if the queue is full or closed, and it is not run."""
+        """Run ``job`` after the earlier jobs. False if the queue is full or closed; then ``job`` is dropped."""
         if self._closed:
             return False
         try:
@@ -38,7 +37,7 @@ class Background:
         return self._queue.qsize()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for the jobs submitted so far; whether all of them are done."""
+        """Wait up to ``timeout_s`` seconds for the jobs submitted so far; True if all are done."""
         deadline = time.monotonic() + timeout_s
         done = Event()
         try:
@@ -48,7 +47,7 @@ class Background:
         return done.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self, timeout_s: float) -> bool:
-        """Take no more jobs, and ``wait``."""
+        """Refuse further jobs, and ``wait``."""
         self._closed = True
         done = self.wait(timeout_s)
         if done:

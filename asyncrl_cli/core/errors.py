@@ -1,8 +1,7 @@
-"""Errors that a user can fix: each has a message (what is wrong), a location (where) and a hint (what to do).
+"""Errors that a user can fix. Every other exception is a bug and keeps its traceback.
 
-Every other exception is a bug and keeps its traceback. ``cli.app.main`` prints these errors as a diagnostic, with one
-line each for message, location and hint. Like compilers' messages, the texts are short, begin in lower case and have no
-full stop at the end.
+``cli.app.main`` prints these errors as a diagnostic, with one line each for message, location and hint. Like a
+compiler's messages, the texts are short, begin in lower case and have no full stop at the end.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ Severity = Literal["error", "warning"]
 
 
 class UserError(Exception):
-    """Something the user can fix.
+    """An error that the user can fix.
 
-    ``message`` says what is wrong, ``location`` where (a file with its line, a run id, a host), ``hint`` what to do.
-    Subclasses set ``exit_code``, the status the command ends with.
+    ``message`` names the problem, ``location`` the place (a file with its line, a run id, a host), ``hint`` the remedy.
+    Subclasses set ``exit_code``, the command's exit status.
     """
 
     exit_code = 1
@@ -30,8 +29,7 @@ class UserError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """The error in one line, for logs and for messages that quote it: ``location: message (hint)``, without
-        secrets."""
+        """One line without secrets, for logs and for messages that quote it: ``location: message (hint)``."""
         located = f"{self.location}: {self.message}" if self.location else self.message
         return hide(f"{located} ({self.hint})" if self.hint else located)
 
@@ -41,7 +39,7 @@ class UserError(Exception):
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first error in a group, which may be nested. Another error is its own cause."""
+    """The first error in a group, which may be nested; any other error is returned unchanged."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -58,7 +56,7 @@ def diagnostic(severity: Severity, message: str, location: str = "", hint: str =
 
 
 class ConfigError(UserError):
-    """A mistake in the spec, or in what the spec names: files, models, data, functions, devices."""
+    """A mistake in the spec or in a file, model, data set, function or device that it names."""
 
     exit_code = 2
 

@@ -1,4 +1,4 @@
-"""Writes files and folders atomically: they appear complete or not at all, so no reader sees a partial one."""
+"""Writes files and folders atomically: they appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from asyncrl_cli.core.errors import ConfigError
 
 
 def require_folder(path: str | Path, location: str) -> None:
-    """Raise ``ConfigError``, naming this host, if a folder does not exist here; ``location``: the key of its path."""
+    """Raise ``ConfigError`` with this host's name if a folder does not exist here. ``location``: the spec's key."""
     if not os.path.isdir(path):
         raise ConfigError(
             f"{socket.gethostname()} has no folder {path}",
@@ -28,8 +28,8 @@ def require_folder(path: str | Path, location: str) -> None:
 
 
 def is_replaceable(path: Path) -> bool:
-    """Whether a path may be replaced by a new file: it does not exist, or is a regular file. Devices, pipes and links
-    (`/dev/stdout`) have to be written to directly."""
+    """True if a new file may replace the path: it is a regular file, or does not exist. Devices, pipes and links
+    (`/dev/stdout`) must be written to directly."""
     return not path.is_symlink() and (path.is_file() or not path.exists())
 
 
@@ -37,8 +37,7 @@ def is_replaceable(path: Path) -> bool:
 def atomic_write(path: Path, *, private: bool = False, durable: bool = False) -> Iterator[BinaryIO]:
     """A file to write to, which replaces ``path``, also a link, when the block ends without an error.
 
-    Only its owner can read a ``private`` file; a ``durable`` one is on disk when the block has ended. Raises
-    ``OSError``.
+    ``private``: only the owner can read it. ``durable``: it is on disk when the block has ended. Raises ``OSError``.
     """
     unfinished = _unfinished(path)
     try:
@@ -53,13 +52,13 @@ def atomic_write(path: Path, *, private: bool = False, durable: bool = False) ->
         if durable:
             sync(path.parent)
     finally:
-        unfinished.unlink(missing_ok=True)  # also on a full disk, which needs the space
+        unfinished.unlink(missing_ok=True)  # frees the space on a full disk
 
 
 @contextmanager
 def output_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, at a path that a user has given; its folder is created. If the path ``is_replaceable``, it is
-    written as by ``atomic_write``. Raises ``OSError``."""
+    """Create the folder of a user's output file, and open the file, atomically if ``is_replaceable``. Raises
+    ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) if is_replaceable(path) else path.open("wb") as file:
         yield file
@@ -67,10 +66,10 @@ def output_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill, which is renamed to ``path`` when the block ends without an error, and otherwise removed.
+    """A folder to fill. It is renamed to ``path`` when the block ends without an error, and otherwise removed.
 
-    Its parent folders are created. Folders that killed processes left unfinished for the same ``path`` are removed.
-    Raises ``OSError``, also when ``path`` is a folder that is not empty.
+    Parent folders are created. Unfinished folders that killed processes left for the same ``path`` are removed. Raises
+    ``OSError``, also if ``path`` is a folder that is not empty.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in path.parent.glob(f".{glob.escape(path.name)}-*"):
@@ -81,9 +80,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     new.mkdir()
     lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # some network file systems cannot lock folders: what is left there stays
+        with suppress(OSError):  # some network file systems cannot lock folders; leftovers stay there
             fcntl.flock(lock, fcntl.LOCK_EX)
-        os.rename(new, unfinished)  # only now: an unlocked folder of this name counts as left behind
+        os.rename(new, unfinished)  # after the lock: another process removes an unlocked folder of this name
         yield unfinished
         os.rename(unfinished, path)
     finally:
@@ -93,7 +92,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def _remove_unlocked(folder: Path) -> None:
-    with suppress(OSError):  # it is a file, or is locked by the process that fills it
+    with suppress(OSError):  # it is a file, or the process that fills it has locked it
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -118,5 +117,5 @@ def sync(path: Path) -> None:
 
 
 def _unfinished(path: Path) -> Path:
-    """A hidden name next to ``path``, on the same file system; random, because several processes may write it."""
+    """A hidden name on the same file system; random, because several processes may write ``path``."""
     return path.with_name(f".{path.name}-{secrets.token_hex(4)}")

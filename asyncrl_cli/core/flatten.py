@@ -7,8 +7,8 @@ from typing import Any
 
 
 def flatten(value: Any, prefix: str = "", index_lists: bool = False) -> dict[str, Any]:
-    """Dotted keys with their values. A list is a value, and so is an empty mapping; with ``index_lists`` the items of
-    a list of mappings have keys of their own, such as ``mix.0.name``."""
+    """Dotted keys with their values. Lists and empty mappings are values; with ``index_lists``, the items of a list of
+    mappings get separate keys, such as ``mix.0.name``."""
     items: Mapping[Any, Any] | None = None
     if isinstance(value, Mapping) and value:
         items = value

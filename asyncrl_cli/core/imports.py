@@ -1,4 +1,4 @@
-"""Imports of torch, transformers, DeepSpeed and vLLM, which take most of the time of a run's start, and packages that
+"""Faster imports of torch, transformers, DeepSpeed and vLLM, which dominate a run's start, and errors for packages that
 are not installed."""
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from contextlib import contextmanager
 from asyncrl_cli.core.errors import ConfigError
 
 UNUSED = ("mlflow", "scipy", "sklearn")
-"""Packages that DeepSpeed's autotuner, vLLM's resampling of audio and transformers' assisted generation import if they
-are installed; each takes a second or two."""
-
+"""Packages that DeepSpeed's autotuner, vLLM's audio resampling and transformers' assisted generation import if they are
+installed. Each takes a second or two."""
 STACK = ("stack", "cpu", "gpu")
 """Extras with the packages of engines and trainer."""
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-
 MALLOC = "MALLOC_MMAP_THRESHOLD_"
 M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h: the parameter that ``MALLOC`` sets."""
+"""The parameter that ``MALLOC`` sets, from glibc's malloc.h."""
 
 
 def set_environment(variables: Mapping[str, str]) -> None:
-    """Set environment variables for such libraries, which read them when they are imported.
-
-    ``MALLOC`` and the filter of warnings, which a process reads when it starts, are set as well.
-    """
+    """Set environment variables that libraries read when they are imported, and apply ``MALLOC`` and the warning filter
+    to this process, which read them at its start."""
     os.environ.update(variables)
     if "PYTHONWARNINGS" in variables:
         warnings.simplefilter("ignore", FutureWarning)
@@ -42,13 +38,13 @@ def set_environment(variables: Mapping[str, str]) -> None:
 
 @contextmanager
 def large_imports() -> Iterator[None]:
-    """A block that imports such libraries and does nothing else; a fifth to a third faster (decision 0044).
+    """A block that only imports large libraries runs a fifth to a third faster (decision 0044).
 
-    Within it packages of ``UNUSED`` that nothing has imported yet count as not installed, for all threads.
+    Within it, ``UNUSED`` packages that are not imported yet count as not installed, for all threads.
     """
     hidden = [name for name in UNUSED if name not in sys.modules]
     collecting = gc.isenabled()
-    # Imports leave little garbage, and each collection would traverse all modules again.
+    # Imports leave little garbage, and each collection would visit all modules again.
     gc.disable()
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None: the import system's own mark
     try:

@@ -1,7 +1,6 @@
 """Confidence intervals of means over prompts (decision 0094).
 
-The responses to one prompt are not independent, so a prompt is a cluster: only different prompts count as independent.
-Values come as one sequence per prompt; a mean is over all values.
+Responses to the same prompt are not independent, so each prompt is a cluster of values. A mean is over all values.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Clusters = Sequence[Sequence[float]]
 
 
 def wilson(share: float, count: float, z: float = Z) -> Interval:
-    """Wilson's score interval of a share that was measured on ``count`` independent cases (at least 1)."""
+    """Wilson's score interval of a share measured on ``count`` independent cases (at least 1)."""
     n = max(1.0, count)
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z / (1 + z**2 / n) * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
@@ -42,10 +41,10 @@ def clustered_error(clusters: Clusters) -> tuple[float, float]:
 def share_interval(clusters: Clusters, answers: int | None = None) -> Interval:
     """The 95 % interval of the mean of values between 0 and 1: Wilson's interval for the effective number of cases.
 
-    This number is p (1 - p) / error^2 for the mean p, and at most the number of ``answers`` that the values are from
-    (by default, each is from one). Where the values show no variance because all are 0 or all are 1, it is the number
-    of clusters. With one value per cluster, each 0 or 1, it is the number of values, as in Wilson's own interval (Korn
-    and Graubard 1998; Dean and Pagano 2015).
+    This number is p (1 - p) / error^2 for the mean p, and at most the number of ``answers`` behind the values (by
+    default one for each value). If all values are 0 or all are 1, it is the number of clusters. With one value per
+    cluster, each 0 or 1, it is the number of values, as in Wilson's own interval (Korn and Graubard 1998; Dean and
+    Pagano 2015).
     """
     mean, error = clustered_error(clusters)
     mean = min(1.0, max(0.0, mean))
@@ -58,7 +57,7 @@ def share_interval(clusters: Clusters, answers: int | None = None) -> Interval:
 def mean_interval(clusters: Clusters) -> Interval | None:
     """The 95 % interval of the mean of any values, by Student's t; None with fewer than 5 clusters.
 
-    It assumes a nearly normal mean, so with few prompts and rare, large values it is too narrow.
+    It assumes a nearly normal mean, so it is too narrow with few prompts and rare, large values.
     """
     freedom = len(clusters) - 1
     if freedom < 4:

@@ -1,7 +1,7 @@
 """Keeps secrets out of all output and files.
 
-A spec refers to a secret as ``${env:NAME}``. Files that are written keep this reference (``spec.load.dump_spec``).
-Messages, which may quote a value, are passed through ``hide``.
+A spec refers to a secret as ``${env:NAME}``. Written files keep this reference (``spec.load.dump_spec``). Messages may
+quote a value, so they pass through ``hide``.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ _values: dict[str, str] = {}
 
 
 def remember(name: str, value: str) -> None:
-    """Remember the value of an environment variable that a spec refers to, if it is a secret, so that ``hide`` masks
-    it."""
-    # PWD is not a secret
+    """Have ``hide`` mask the value of an environment variable that a spec refers to, if it is a secret."""
+    # The path check excludes PWD.
     if len(value) >= SHORTEST and is_secret(name) and not NUMBER.fullmatch(value) and not os.path.exists(value):
         _values[value] = f"${{env:{name}}}"
 
 
 def hide(text: str) -> str:
-    """The text with passwords in URIs and tokens masked, and with secrets from the environment replaced by their
-    references."""
+    """Mask tokens and passwords in URIs, and replace secrets from the environment by their references."""
     for value in sorted(_values, key=len, reverse=True):
         text = text.replace(value, _values[value])
     for pattern, replacement in PATTERNS:
@@ -60,23 +58,19 @@ def hide(text: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or setting of this name holds a secret. Others (paths, model names) help in a message."""
+    """True if a variable or setting with this name holds a secret. Other values (paths, model names) stay readable."""
     return any(SECRET_PART.fullmatch(part) for part in NAME_PART.findall(name))
 
 
 def hide_settings(value: Any, name: str = "") -> Any:
-    """Settings, as plain values: those whose key is the name of a secret are masked, the others are passed through
-    ``hide``.
-
-    References to the environment stay as they are.
-    """
+    """Mask settings under keys that name a secret, and ``hide`` the others. Keep references to the environment."""
     if isinstance(value, Mapping):
         return {key: hide_settings(inner, str(key)) for key, inner in value.items()}
     if isinstance(value, list):
         return [hide_settings(inner, name) for inner in value]
     if not isinstance(value, str):
         return value
-    shown = hide(f"{name}: {value}").removeprefix(f"{name}: ")  # of a webhook, the host is left
+    shown = hide(f"{name}: {value}").removeprefix(f"{name}: ")  # with the name: a webhook keeps its host
     if not is_secret(name) or shown != value or NUMBER.fullmatch(value) or value.startswith(("${env:", "env:")):
         return shown
     return MASK if value else value

@@ -1,4 +1,4 @@
-"""Random numbers that depend only on their purpose, and never on when or where they are drawn."""
+"""Random numbers that depend only on their purpose, never on when or where they are drawn."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 def derive_seed(*parts: object) -> int:
     """A seed of 63 bits that depends on ``parts``, such as a seed, a group's id and an index.
 
-    Earlier runs are replayed with the same function, so it must not change.
+    It must not change: replays of earlier runs use it.
     """
     return _number(parts) >> 1
 

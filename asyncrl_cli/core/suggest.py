@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 
 def closest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The names most similar to ``word``, ignoring case; none with a similarity (0 to 1) below ``cutoff``."""
+    """The names most similar to ``word``, ignoring case, with a similarity (0 to 1) of at least ``cutoff``."""
     names = {name.lower(): name for name in known}
     word = word.lower()
     close = get_close_matches(word, names, max(count, len(names)), cutoff)
@@ -17,7 +17,7 @@ def closest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """A hint with the most similar known name or one that has the word as a part, or ``otherwise`` if there is none."""
+    """A hint with the most similar known name, or a name that contains the word; ``otherwise`` if there is none."""
     names = list(known)
     close = closest(word, names) or [name for name in names if word.lower() in re.split(r"[-_.]", name.lower())]
     return f"did you mean `{close[0]}`?" if close else otherwise

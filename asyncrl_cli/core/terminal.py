@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def printable(text: str) -> str:
-    """The text with all characters except printable ones and line breaks written as Python escapes."""
+    """Replace all characters except printable ones and line breaks by Python escapes."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
     )
 
 
 def plain_text(text: str = "", style: str = "") -> Text:
-    """The text for rich, without markup and control characters. All texts of a run are made with this function."""
+    """The text for rich, without markup and control characters. Use it for every text that a run records."""
     from rich.text import Text
 
     return Text(printable(text), style)

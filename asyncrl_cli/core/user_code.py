@@ -1,4 +1,4 @@
-"""Imports the user's own code in this process, and reports hangs and ``sys.exit`` in it as errors with their line."""
+"""Imports the user's code in this process, and reports hangs and calls of ``sys.exit`` as errors with their line."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ from asyncrl_cli.core.suggest import did_you_mean
 
 FIRST_NOTICE_S = 5.0
 """Seconds before the first notice; the time to the next one doubles each time."""
-
 CODE_S = 120.0
 """Seconds that importing and constructing the user's objects may take."""
 
 
 class _TooLong(BaseException):
-    """Not an ``Exception``: user code that catches those cannot swallow it."""
+    """Not an ``Exception``, which user code may catch."""
 
 
 @contextmanager
 def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = None) -> Iterator[None]:
     """Run a block that executes user code. ``what`` describes it, such as "importing the task".
 
-    While it runs, ``notice`` gets what the block waits for and the current line. Raises ``ConfigError`` when the block
-    runs for more than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are no notices and
-    there is no limit, because Python delivers signals to the main thread only.
+    While it runs, ``notice`` gets its description and current line. Raises ``ConfigError`` if the block runs for more
+    than ``limit_s`` seconds or calls ``sys.exit``. Outside the main thread there are neither notices nor a limit,
+    because Python delivers signals only to the main thread.
     """
     started = time.monotonic()
     next_notice_s = min(FIRST_NOTICE_S, limit_s or FIRST_NOTICE_S)
@@ -81,8 +80,8 @@ def user_code(what: str, notice: Callable[[str], None], limit_s: float | None = 
 
 
 def _line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The innermost line in the user's own code, else the innermost of all. ``frames`` have their lines, and begin with
-    the innermost."""
+    """The innermost line in the user's own code, otherwise the innermost of all. ``frames``: the innermost first, each
+    with its line."""
     frames = list(frames)
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
     return _own_line(frames) or (lines or ["unknown:0"])[0]
@@ -96,7 +95,7 @@ def _own_line(frames: Iterable[tuple[FrameType, int]]) -> str:
 
 
 def _is_own(file: str) -> bool:
-    """Whether a file is neither Python's, nor an installed package's, nor asyncrl's."""
+    """True if a file belongs neither to Python, nor to an installed package, nor to asyncrl."""
     paths = sysconfig.get_paths()
     others = ("<", paths["stdlib"], paths["purelib"], paths["platlib"], __file__.rpartition("/core/")[0])
     return not file.startswith(others)
@@ -108,7 +107,7 @@ def raised_at(error: BaseException) -> str:
 
 
 def defined_at(function: object) -> str:
-    """The first line of a function of the user's own code, as ``file:line``; empty for any other object."""
+    """The first line of a function in the user's own code, as ``file:line``; empty for any other object."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
@@ -120,8 +119,8 @@ def import_named(
 ) -> Any:
     """The object that a spec names as ``module:name``; the name may be a dotted path of attributes.
 
-    The module is searched in ``folder``, if given, before Python's path. Raises ``error_type`` at ``location`` when it
-    cannot be imported or lacks the name; ``hint`` says what may be named there.
+    The module is searched in ``folder``, if given, before Python's path. Raises ``error_type`` at ``location`` if it
+    cannot be imported or lacks the name; ``hint`` describes the names that are allowed there.
     """
     if (imported := as_import(target)) != target:
         message = f"{target} is not of the form module:name"
@@ -140,7 +139,7 @@ def import_named(
 
 
 def as_import(target: str) -> str:
-    """The form `module:name` of a target that names a file (`rewards/mine.py:reward`) or has no colon."""
+    """The target in the form `module:name`, if it names a file (`rewards/mine.py:reward`) or has no colon."""
     module, colon, name = target.partition(":")
     if not colon and not module.endswith(".py"):
         module, _, name = module.rpartition(".")

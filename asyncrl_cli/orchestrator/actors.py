@@ -1,7 +1,7 @@
-"""Creates the actors of a run, and starts them together.
+"""Creates a run's actors, and starts them together.
 
-Each actor takes seconds to start, so all that can start in parallel do: engines start from the model's stub (its config
-and tokenizer) while trainer rank 0 makes the weights.
+An actor takes seconds to start, so actors start in parallel where possible: engines start from the model's stub (its
+config and tokenizer) while trainer rank 0 makes the weights.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from asyncrl_cli.spec.sharing import shares_gpus
 from asyncrl_cli.system.remote import on_node
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
-MANY = 100_000
-"""Largest number of concurrent calls of an episode worker; in practice there is no limit."""
+CONCURRENT_CALLS = 100_000
+"""Concurrent calls that an episode worker accepts, in practice without a limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActorFactory:
-    """Creates Ray actors; each call returns before the actor has started. The actor's name is also the
-    name of its log file."""
+    """Creates Ray actors. Calls do not wait for the actor's start. An actor's name is also its log file's name."""
 
     spec: ExperimentSpec
     run_path: Path
@@ -45,7 +44,7 @@ class ActorFactory:
         return str(self.log_folder or self.run_path / "logs")
 
     def trainer_group(self) -> PlacementGroup:
-        """The placement group for all trainer ranks, and for the engines that share GPUs with them."""
+        """The placement group of all trainer ranks, and of the engines that share their GPUs."""
         spec = self.spec
         who = "the trainer and its engines" if shares_gpus(spec) else "the trainer"
         return PlacementGroup(
@@ -65,8 +64,8 @@ class ActorFactory:
         trainer: PlacementGroup | None = None,
         version: int | None = None,
     ) -> EngineProcess:
-        """The engine ``engine-N``, which is not started yet; for the arguments see ``EngineProcess``. An engine
-        that shares a GPU with a rank is in bundle N of ``trainer``, the placement group of all ranks."""
+        """The engine ``engine-N``, without starting it. For the arguments see ``EngineProcess``. An engine that shares
+        a GPU with a rank gets bundle N of ``trainer``, the placement group of all ranks."""
         spec, wants, index = self.spec, engine_wants(self.spec), 0
         shares = trainer is not None and shares_gpus(spec)
         if trainer is not None and shares:
@@ -101,15 +100,15 @@ class ActorFactory:
         return options.remote(self.spec, self._logs, variables)
 
     def _starts_with(self, variables: Mapping[str, str]) -> dict[str, Any]:
-        """The option for a process with these environment variables, which the actor sets once more itself.
+        """Ray's option for a process with these environment variables.
 
-        In Ray's processes of a local run nothing has been imported: an actor takes one that has started with Ray
-        (decision 0112). A joined cluster may have used a process before.
+        A local run does without it: the actor itself sets them, in a process that Ray started in advance and that has
+        imported nothing (decision 0044). In a joined cluster, other code may have used the process.
         """
         return {} if self.spec.cluster.address is None else {"runtime_env": {"env_vars": variables}}
 
     def host_agent(self, name: str, node: str) -> Any:
-        """The agent of a Ray node, by its id."""
+        """The agent of the Ray node with this id."""
         from asyncrl_cli.weights.agent import HostAgent
 
         return self._on_node(HostAgent, name, node=node)
@@ -130,8 +129,8 @@ class ActorFactory:
     def episode_worker(self, task: TaskSpec, name: str) -> Any:
         from asyncrl_cli.workers.actors import EpisodeActor
 
-        # The driver waits for calls, and limits how many there are.
-        return self._on_node(EpisodeActor, name, task, str(self.search_path), max_concurrency=MANY)
+        # The driver limits the number of episodes, not Ray.
+        return self._on_node(EpisodeActor, name, task, str(self.search_path), max_concurrency=CONCURRENT_CALLS)
 
     def gateway(self) -> Any:
         from asyncrl_cli.gateway.actor import GatewayActor
@@ -139,8 +138,8 @@ class ActorFactory:
         return self._on_node(GatewayActor)
 
     def _on_node(self, actor: type, *arguments: Any, node: str | None = None, **options: Any) -> Any:
-        """An actor without resources in Ray; by default on the driver's node, which has the user's files. The gateway
-        and the episode workers reach each other there."""
+        """An actor without resources in Ray, by default on the driver's node: it has the user's files, and gateway and
+        episode workers reach each other there."""
         import ray
 
         placed = ray.remote(actor).options(num_cpus=0, scheduling_strategy=on_node(node), **options)
@@ -148,7 +147,7 @@ class ActorFactory:
 
 
 def buffer_settings(spec: ExperimentSpec) -> BufferSettings:
-    """The settings of the spec that the buffer needs."""
+    """The spec's settings that the buffer needs."""
     pipeline = spec.pipeline
     return BufferSettings(
         groups_per_step=pipeline.groups_per_step,
@@ -177,13 +176,11 @@ async def start_all(
     initial: asyncio.Future[Path],
     shared_gpus: bool,
 ) -> str:
-    """Start engines and trainer; returns the initial model's folder. Actors that die during this are restarted.
+    """Start engines, trainer ranks and the ranks' host agents; returns the initial model's folder.
 
-    The host agents of the trainer ranks start at the same time. ``initial`` gets the folder as soon as it exists.
-    ``shared_gpus``: ranks load when the engines are up, because vLLM measures a GPU's free memory while it starts and
-    fails if another process changes it.
-
-    Raises ``UserError`` with the first cause: a mistake in the settings is not tried again.
+    Actors that die are restarted; a mistake in the settings raises ``UserError``. ``initial`` gets the folder as soon
+    as it exists. ``shared_gpus``: ranks load after the engines' start, because vLLM measures a GPU's free memory then
+    and fails if another process changes it.
     """
     progress("starting engines and trainer")
     engines_up = [asyncio.create_task(engine.running()) for engine in engines]

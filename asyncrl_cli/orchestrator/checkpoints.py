@@ -1,7 +1,7 @@
 """Saves and prunes checkpoints during a run.
 
-Ranks copy their states between two steps, and write the copies with their checksums while they train (decision 0106).
-All other slow work runs on a thread. The driver's event loop never waits for a disk, so generation continues.
+Ranks copy their states between two steps, and write the copies with checksums while they train (decision 0011). The
+driver's slow work runs on a thread: its event loop never waits for a disk, so generation continues.
 ``runs.checkpoints`` describes the format.
 """
 
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run, and deletes those that the spec does not keep. Call one method at a time."""
+    """Writes one run's checkpoints, and deletes checkpoints that no retention rule keeps. Call one method at a time."""
 
     def __init__(self, run: RunDirectory, trainers: TrainerRanks, spec: ExperimentSpec) -> None:
         trainer = spec.trainer
@@ -50,11 +50,9 @@ class Checkpoints:
         self._retention = spec.checkpoints
 
     async def copy(self, step: int, in_background: bool) -> None:
-        """Have the ranks copy what the checkpoint of ``step`` needs, for ``write``. The trainer must be between two
-        steps, and may continue when this returns. Unless ``in_background``, the ranks write their files now.
-
-        A step is saved once: if it has an undamaged checkpoint, nothing is done.
-        """
+        """Have the ranks copy their states for ``write``, unless the step has an undamaged checkpoint. Call it between
+        two steps; afterwards training may continue. Unless ``in_background``, the ranks write their files in this
+        call."""
         final, unfinished = self._places(step)
 
         def is_saved(check: Check) -> bool:
@@ -72,8 +70,8 @@ class Checkpoints:
     async def write(self, step: int, state: Mapping[str, Any]) -> Checkpoint:
         """Complete the checkpoint that ``copy`` began; it is on disk when this returns.
 
-        ``state`` is what the driver needs to resume, serializable as JSON; the trainer's layout is added as
-        ``trainer``. When the call is cancelled, its thread ends within moments and no checkpoint appears.
+        ``state``: the driver's state for a resume, as JSON values; the trainer's layout is added as ``trainer``. If the
+        call is cancelled, its thread ends within moments and no checkpoint appears.
         """
         final, unfinished = self._places(step)
         if not unfinished.is_dir():  # the step has a checkpoint
@@ -84,25 +82,20 @@ class Checkpoints:
             (unfinished / RUN_FILE).write_text(json.dumps({**state, "trainer": asdict(self._layout)}) + "\n")
             seal(unfinished, check, written)
             check()
-            # Last, when every byte is synced: the name makes it a checkpoint (decision 0011).
+            # Last, after every byte is synced: a folder with this name is a complete checkpoint (decision 0011).
             rename(unfinished, final.folder)
 
         await _in_thread(complete)
         return final
 
     def _places(self, step: int) -> tuple[Checkpoint, Path]:
-        """The checkpoint of a step, and the folder where it is written."""
         name = checkpoint_name(step)
         return Checkpoint(self._folder / name, step), self._folder / f".saving-{name}"
 
     def prune(
         self, accuracies: Mapping[int, float], awaited: Collection[int] = (), uploading: Collection[int] = ()
     ) -> list[int]:
-        """Delete the checkpoints that the spec does not keep; returns their steps. May block.
-
-        ``accuracies``: greedy held-out accuracy by step; ``awaited``: steps with a running evaluation;
-        ``uploading``: steps with a running upload.
-        """
+        """Delete checkpoints without a reason (see ``keep_reasons``); returns their steps. May block."""
         found = complete_checkpoints(self._folder)
         reasons = keep_reasons(
             [checkpoint.step for checkpoint in found],
@@ -118,7 +111,8 @@ class Checkpoints:
 
 
 async def _in_thread(work: Callable[[Check], T]) -> T:
-    """The result of ``work``, which is given a check that raises ``Cancelled`` once this call is cancelled."""
+    """The result of ``work`` in a thread. If this call is cancelled, the check that ``work`` gets raises ``Cancelled``:
+    a thread cannot be stopped from outside."""
     cancelled = Event()
 
     def check() -> None:

@@ -1,10 +1,10 @@
-"""Ray for one run: started on this machine, or joined.
+"""Starts Ray on this machine for one run, or joins a cluster.
 
-A local cluster lives and dies with the driver. Ray's own processes end with a driver that ends in order; a
-reaper (``system.reaper``) ends the rest.
+A local cluster ends with the driver. Ray ends its own processes if the driver exits normally; a reaper
+(``system.reaper``) ends the rest.
 
-Every process that can call Ray can run code as this user, so a local cluster has its own token and listens on loopback
-only.
+Every process that can call Ray can run code as this user, so a local cluster has its own token and listens only on
+loopback.
 """
 
 from __future__ import annotations
@@ -33,21 +33,19 @@ from asyncrl_cli.system.reaper import MARK, running_reaper
 CONNECT_S = 10.0
 """Seconds for connecting to a running cluster."""
 HEAD_LOST_S = 40.0
-"""Seconds without an answer of Ray's head after which a run ends. After 60 Ray itself ends the driver, without a
-message; a head that is restarted in time continues the run."""
+"""Seconds without an answer from Ray's head after which a run ends. After 60 seconds Ray itself would end the driver
+without a message. If the head restarts in time, the run continues."""
 LOOK_S = 1.0
-"""Seconds between two looks at Ray's processes."""
+"""Seconds between two checks of Ray's processes."""
 OBJECT_STORE_BYTES = 512 * 2**20
-"""The smallest object store of a local run. It has batches of tokens, never weights."""
-
+"""The smallest object store of a local run. It holds batches of tokens, never weights."""
 T = TypeVar("T")
 
 _lost = Event()
 
 
 def ray_is_lost() -> bool:
-    """True once ``while_ray_lives`` has found that Ray's own processes have ended: calls of Ray may block for a
-    minute."""
+    """True once ``while_ray_lives`` has seen Ray's own processes end: calls to Ray may then block for a minute."""
     return _lost.is_set()
 
 
@@ -59,15 +57,15 @@ class Actors(NamedTuple):
 
     @classmethod
     def of(cls, spec: ExperimentSpec) -> Actors:
-        """The numbers with which a run of the spec starts."""
+        """The numbers at the start of a run."""
         return cls(spec.rollout.min_engines, spec.trainer.ranks)
 
 
 @contextmanager
 def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = None) -> Iterator[None]:
-    """Ray, started or joined, for the length of the block. Raises ``RunError`` if this fails.
+    """Start Ray or join a cluster, and leave it after the block. Raises ``RunError`` if this fails.
 
-    ``actors``: what a joined cluster must have room for. Default: the actors that a run starts with.
+    A joined cluster must have room for ``actors``, by default the actors that a run starts with.
     """
     _lost.clear()
     if spec.cluster.address is None:
@@ -81,10 +79,8 @@ def ray_cluster(spec: ExperimentSpec, log_dir: Path, actors: Actors | None = Non
 
 
 def object_store_bytes(spec: ExperimentSpec) -> int:
-    """Size of a local run's object store: room for two batches, because Ray would spill others to disk.
-
-    At most nine tenths of what is free in /dev/shm: Ray would put a larger store on disk.
-    """
+    """Size of a local run's object store: room for two batches, because Ray spills what does not fit to disk; at most
+    nine tenths of the free space in /dev/shm, because Ray would put a larger store on disk."""
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     return max(OBJECT_STORE_BYTES, min(stored_bytes(spec), free * 9 // 10))
 
@@ -106,14 +102,14 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
             try:
                 with _only_needed_processes():
                     ray.init(
-                        "local",  # not what RAY_ADDRESS names, which Ray's own jobs have set
-                        # Threads may share cores: the spec says how many there are, the machine how fast that is.
+                        "local",  # not the cluster in RAY_ADDRESS, which is set in Ray's own jobs
+                        # More than the machine's cores if the spec has more threads: they may share cores.
                         num_cpus=max(os.cpu_count() or 1, needed + 1),
                         include_dashboard=False,
                         log_to_driver=False,
                         logging_level="ERROR",
                         object_store_memory=object_store_bytes(spec),
-                        # Ray makes its own folder writable for everybody, so it is one level below.
+                        # One level below: Ray makes its folder writable for everybody, and ours is private.
                         _temp_dir=str(folder / "r"),
                     )
             except Exception as error:
@@ -129,7 +125,7 @@ def _local(spec: ExperimentSpec, log_dir: Path) -> Iterator[None]:
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """The environment of a local cluster with this temporary folder, in which a token and a folder are made."""
+    """Make a token and a temporary folder in ``folder``; return the environment of a local cluster that uses them."""
     temporary = folder / "tmp"
     temporary.mkdir(mode=0o700)
     token = folder / "token"
@@ -140,29 +136,28 @@ def _settings(folder: Path) -> dict[str, str]:
         # setproctitle would overwrite the environment that the reaper reads.
         "SPT_NOENV": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # By default Ray's gcs_server keeps an event for each of the last 100,000 calls of actors, about 350 MiB, for a
-        # dashboard that is not started.
+        # By default gcs_server keeps events of the last 100,000 actor calls, about 350 MiB, for the dashboard, which
+        # does not run here.
         "RAY_task_events_report_interval_ms": "0",
         # By default Ray's workers have a low priority (nice 15).
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Every process that reaches Ray's ports can run code as this user. By default, Ray before 2.59 requires no
-        # token.
+        # By default, Ray before 2.59 requires no token.
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        # Ray's one setting that makes its servers listen on loopback alone: its cluster of one machine, as on laptops.
+        # Despite its name, the only setting that makes Ray's servers listen on loopback alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        # A killed engine leaves vLLM's sockets and files where temporary files go.
+        # A killed engine leaves vLLM's sockets and files among the temporary files; the reaper removes this folder.
         "TMPDIR": str(temporary),
     }
 
 
 @contextmanager
 def _only_needed_processes() -> Iterator[None]:
-    """Keep Ray from starting its autoscaler, dashboard and log monitor, within the block.
+    """Keep Ray from starting its autoscaler, dashboard and log monitor within the block.
 
-    A cluster of one machine has no use for them, ``include_dashboard`` and ``log_to_driver`` do not prevent them, and
-    they cost each run two seconds (decision 0044). ``ray.init`` calls these methods; a Ray without them starts all.
+    A cluster of one machine does not need them, and they cost each run two seconds; ``include_dashboard`` and
+    ``log_to_driver`` do not prevent them (decision 0044). A Ray version without these methods starts everything.
     """
     from ray._private.node import Node
 
@@ -178,7 +173,7 @@ def _only_needed_processes() -> Iterator[None]:
 
 
 def _read_environment_again() -> None:
-    """Have Ray read the environment again: it keeps the values of its import, and the token that it first used."""
+    """Have Ray read the environment again: it caches the values at its import and its first token."""
     from ray._private import ray_constants
     from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # not in Ray's stub
 
@@ -189,7 +184,7 @@ def _read_environment_again() -> None:
 
 @contextmanager
 def _environment(settings: Mapping[str, str], without: Collection[str]) -> Iterator[None]:
-    """This process's environment with some variables set and others missing, for the length of the block."""
+    """Within the block, set some environment variables and unset others."""
     before = {name: os.environ.get(name) for name in (*settings, *without)}
     for name in without:
         os.environ.pop(name, None)
@@ -206,7 +201,7 @@ def _environment(settings: Mapping[str, str], without: Collection[str]) -> Itera
 
 @contextmanager
 def connected(address: str) -> Iterator[None]:
-    """A running cluster, for the length of the block. Raises ``RunError`` when it cannot be reached."""
+    """Join a running cluster, and leave it after the block. Raises ``RunError`` if it cannot be reached."""
     import ray
 
     try:
@@ -231,13 +226,13 @@ def _leave() -> None:
     if not ray_is_lost():
         ray.shutdown()
     else:
-        # It would wait for the head until Ray ends this process, before the error is shown. The reaper ends the rest.
+        # It would wait for the lost head until Ray ends this process, and the error would not be shown.
         atexit.unregister(ray.shutdown)
 
 
 def _connect_once(address: str) -> None:
-    """Connect to a cluster's port: where it is closed, Ray itself tries for ten minutes. Raises ``OSError``."""
-    if address == "auto":  # without RAY_ADDRESS, Ray looks on this host, and its error comes at once
+    """Raise ``OSError`` if a cluster's port is closed: Ray itself would try for ten minutes."""
+    if address == "auto":  # without RAY_ADDRESS, Ray looks on this host and fails immediately
         address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdecimal():
@@ -245,16 +240,14 @@ def _connect_once(address: str) -> None:
 
 
 async def while_ray_lives(work: Awaitable[T], hint: str) -> T:
-    """The result of ``work``; cancels it and raises ``RunError`` with ``hint`` when Ray's own processes end first.
-
-    Without them the run would continue for a minute and then end without a message.
-    """
+    """The result of ``work``. If Ray's own processes end first, cancel it and raise ``RunError`` with ``hint``: Ray
+    would end this process after a minute, without a message."""
     working, watching = asyncio.ensure_future(work), asyncio.create_task(_until_ray_ends(hint))
     try:
         await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
         if watching.done() or (working.done() and not working.cancelled() and working.exception() and _dead()):
             _lost.set()
-            await watching  # what failed in the work is a consequence
+            await watching  # raises the cause; the error of ``work`` is only a consequence
         return await working
     finally:
         for task in (working, watching):
@@ -279,7 +272,7 @@ async def _until_ray_ends(hint: str) -> NoReturn:
 
 
 def _dead() -> str:
-    """The first process of the local Ray that has ended, and how; empty if all run, and for a joined cluster."""
+    """Name the first process of the local Ray that has ended, and how it ended. Empty if all run or Ray was joined."""
     from ray._private import worker
 
     for name, process in worker._global_node.dead_processes():

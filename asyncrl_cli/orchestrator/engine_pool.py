@@ -1,13 +1,12 @@
-"""Engines that come and go while the run continues.
+"""Adds and removes engines while the run continues.
 
-The pool has a target number of engines (``wanted``) within the bounds of the spec. Missing engines are requested from
-Ray in the background, so nothing waits for them. A new engine begins to serve like every engine: it loads the current
-weights and proves them. An engine leaves on request (``asyncrl scale``, a drain notice of Ray for its node, SIGTERM to
-its process), after its requests have moved to other engines with all their tokens, or because its node is gone.
+The pool has a target number of engines (``wanted``) within the spec's bounds. It requests missing engines from Ray in
+the background, so nothing waits for them. A new engine loads and proves the current weights before it serves. An engine
+leaves because its node is gone, or on request (``asyncrl scale``, Ray's drain notice for its node, SIGTERM to its
+process); before it leaves on request, its requests move to other engines with all their tokens.
 
-Invariants: after each look at most ``wanted`` engines remain. An engine that leaves gets no more requests
-(``GenerationClient.withdraw``). The pool never changes a group's deadline: only the ledger bounds staleness
-(journal/ledger.py). Decision 0040 explains why an engine that is lost with its node does not count as a restart.
+Invariants: after each check at most ``wanted`` engines remain. An engine that leaves gets no more requests
+(``GenerationClient.withdraw``). An engine that is lost with its node does not count as a restart (decision 0039).
 """
 
 from __future__ import annotations
@@ -31,19 +30,16 @@ from asyncrl_cli.runs.scaling import answer_request, wanted_engines
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 LOOK_S = 1.0
-"""Seconds between two looks at draining nodes and at how many engines are wanted."""
+"""Seconds between two checks of draining nodes and of the wanted number of engines."""
 LEAVE_S = 30.0
-"""Seconds that an engine may take to return its requests. Notices of preemption often give no more."""
+"""Seconds that an engine may take to return its requests. Preemption notices often give no more."""
 RETRY_S, LONGEST_RETRY_S = 15.0, 600.0
-"""Seconds between a failed attempt to add an engine and the next attempt; doubled after each failure."""
-
-
+"""First and longest delay in seconds after a failed attempt to add an engine; the delay doubles with each failure."""
 SIGTERM = "its process got SIGTERM"
-"""Why an engine leaves that was asked to end."""
 
 
 class Phase(StrEnum):
-    """Where an engine is between its request and its end."""
+    """An engine's phase between its request and its end."""
 
     JOINING = "joining"
     SERVING = "serving"
@@ -66,10 +62,10 @@ class _Member:
 
 
 def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[int]]:
-    """The numbers of the engines to request, and of the engines that should leave, until ``wanted`` remain.
+    """Return the numbers of the engines to request and of the engines to remove, to reach ``wanted``.
 
-    ``phases`` has the phase of each engine by its number. New engines get the lowest free numbers. Engines that do not
-    serve yet leave first, which costs nothing; among equals, the highest numbers leave first.
+    ``phases`` has each engine's phase by its number. New engines get the lowest free numbers. Engines that do not serve
+    yet leave first, which costs nothing; among equals, the highest numbers leave first.
     """
     staying = [number for number, phase in phases.items() if phase != Phase.LEAVING]
     if len(staying) <= wanted:
@@ -80,7 +76,7 @@ def changes(wanted: int, phases: Mapping[int, Phase]) -> tuple[list[int], list[i
 
 
 class EnginePool:
-    """Keeps the engines of a run."""
+    """Keeps as many engines as are wanted."""
 
     def __init__(
         self,
@@ -97,9 +93,9 @@ class EnginePool:
         draining: Callable[[], Mapping[str, str]] = draining_nodes,
         why_gone: Callable[[str], str] = why_gone,
     ) -> None:
-        """``bounds``: the smallest and the largest number of engines. The first engines are started already, and the
-        client has them as engine 0, 1, ...; ``make(name)`` makes a further one that has yet to be started. ``draining``
-        and ``why_gone`` ask Ray, and may block."""
+        """``bounds``: the smallest and the largest number of engines. The client's engines have started, and have the
+        numbers 0, 1, ... ``make(name)`` makes another engine without starting it. ``draining`` and ``why_gone`` ask
+        Ray, and may block."""
         self.bounds = bounds
         # An earlier driver may have been asked for another number.
         self.wanted = wanted_engines(run, bounds) or bounds[1]
@@ -123,7 +119,7 @@ class EnginePool:
         self._retry_at = 0.0
 
     async def run(self) -> None:
-        """Keep as many engines as are wanted. Never ends; raises ``RunError`` after too many restarts of engines."""
+        """Never ends. Raises ``RunError`` after too many restarts of engines."""
         async with self._tasks:
             for member in self._members.values():
                 member.task = self._tasks.create_task(self._keep(member))
@@ -131,7 +127,7 @@ class EnginePool:
                 self._changed.clear()
                 self._adjust()
                 await self._leave_on_notice()
-                # A full disk must not end the run; the command that made the request notices the missing answer.
+                # A full disk must not end the run. Without an answer, `asyncrl scale` reports the failure.
                 with suppress(OSError):
                     if accepted := await asyncio.to_thread(answer_request, self._run, self.bounds):
                         self.want(accepted)
@@ -140,12 +136,12 @@ class EnginePool:
                         await self._changed.wait()
 
     def want(self, count: int) -> None:
-        """Set the target number of engines, which is within the bounds."""
+        """Set the target number of engines. The caller checks the bounds."""
         self.wanted = count
         self._changed.set()
 
     def missing(self) -> str:
-        """What the run waits for while no engine serves; empty otherwise."""
+        """A text about the missing engines if no engine serves; empty otherwise."""
         if self._client.serving():
             return ""
         return "; ".join(filter(None, ("no engine serves", self._waits_for())))
@@ -175,7 +171,6 @@ class EnginePool:
                     self._leave(member, SIGTERM)
 
     def _waits_for(self) -> str:
-        """What the first engine that has yet to be started waits for; empty when all have started."""
         return next((one.waits_for for one in self._members.values() if one.waits_for and not one.leaving), "")
 
     # -- joining
@@ -190,7 +185,7 @@ class EnginePool:
         process = self._make(member.name)
         try:
             await process.join(waits)
-        except UserError as error:  # the others serve: it must not end the run (decision 0040)
+        except UserError as error:  # the other engines serve, so the run continues without it (decision 0039)
             self._forget(member)
             self._retry_at = time.monotonic() + self._retry_s
             self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
@@ -227,7 +222,7 @@ class EnginePool:
 
     def _leave(self, member: _Member, reason: str) -> None:
         if not member.leaving:
-            member.leaving = reason  # first: code that finds the engine lost must not restart it
+            member.leaving = reason  # before the withdrawal: ``_why_left`` must not have it restarted
             self._tasks.create_task(self._withdraw(member))
 
     async def _withdraw(self, member: _Member) -> None:
@@ -244,7 +239,7 @@ class EnginePool:
             self._forget(member)
 
     async def _end(self, member: _Member, engine: EngineState) -> None:
-        """End an engine completely; its number may be used again afterwards."""
+        """End an engine, and free its number. In this order: a new engine must not get the number while it runs."""
         self._client.remove(engine)
         await engine.process.end()
         self._forget(member)

@@ -1,4 +1,4 @@
-"""Engines: an engine that is lost is started again, alone, while the others continue."""
+"""Starts, serves with and restarts engines: a lost engine restarts alone, while the others continue."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MAX_EQUAL_FAILURES = 3
 
 
 class EngineProcess(SupervisedActor):
-    """One engine's actor, and the actors that replace it."""
+    """One engine's actor, through its restarts."""
 
     node = ""
-    """The Ray node's id, once it has started."""
+    """Ray's node id, once it has started."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class EngineProcess(SupervisedActor):
         shares_group: bool = False,
         version: int | None = None,
     ) -> None:
-        """``make()`` creates an actor in ``group``. ``folder``: the folder of the model that it starts with, a stub if
-        all weights are published. ``version``: the weight version of the weights in this folder; None if the engine
-        gets its weights by publishing. ``shares_group``: the group outlives the engine."""
+        """``make()`` creates an actor in ``group``. ``folder``: the model's folder, only a stub if the engine gets its
+        weights by publishing; ``version``: the version of the weights in the folder, or None for a stub.
+        ``shares_group``: the group outlives the engine."""
         super().__init__("engine", name, make, self._bring_up, budget)
         self._group = group
         self._shares_group = shares_group
@@ -53,18 +53,18 @@ class EngineProcess(SupervisedActor):
         self._folder = asyncio.ensure_future(folder)
         self._version = version
         self._warn = budget.warn
-        self._cache_bytes: int | None = None  # as the first start measured it, if the engine shares its GPU
+        self._cache_bytes: int | None = None  # KV cache measured by the first start, if the engine shares its GPU
         group.ask()
 
     async def room(self) -> None:
-        """Wait until Ray has room for the engine, without a limit once the run has begun and other engines generate."""
+        """Wait until Ray has room for the engine. A restart waits without a limit: other engines generate."""
         await self._group.held(self._warn, None if self.node else START_TIMEOUT_S)
 
     async def join(self, waits: Callable[[str], None]) -> None:
-        """Start once, in a run that does not depend on it. Wait for room without a limit: an autoscaler may see
-        the request. ``waits`` gets a text about the missing resources.
+        """Start once, in a run that can do without it. Room is waited for without a limit, because an autoscaler may
+        see the request. ``waits`` gets a text about the missing resources.
 
-        If it is cancelled or raises ``UserError``, nothing of the engine remains.
+        If the call is cancelled or raises ``UserError``, nothing of the engine remains.
         """
         try:
             await self._group.held(waits, limit_s=None)
@@ -74,12 +74,12 @@ class EngineProcess(SupervisedActor):
             raise
 
     async def _bring_up(self, actor: Any) -> None:
-        """Start the engine. At the first start a ``UserError`` is passed on, because a mistake in the settings would
-        occur again. At later starts the settings are known to work, and after any error another process is started."""
+        """Start the engine. The first start raises a ``UserError``: a mistake in the settings would recur. At a restart
+        the settings are known to work, so any error counts as a loss and another process is started."""
         try:
             preloading = wait_for(actor.preload.remote(), self.name, START_TIMEOUT_S)
             pid = await self._group.first_answer(preloading, self._warn)
-            # Another host's process has this number, too.
+            # On another host, the pid could belong to any process here.
             self.pid = pid if self._spec.cluster.address is None else None
             start = actor.start.remote(str(await asyncio.shield(self._folder)), self._version, self._cache_bytes)
             self.node, self._cache_bytes = await wait_for(start, self.name, START_TIMEOUT_S)
@@ -89,19 +89,19 @@ class EngineProcess(SupervisedActor):
             raise
 
     async def stop(self) -> None:
-        """Let an engine on GPUs stop its processes. Other engines, and processes that do not stop, are killed."""
-        # vLLM takes three seconds to stop. On a CPU nothing of it outlives its processes (decision 0044).
+        """Let an engine on GPUs stop its processes. ``release`` kills processes that do not stop, and CPU engines."""
+        # Stopping takes vLLM three seconds. On CPUs it leaves nothing behind when it is killed (decision 0044).
         if self.actor is not None and self._spec.rollout.gpus_per_engine:
             await wait_for(self.actor.stop.remote(), self.name, STOP_S)
 
     def release(self) -> None:
-        """End the process, and release its resources."""
+        """Kill the process, and release its resources."""
         super().release()
         if not self._shares_group:
             self._group.remove()
 
     async def end(self) -> None:
-        """End the engine for good, in bounded time. It is not counted as a restart."""
+        """End the engine for good, in bounded time."""
         with suppress(RunError):
             await self.stop()
         self.release()
@@ -114,7 +114,7 @@ def client_of(
     on_progress: Callable[[], None] = lambda: None,
     on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
 ) -> GenerationClient:
-    """A client for these engines, with the spec's limits; for the other arguments see ``GenerationClient``."""
+    """A client for these engines with the spec's limits. For the other arguments see ``GenerationClient``."""
     rollout = spec.rollout
     return GenerationClient(
         engines,
@@ -131,19 +131,19 @@ class Weights(Protocol):
     """The source of the engines' weights: a ``Publisher``, or the folder that they start with."""
 
     async def bring_up(self, engine: EngineState) -> None:
-        """Have a new engine get its weights, and serve. Raises ``RunError`` when it cannot."""
+        """Give a new engine its weights, and have it serve. Raises ``RunError`` if it fails."""
         ...
 
 
 class GpuTurns:
-    """Trainer and engines take turns on the GPUs that they share, if nothing is generated while the trainer trains.
+    """Lets trainer and engines take turns on shared GPUs, if nothing is generated while the trainer trains.
 
-    Invariant: during the trainer's turn every engine sleeps, or its process has ended. So engines start, load weights
-    and prove them only during their own turn (``EngineKeeper``).
+    Invariant: during the trainer's turn every engine sleeps or its process has ended, because both together do not fit
+    into the GPU's memory. So engines start, load and prove weights only during their own turn (``EngineKeeper``).
     """
 
     def __init__(self, client: GenerationClient, sleeping: bool, limit_s: float) -> None:
-        """``sleeping``: whether engines sleep during the trainer's turn. ``limit_s``: seconds that an engine may take
+        """``sleeping``: True if engines sleep during the trainer's turn. ``limit_s``: seconds that an engine may take
         to fall asleep."""
         self.engines = asyncio.Event()
         """Set while it is the engines' turn."""
@@ -154,7 +154,7 @@ class GpuTurns:
 
     @asynccontextmanager
     async def trainer(self) -> AsyncIterator[None]:
-        """The trainer's turn. An engine that cannot fall asleep is ended; its keeper starts another after the turn."""
+        """The trainer's turn. An engine that does not fall asleep is killed; its keeper restarts it after the turn."""
         if not self._sleeping:
             yield
             return
@@ -189,7 +189,7 @@ async def _never_left(engine: EngineState, unreachable: bool) -> str:
 
 
 class EngineKeeper:
-    """Serves and restarts the engines of one client."""
+    """Serves with the engines of one client, and restarts them."""
 
     def __init__(
         self,
@@ -200,9 +200,9 @@ class EngineKeeper:
         joined: Callable[[EngineState], None] = lambda _: None,
         why_left: Callable[[EngineState, bool], Awaitable[str]] = _never_left,
     ) -> None:
-        """``gpu_turn`` is set while engines may use their GPUs. ``joined`` is called when an engine has begun to serve.
-        ``why_left(engine, unreachable)`` returns the reason why a lost engine should not be restarted; empty if it
-        should be. ``unreachable``: it is not known yet whether its process is alive."""
+        """``gpu_turn`` is set while engines may use their GPUs. ``joined`` is called when an engine begins to serve.
+        ``why_left(engine, unreachable)`` returns why a lost engine is not restarted, or an empty text if it is.
+        ``unreachable``: its process may still be alive."""
         self._client = client
         self._weights = weights
         self._joined = joined
@@ -213,8 +213,7 @@ class EngineKeeper:
         self._failures: Counter[tuple[str, str]] = Counter()  # by engine and cause
 
     async def keep(self, engine: EngineState) -> str:
-        """Serve with an engine, through its deaths, until it has left; returns why. Raises ``RunError`` when it dies
-        too often."""
+        """Serve with an engine until it leaves; returns why it left. Raises ``RunError`` after too many restarts."""
         while True:
             try:
                 if not engine.serving:
@@ -224,27 +223,27 @@ class EngineKeeper:
                 await self._client.collect(engine)
                 if why := await self._why_left(engine, False):
                     return why
-                continue  # withdrawn: it lives, and serves again when its host has the weights
+                continue  # withdrawn but alive: it serves again when its host has the weights
             except (EngineLost, RunError) as lost:
                 cause = lost.message if isinstance(lost, RunError) else str(lost)
                 reasons = (lost, lost.__cause__)
-            # Its requests first: other engines continue them while this one starts (decision 0015).
+            # Its requests first: a restart takes long, and other engines continue them now (decision 0005).
             self._client.reclaim(engine)
             if why := await self._why_left(engine, any(isinstance(reason, Unreachable) for reason in reasons)):
                 return why
             await engine.process.lose(engine.process.actor, cause)
-            # The engine's own error is likely to come back. Subclasses of ``RunError`` are about its process, its
-            # host or the weights.
+            # Only the engine's own errors are likely to recur. Subclasses of ``RunError`` concern its process, its host
+            # or the weights.
             if any(isinstance(reason, ActorCrashed) or type(reason) is RunError for reason in reasons):
                 self._count_failure(engine.name, cause)
             await self._gpu_turn.wait()
             await engine.process.running()
 
     def _count_failure(self, name: str, cause: str) -> None:
-        """Raise ``RunError`` if every start fails with the same cause and no engine has ever worked."""
+        """End the run with a clear cause if a setting or the installation keeps all engines from working."""
         if any(engine.has_completed for engine in self._client.engines):
             return
-        kind = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # without addresses, process ids and times
+        kind = name, re.sub(r"0x[0-9a-f]+|[0-9]+", "", cause)  # addresses, process ids and times differ each time
         self._failures[kind] += 1
         if self._failures[kind] >= MAX_EQUAL_FAILURES:
             raise RunError(

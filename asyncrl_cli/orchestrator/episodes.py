@@ -1,12 +1,12 @@
-"""The driver's side of episodes: plays one rollout until it has a score, or a reason why it has none.
+"""The driver's side of episodes: plays a rollout until it has a score or a failure (decision 0034).
 
 Each attempt has its own session in the gateway, with its own URL and key. The session ends with the attempt, so later
-requests of an earlier agent are refused. Generated tokens are kept from one attempt to the next, unless the agent
-itself failed; then the episode restarts with other random numbers.
+requests of its agent are refused. The next attempt keeps the generated tokens, unless the agent itself failed; then the
+episode restarts with other random numbers.
 
 Invariant: ``play`` always returns. An attempt has limits (``task.episode``). Restarts after a failure of the agent
-count against ``rollout.retries``. Other restarts follow the loss of a worker or of the gateway, which have a restart
-budget, or happen when it is not known which of several episodes killed their process; then this one is isolated.
+count against ``rollout.retries``. Restarts after the loss of a worker or of the gateway count against their restart
+budgets. If a process with several episodes dies, any of them may be the cause, and each is isolated.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ Recorded = Mapping[int, tuple[Segment, ...]]
 """The recorded segments of a rollout, by branch."""
 
 ISOLATED = 2
-"""Processes of one worker for isolated episodes, which may have killed their process before; each plays one episode at
-a time."""
+"""Number of a worker's processes for isolated episodes, which may have killed their process before. Each plays one
+episode at a time."""
 ACTOR_S = 60.0
-"""Seconds that Ray may take to start an actor's process or to transfer an answer, besides the actor's own time."""
+"""Seconds that Ray may take to start an actor's process or to transfer an answer, without the actor's own time."""
 STOP_S = 5.0
-"""Seconds that a worker has to end its processes; remaining ones end with the cluster."""
+"""Seconds that a worker has to end its processes. The cluster's end kills the remaining ones."""
 LOOK_S = 10.0
 """Seconds between two checks of a running episode."""
 
 
 class EpisodeWorker(SupervisedActor):
-    """An actor that plays episodes. It handles failures of agents and environments itself; when it is lost, its
-    episodes are continued on another one."""
+    """An actor that plays episodes. It handles failures of agents and environments itself. If it is lost, other workers
+    continue its episodes."""
 
     def __init__(self, name: str, make_actor: Callable[[str], Any], budget: RestartBudget, limit_s: float) -> None:
-        """``limit_s``: seconds that one episode may take."""
+        """``limit_s``: seconds that an episode may take."""
         super().__init__("episode-worker", name, partial(make_actor, name), self._start, budget)
-        self.episodes = 0  # that it plays now
+        self.episodes = 0  # number of episodes that it plays now
         self._limit_s = limit_s
 
     async def _start(self, actor: Any) -> None:
         await wait_for(actor.start.remote(), self.name, START_S + ACTOR_S)
 
     async def play(self, key: str, prompt: Prompt, access: ModelAccess, isolated: bool) -> Played:
-        """Play one episode, identified by a unique key; cancelling the call stops the episode. Raises ``UserError``
-        when the task can no longer be loaded, or the worker was lost too often."""
+        """Play an episode with a unique key. Cancelling the call stops the episode. Raises ``UserError`` if the task
+        can no longer be loaded, or the worker was lost too often."""
 
         async def play(actor: Any) -> Played:
             try:
@@ -87,7 +87,7 @@ class EpisodeWorkers:
     """All workers of one task, and their slots for episodes."""
 
     def __init__(self, spec: EpisodeSpec, make_actor: Callable[[str], Any], budget: RestartBudget, name: str) -> None:
-        """``make_actor(name)`` creates the Ray actor of one worker; ``name`` is the prefix of the workers' names."""
+        """``make_actor(name)`` creates a worker's Ray actor. ``name`` is the prefix of the workers' names."""
         limit_s = spec.timeout_s + START_S + ACTOR_S
         self._workers = [
             EpisodeWorker(f"{name}-{index}", make_actor=make_actor, budget=budget, limit_s=limit_s)
@@ -97,13 +97,12 @@ class EpisodeWorkers:
         self._isolated = asyncio.Semaphore(spec.workers * ISOLATED)
 
     async def start(self) -> None:
-        """Start all workers and load the task in them. Raises ``UserError`` when it cannot be loaded."""
+        """Start all workers and load the task in them. Raises ``UserError`` if it cannot be loaded."""
         await asyncio.gather(*(worker.running() for worker in self._workers))
 
     @asynccontextmanager
     async def slot(self, isolated: bool) -> AsyncIterator[EpisodeWorker]:
-        """A worker with a slot for one episode; waits until one is free. ``isolated``: in a process without other
-        episodes."""
+        """Wait for a worker with a free slot. ``isolated``: a slot in a process without other episodes."""
         async with self._isolated if isolated else self._slots:
             worker = min(self._workers, key=lambda worker: worker.episodes)
             worker.episodes += 1
@@ -132,8 +131,8 @@ class Episodes:
         scoring: Scoring,
         on_progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_progress`` is called when an episode has ended, and from time to time while episodes run that do not
-        wait for the policy: their tools may take long, within limits."""
+        """``on_progress`` is called when an episode ends, and now and then while episodes run that do not wait for the
+        policy: their tools may take long, within limits."""
         self._client = client
         self._gateway = gateway
         self._workers = workers
@@ -144,14 +143,14 @@ class Episodes:
             max_calls=task.episode.max_calls,
             max_sampled_tokens=task.episode.max_tokens,
         )
-        self._retries = spec.rollout.retries  # how often an episode is played again after its own code failed
+        self._retries = spec.rollout.retries  # number of restarts after a failure of the episode's own code
         self._on_progress = on_progress
         self._open = 0
         self._calls = 0
 
     @property
     def resting(self) -> int:
-        """Number of running episodes that have no request to the policy at the moment."""
+        """Number of running episodes without a request to the policy."""
         return max(0, self._open - self._calls)
 
     async def play(
@@ -166,9 +165,9 @@ class Episodes:
         """Play one episode; returns its rollout (None if the policy sampled no token), and its score or failure.
 
         ``sampling`` applies to each call of the model, with a seed derived from it; its ``max_tokens`` limit one call.
-        Calls with a lower ``priority`` run first. ``recorded`` are the tokens that an earlier driver recorded of the
-        rollout; ``record`` is called with all new tokens. Cancelling the call stops the episode. Raises ``UserError``
-        when the task can no longer be loaded, or a part of the run died too often.
+        Calls with a lower ``priority`` run first. ``recorded``: the rollout's tokens from an earlier driver. ``record``
+        gets all new tokens. Cancelling the call stops the episode. Raises ``UserError`` if the task can no longer be
+        loaded, or a part of the run died too often.
         """
         known = _KnownTokens(rollout_id, recorded or {}, record)
         attempts, restarts, isolated = 0, 0, False
@@ -177,7 +176,7 @@ class Episodes:
             while True:
                 seed = sampling.seed
                 if seed is not None and restarts:
-                    seed = derive_seed(seed, "attempt", restarts)  # each has other random numbers
+                    seed = derive_seed(seed, "attempt", restarts)  # the same tokens would fail again
                 opening = SessionOpening(
                     name=f"{rollout_id}~{attempts}" if attempts else rollout_id,
                     rollout_id=rollout_id,
@@ -208,13 +207,13 @@ class Episodes:
                 self._gateway.session(opening, known.add, self._generate) as session,
             ):
                 playing = worker.play(opening.name, prompt, session.access, isolated)
-                played = await self._patiently(playing, session)
+                played = await self._watched(playing, session)
                 return played, await session.finish()
-        except GatewayLost as lost:  # takes precedence over the episode's own result
+        except GatewayLost as lost:  # even if the agent has a result: its tokens are not known without the session
             return Played(RewardFailure(f"the gateway: {lost}"), Retry.RESUME), SessionEnd(opening.number)
 
-    async def _patiently(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
-        """The result of ``work``. Raises ``GatewayLost`` as soon as the gateway is lost."""
+    async def _watched(self, work: Coroutine[Any, Any, Played], session: RemoteSession) -> Played:
+        """The result of ``work``. Raises ``GatewayLost`` immediately when the gateway is lost."""
         episode = asyncio.create_task(work)
         first: set[asyncio.Future[Any]] = {episode, session.end}
         try:
@@ -233,7 +232,7 @@ class Episodes:
         rollout, score = end.rollout, played.score
         if rollout is None and not isinstance(score, RewardFailure):
             nothing = f": {end.failure}" if end.failure else ""
-            score = RewardFailure(f"the episode of prompt {prompt.uid!r} got no reply of the model{nothing}")
+            score = RewardFailure(f"the episode of prompt {prompt.uid!r} got no reply from the model{nothing}")
         if score is None or isinstance(score, ScoreLater):
             assert rollout is not None
             metrics = {} if score is None else score.metrics
@@ -243,7 +242,7 @@ class Episodes:
         if isinstance(score, Scored) and score.turns:
             if len(score.turns) != len(end.replies):
                 reason = f"the environment of prompt {prompt.uid!r} took {len(score.turns)} steps after"
-                return rollout, RewardFailure(f"{reason} {len(end.replies)} replies of the model")
+                return rollout, RewardFailure(f"{reason} {len(end.replies)} replies from the model")
             turns = (Turn(turn.reward, *place) for turn, place in zip(score.turns, end.replies, strict=True))
             score = replace(score, turns=tuple(turns))
         return rollout, score
@@ -257,9 +256,9 @@ class Episodes:
 
 
 class _KnownTokens:
-    """The tokens of a rollout from all attempts, as segments by sequence.
+    """A rollout's tokens from all attempts, as segments by sequence.
 
-    A segment that starts at a known token replaces that token and all that followed in its sequence.
+    A segment that starts at a known token replaces this token and all later tokens of its sequence.
     """
 
     def __init__(self, rollout_id: str, recorded: Recorded, record: OnSegments | None) -> None:
@@ -269,7 +268,6 @@ class _KnownTokens:
 
     @property
     def recorded(self) -> Recorded:
-        """All tokens so far."""
         return {number: tuple(segments) for number, segments in self._known.items()}
 
     def add(self, segments: list[Segment]) -> None:

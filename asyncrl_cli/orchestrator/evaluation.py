@@ -1,6 +1,7 @@
-"""Accuracy on held-out prompts and further sets: ``measure`` makes one evaluation, for `asyncrl evaluate` too.
+"""Measures the accuracy on held-out prompts and further sets.
 
-During training, ``Evaluator`` makes them with the engines that generate the training rollouts, between these.
+``measure`` makes one evaluation, also for `asyncrl evaluate`. During training, ``Evaluator`` makes them on the engines
+that generate the training rollouts, among these.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ Score = Scored | RewardFailure
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Prompts to evaluate on, with their token ids, and the part that scores the responses: ``scoring``, or for a task
-    that calls the model itself its ``episodes``."""
+    """Prompts to evaluate on, with their token ids. ``scoring`` scores the responses; a task that calls the model
+    itself has ``episodes`` instead."""
 
     prompts: Sequence[tuple[Prompt, Encoded]]
     scoring: Scoring
@@ -82,8 +83,7 @@ class _Sample:
 def encoded(
     prompts: Sequence[Prompt], encoder: PromptEncoder, location: str, warn: Callable[[str], None]
 ) -> list[tuple[Prompt, Encoded]]:
-    """The held-out prompts that can be used, with their token ids; ``warn`` gets the number of others. Raises
-    ``RunError`` when none can."""
+    """The usable held-out prompts with their token ids. Warns about others; raises ``RunError`` if none is usable."""
     fitting: list[tuple[Prompt, Encoded]] = []
     unusable: list[DataError] = []
     for row in range(len(prompts)):
@@ -108,7 +108,7 @@ def encoded(
 
 
 def series_of(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str, HeldOut]) -> list[Series]:
-    """All series of a spec: its held-out prompts (None: there are none), greedy and sampled, and its sets by name."""
+    """All series of a spec: its held-out prompts (None if it has none), greedy and sampled, and its sets by name."""
     evaluation = spec.evaluation
     every, at_most = evaluation.every, evaluation.prompts
     temperature = evaluation.temperature or spec.rollout.sampling.temperature
@@ -141,13 +141,13 @@ def series_of(spec: ExperimentSpec, held_out: HeldOut | None, sets: Mapping[str,
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One evaluation. ``result`` is None if no response has a reward; ``warning`` is about responses without one."""
+    """One evaluation. ``result`` is None if no response has a reward; ``warning`` counts responses without a reward."""
 
     result: EvaluationResult | None
     warning: str
-    file: str  # its path in a run's folder
-    text: str  # in JSON Lines: the result, then one row for each response
-    images: tuple[Image, ...]  # of the prompts
+    file: str  # path in a run's folder
+    text: str  # JSON Lines: the result, then one row for each response
+    images: tuple[Image, ...]  # the prompts' images
 
 
 async def measure(
@@ -155,8 +155,8 @@ async def measure(
 ) -> Measured:
     """Generate and score the responses of one evaluation; ``ended`` is called for each generated response.
 
-    ``step`` is the step of the weights. The random numbers follow from it and from the spec's seed. Raises ``RunError``
-    when a rollout fails.
+    ``step``: the weights' step, which together with the spec's seed determines the random numbers. Raises ``RunError``
+    if a rollout fails.
     """
     samples = await _samples(series, step=step, spec=spec, client=client, ended=ended)
     facts, numbers = _numbers(series, step, samples)
@@ -171,7 +171,7 @@ async def measure(
 
 
 class Evaluator:
-    """Evaluates during a run on its held-out prompts, and on ``sets`` by name; records and reports the results."""
+    """Evaluates during a run on its held-out prompts and on ``sets``; records and reports the results."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Evaluator:
         held_out: HeldOut | None,
         sets: Mapping[str, HeldOut],
     ) -> None:
-        """``write(name, text)`` writes a file of samples in the run's folder."""
+        """``write(name, text)`` writes a file in the run's folder."""
         self._spec = spec
         self._write_text = write
         self._client = client
@@ -199,7 +199,7 @@ class Evaluator:
         self._series = series_of(spec, held_out, sets)
 
     def due(self, step: int) -> list[Series]:
-        """The evaluations after this step that are not done yet; some may remain from before the run was stopped."""
+        """The evaluations after this step that are not done yet, also those that an earlier driver did not finish."""
         return [
             series
             for series in self._series
@@ -208,7 +208,7 @@ class Evaluator:
         ]
 
     async def evaluate(self, step: int) -> None:
-        """Make all evaluations that are due after this step. Raises ``RunError`` when a rollout fails."""
+        """Make all evaluations that are due after this step. Raises ``RunError`` if a rollout fails."""
         self.running.add(step)
         await asyncio.gather(*(self._evaluate(series, step) for series in self.due(step)))
         self.running.discard(step)
@@ -239,12 +239,18 @@ async def _samples(
 ) -> list[_Sample]:
     chosen = series.held_out.prompts[: series.at_most]
     wanted = [entry for entry in chosen for _ in range(series.samples)]
+    sampling = Sampling(
+        temperature=series.temperature,
+        max_tokens=spec.rollout.max_response_tokens,
+        stop=tuple(spec.rollout.sampling.stop),
+    )
     asked = [
         (
             f"{EVALUATION}{step}:{series.kind}:{index}",
             prompt,
             as_input,
-            _sampling(spec, series=series, step=step, index=index),
+            # -1 - step: training groups count from 0, so no training rollout has the same seed.
+            replace(sampling, seed=rollout_seed(spec.seed, -1 - step, index) if series.temperature else None),
         )
         for index, (prompt, as_input) in enumerate(wanted)
     ]
@@ -273,15 +279,6 @@ async def _samples(
     return [
         _Sample(prompt, rollout, score) for (prompt, _), rollout, score in zip(wanted, rollouts, scores, strict=True)
     ]
-
-
-def _sampling(spec: ExperimentSpec, series: Series, step: int, index: int) -> Sampling:
-    return Sampling(
-        temperature=series.temperature,
-        max_tokens=spec.rollout.max_response_tokens,
-        seed=rollout_seed(spec.seed, -1 - step, index) if series.temperature else None,
-        stop=tuple(spec.rollout.sampling.stop),
-    )
 
 
 async def _generated(
@@ -334,7 +331,7 @@ def _text(head: Mapping[str, Any], samples: Sequence[_Sample]) -> str:
 
 
 def _numbers(series: Series, step: int, samples: Sequence[_Sample]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The fields of an ``EvaluationResult``: the ones that need no rewards, and the others if there are rewards."""
+    """The fields of an ``EvaluationResult`` that need no rewards, and the other fields if there are rewards."""
     versions = [version for sample in samples for version in sample.versions]
     if not versions:
         reason = next((sample.score.reason for sample in samples if isinstance(sample.score, RewardFailure)), "")
@@ -386,7 +383,7 @@ def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
     if not missing:
         return ""
     rest = len(samples) - missing
-    accuracy = f"the accuracy is that of the other {rest}" if rest else "there is no accuracy"
+    accuracy = f"the accuracy counts the other {rest}" if rest else "there is no accuracy"
     causes = [f"{len(failures)} of {len(samples)} rewards failed"] if failures else []
     if masked := missing - len(failures):
         causes.append(f"{masked} of {len(samples)} responses could not be scored (None)")
@@ -395,14 +392,14 @@ def _failures(series: Series, step: int, samples: Sequence[_Sample]) -> str:
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The unbiased estimate of pass@k from n = ``samples`` ≥ k responses with c = ``correct`` correct ones.
+    """The unbiased estimate of pass@k from n = ``samples`` >= k responses with c = ``correct`` correct ones.
 
-    It is 1 - C(n - c, k) / C(n, k): the share of all choices of k responses with a correct one (Chen et al. 2021,
-    arXiv:2107.03374).
+    It is 1 - C(n - c, k) / C(n, k): the share of all choices of k responses that include a correct one (Chen et al.
+    2021, arXiv:2107.03374).
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def mean_pass_at(samples: int, correct: Sequence[int]) -> tuple[float, ...]:
-    """pass@1, ..., pass@``samples``, averaged over prompts; ``correct`` has the correct responses of each prompt."""
+    """pass@1, ..., pass@``samples``, averaged over prompts; ``correct``: the number of correct responses by prompt."""
     return tuple(sum(pass_at(k, samples, c) for c in correct) / len(correct) for k in range(1, samples + 1))

@@ -1,4 +1,4 @@
-"""A checked spec with its data, ready to run."""
+"""A checked spec with its task and data, ready to run."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Experiment:
     sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
     """The prompts of further evaluation sets, by name."""
     episodic: frozenset[str] = frozenset()
-    """The evaluation sets with episodes as rollouts; "" is the run's own task."""
+    """The names of the evaluation sets with episodes as rollouts; "" stands for the run's own task."""
     tasks: Mapping[str, Any] = field(default_factory=dict)
-    """The run's task by the name "", and the tasks of further evaluation sets by theirs."""
+    """The tasks of the further evaluation sets by name, and the run's own task as ""."""
     monitors: Sequence[Monitor] = ()
-    """Those that ``tracking`` enables, such as TensorBoard; not started."""
+    """The monitors that ``tracking`` enables, such as TensorBoard; not started."""
     examiner: ExaminerFactory | None = None
-    """Makes the examiner of hosts that join during the run; None for a run on one machine."""
+    """Makes the examiner of hosts that join during the run; None on one machine."""
 
     @classmethod
     def load(
@@ -45,8 +45,8 @@ class Experiment:
         notice: Callable[[str], None] = lambda _: None,
         training: bool = True,
     ) -> Experiment:
-        """Import the task and open the data; ``notice`` is called with a text when something takes
-        long. Without ``training``, only the prompts of evaluations. Raises a ``UserError`` that names the problem."""
+        """Import the task and open the data, without ``training`` only the evaluations' prompts. ``notice`` gets a text
+        if something takes long. Raises ``UserError``."""
         with user_code("importing the task", notice, CODE_S):
             task = load_task(spec.task, search_path, connect=True)
             tasks = {"": task} | {
@@ -55,7 +55,7 @@ class Experiment:
                 else load_task(chosen.task, search_path, f"evaluation.sets.{name}.task", connect=True)
                 for name, chosen in spec.evaluation.sets.items()
             }
-        with user_code("opening the data", notice):  # without a limit: it may have to be downloaded
+        with user_code("opening the data", notice):  # without a limit: it may need a download
             train_prompts = (
                 load_prompts("train", split_spec=spec.data.train, task=task, base=search_path) if training else ()
             )
@@ -86,7 +86,7 @@ class Experiment:
 def _counted(
     spec: ExperimentSpec, prompts: Sequence[Prompt], stages: Sequence[Stage], notice: Callable[[str], None]
 ) -> ExperimentSpec:
-    """The spec with `stop.steps` in place of `stop.epochs`. ``notice`` gets the warnings that this number causes."""
+    """The spec with `stop.steps` in place of `stop.epochs`. ``notice`` gets warnings that follow from the number."""
     if spec.stop.epochs is None:
         return spec
     loader = PromptLoader(prompts, seed=spec.seed, shuffle=spec.data.shuffle, stages=stages)

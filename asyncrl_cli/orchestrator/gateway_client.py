@@ -1,8 +1,8 @@
-"""The driver's client of the gateway: an actor that requests generations, and that is replaced when it is lost.
+"""The driver's client of the gateway actor, which requests generations (decision 0022).
 
 The driver always has one ``collect`` call pending at the actor, and sends its messages in ``tell`` calls, one at a time
-(``gateway/actor.py``). When the actor dies or does not answer, the generations that it requested are cancelled, its
-sessions end with ``GatewayLost``, and another actor replaces it.
+(``gateway/actor.py``). If the actor dies or does not answer, its generations are cancelled, its sessions end with
+``GatewayLost``, and another actor replaces it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 GATEWAY = "gateway"
 """The name of the actor and of its log file."""
 POLL_S = 5.0
-"""Seconds after which ``collect`` returns an empty answer: the driver notices an actor that hangs."""
+"""Seconds after which ``collect`` returns an empty answer, so the driver can tell an idle actor from a hanging one."""
 ANSWER_S = 60.0
 """Further seconds that the actor may take to answer."""
 STOP_S = 8.0
@@ -67,7 +67,7 @@ class RemoteSession:
         self.closing = False
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.end: asyncio.Future[SessionEnd] = asyncio.get_running_loop().create_future()
-        """Its result once it is closed; ``GatewayLost`` as soon as the gateway is lost."""
+        """The session's result when it is closed, or ``GatewayLost`` when the gateway is lost."""
 
     async def finish(self) -> SessionEnd:
         """End the session; returns its result. Raises ``GatewayLost``."""
@@ -90,7 +90,7 @@ class _Link:
         self._ordered = asyncio.Event()
 
     async def run(self) -> RunError:
-        """Exchange messages until the actor is lost; returns the cause."""
+        """Exchange messages with the actor until it is lost; returns the cause."""
         lost: list[RunError] = []
         try:
             async with self._group:
@@ -100,13 +100,13 @@ class _Link:
             lost += [error for error in errors.exceptions if isinstance(error, RunError)]
         except* UserError:
             raise
-        except* Exception as errors:  # a bug ends the gateway's actor, not the run
+        except* Exception as errors:  # a bug costs the gateway's actor, not the run
             log.error("the gateway's link failed", exc_info=errors)
             lost.append(RunError(f"{type(errors.exceptions[0]).__name__} in the driver"))
         return lost[0]
 
     def lose(self, cause: str) -> None:
-        """Handle the loss of the actor: its sessions end, and no session can be opened."""
+        """End all sessions because the actor is lost, and refuse new ones."""
         self._cause = cause
         for session in self._sessions.values():
             _fail(session.opened, GatewayLost(cause))
@@ -115,7 +115,7 @@ class _Link:
     def open(
         self, opening: SessionOpening, access: ModelAccess, on_segments: OnSegments, generate: Generate
     ) -> RemoteSession:
-        """Have a session opened; ``session.opened`` says when. Raises ``GatewayLost``."""
+        """Request a session; ``session.opened`` is done when it is open. Raises ``GatewayLost``."""
         if self._cause:
             raise GatewayLost(self._cause)
         number = next(self._numbers)
@@ -126,7 +126,7 @@ class _Link:
         return session
 
     def close(self, session: RemoteSession) -> None:
-        """End a session and its calls; ``session.end`` will have its result."""
+        """End a session and its calls; ``session.end`` gets its result."""
         if not session.closing:
             session.closing = True
             for call in session.calls:
@@ -156,7 +156,7 @@ class _Link:
             if cancelled := [self._calls[number] for number in incoming.cancelled if number in self._calls]:
                 for call in cancelled:
                     call.cancel()
-                await asyncio.wait(cancelled)  # otherwise their ids may still be in use when they are requested again
+                await asyncio.wait(cancelled)  # the requests below may use the same ids again
             for generation in incoming.requests.values():
                 self._begin(generation)
             for end in incoming.ends:
@@ -184,15 +184,14 @@ class _Link:
             result = await generate(generation.request, grown)
         except GenerationFailed as error:
             result = RolloutFailure(generation.request.rollout_id, str(error))
-        except Exception as error:  # a bug makes the call fail, not the run
+        except Exception as error:  # a bug fails this call, not the run
             log.error("a generation failed", exc_info=error)
             result = RolloutFailure(generation.request.rollout_id, f"{type(error).__name__} in the driver")
         self._next_outgoing().results.append((generation.number, result))
 
 
 def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
-    """The chat format of the model in a folder. Raises ``UserError`` for invalid parsers or an invalid chat
-    template."""
+    """The chat format of the model in a folder. Raises ``UserError`` for an invalid parser or chat template."""
     from asyncrl_cli.rollout.response_text import end_tokens
     from asyncrl_cli.train.model.tokenizer import load_tokenizer
 
@@ -209,7 +208,7 @@ def chat_format(spec: ExperimentSpec, model_folder: str) -> ChatFormat:
 
 
 def setup_of(spec: ExperimentSpec, model_folder: str, model: str, api_key: str | None = None) -> GatewaySetup:
-    """The setup of a gateway for the model in a folder, with new secrets; ``model`` is the name that clients use."""
+    """A gateway's setup for the model in a folder, with new secrets. ``model``: the name that clients use."""
     return GatewaySetup(
         spec, chat=partial(chat_format, spec, model_folder), model=model, secret=new_secret(), api_key=api_key
     )
@@ -221,7 +220,7 @@ class GatewayClient:
     def __init__(
         self, setup: GatewaySetup, make_actor: Callable[[], Any], generate: Generate, budget: RestartBudget
     ) -> None:
-        """``generate`` answers the calls that belong to no session."""
+        """``generate`` answers calls that belong to no session."""
         self._setup = setup
         self._generate = generate
         self._actor = SupervisedActor("gateway", name=GATEWAY, make=make_actor, start=self._connect, budget=budget)
@@ -230,14 +229,14 @@ class GatewayClient:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start it, and replace it from then on when it is lost; returns its URL. Raises ``UserError``."""
+        """Start the gateway, and replace it whenever it is lost; returns its URL. Raises ``UserError``."""
         await self._actor.running()
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(lambda task: task.cancelled() or task.exception())  # sessions raise its error
         return self._link.result().url
 
     async def kept(self) -> None:
-        """Ends only with the error for which the gateway is not replaced."""
+        """Wait forever; raises the error after which the gateway cannot be replaced."""
         assert self._keeping is not None
         await asyncio.shield(self._keeping)
 
@@ -249,7 +248,7 @@ class GatewayClient:
         self._link.set_result(_Link(actor, url, self._generate))
 
     async def _keep(self) -> None:
-        """Answer the gateway's requests, and replace it when it is lost. It ends only with an error, which open
+        """Answer the gateway's requests, and replace it whenever it is lost. Ends only with an error, which open
         sessions and later calls of ``session`` raise, too."""
         link = self._link.result()
         try:
@@ -271,10 +270,9 @@ class GatewayClient:
     async def session(
         self, opening: SessionOpening, on_segments: OnSegments, generate: Generate
     ) -> AsyncIterator[RemoteSession]:
-        """A session, open for the length of the block.
+        """Open a session for the block. ``on_segments`` gets its tokens, ``generate`` answers its calls.
 
-        ``on_segments`` is called with its tokens, ``generate`` answers its calls. Raises ``GatewayLost``, and
-        ``UserError`` when the gateway cannot be replaced any more.
+        Raises ``GatewayLost``, and ``UserError`` if the gateway cannot be replaced any more.
         """
         link = await asyncio.shield(self._link)
         access = ModelAccess(

@@ -1,5 +1,5 @@
-"""Ctrl-C, SIGTERM and SIGHUP: they end the running work in an orderly way; a second Ctrl-C ends the process at
-once."""
+"""Handles Ctrl-C, SIGTERM and SIGHUP: they end the work in an orderly way. A second Ctrl-C ends the process
+immediately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Interrupted(Exception):
 
 
 class Stop:
-    """Whether a signal asked for the end."""
+    """A request to stop, by a signal."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -29,36 +29,36 @@ class Stop:
         self._event = asyncio.Event()
 
     def attach(self) -> None:
-        """From now on, until the running event loop is closed, signals set the event that ``wait`` waits for."""
+        """From now on, signals end ``wait`` in the running event loop instead of raising ``KeyboardInterrupt``."""
         self._loop = asyncio.get_running_loop()
         if self.asked:
             self._event.set()
 
     async def wait(self) -> None:
-        """Until a signal has come."""
+        """Wait for a signal."""
         await self._event.wait()
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """The signal handler."""
         if self.asked:
             if number == signal.SIGINT:
-                # Threads that do not end (a checkpoint on a disk that hangs) would keep an orderly exit waiting. The
-                # reaper ends the other processes.
+                # An orderly exit would wait for threads, such as one that writes to a hanging disk. The reaper ends the
+                # other processes.
                 os._exit(INTERRUPTED)
             return
         self.asked = True
         if self._loop is None:
             raise KeyboardInterrupt
-        if not self._loop.is_closed():  # afterwards the work has its result or error, which does not change
+        if not self._loop.is_closed():  # after it, the work has its result or error, and the signal changes nothing
             self._loop.call_soon_threadsafe(self._event.set)
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[Stop]:
-    """Handle the signals for the length of the block; once a signal has come, until the process ends.
+    """Handle the signals within the block; after the first signal, until the process ends.
 
-    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. A signal that the process has ignored since
-    its start (SIGHUP with nohup) remains ignored.
+    Before an event loop is attached, a signal raises ``KeyboardInterrupt``. A signal that was ignored at the process's
+    start (SIGHUP with nohup) is still ignored.
     """
     stop = Stop()
     before = {number: signal.getsignal(number) for number in SIGNALS}
@@ -74,7 +74,7 @@ def stop_on_signals() -> Iterator[Stop]:
 
 
 async def until_stopped(work: Any, stop: Stop) -> Any:
-    """The result of ``work``; raises ``Interrupted`` when ``stop`` comes first."""
+    """The result of ``work``. Cancels it and raises ``Interrupted`` if ``stop`` comes first."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
     if working.done():

@@ -1,7 +1,7 @@
-"""A run from start to end: folder, cluster, actors, loop, results.
+"""Runs an experiment from start to end: cluster, actors, loop, results.
 
-All problems that can be detected in advance are raised before the first process starts. All processes that were started
-have ended when ``run_experiment`` returns or raises.
+Problems that can be detected in advance are raised before the first process starts. All started processes have ended
+when ``run_experiment`` returns or raises.
 """
 
 from __future__ import annotations
@@ -56,20 +56,18 @@ INTERRUPT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run begins: from the start (``train``), or where its journal ends (``resume``)."""
+    """The start of a driver: of a new run (``train``), or at the end of the run's journal (``resume``)."""
 
     kind: Literal["train", "resume"] = "train"
     note: str = ""  # for the journal
-    checkpoint: Checkpoint | None = None  # where the trainer starts from; None for the initial model
+    checkpoint: Checkpoint | None = None  # the trainer's start; None for the initial model
     base: dict[str, Any] | None = None
-    """The state at which the history begins if the old journal is abandoned (``DurableLedger.fallback`` of a
-    checkpoint)."""
+    """The state at which the history begins without the old journal (a checkpoint's ``DurableLedger.fallback``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a finished run. Accuracies are by kind (``greedy``, ``sampled``), monitors' results by their
-    names."""
+    """The results of a finished run. Accuracies are by kind (``greedy``, ``sampled``), ``notes`` by monitor."""
 
     seconds: float
     accuracy_before: Mapping[str, float] = field(default_factory=dict)
@@ -80,9 +78,9 @@ class Outcome:
 
 
 def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, start: Start) -> Outcome:
-    """Run an experiment to the last step. In every case the run's state on disk shows how it ended.
+    """Run an experiment to the last step. Afterwards the run's state on disk shows how it ended, also after an error.
 
-    Raises ``UserError`` with the cause when the run cannot continue, ``Interrupted`` after Ctrl-C or SIGTERM.
+    Raises ``UserError`` with the cause if the run cannot continue, ``Interrupted`` after Ctrl-C or SIGTERM.
     """
     recorder = Recorder(run, console.warn)
     reporter = Reporter(recorder, console)
@@ -95,7 +93,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
             console.warn(f"{run.run_id}: {missing}")
 
     def end(ending: Ending) -> None:
-        # Only submitted here: the notice is sent even if nothing can be written any more.
+        # Does not wait for the disk: the notice must be sent even if nothing can be written any more.
         recorder.update(phase=ending.phase, reason=ending.reason)
         for wait in (partial(reporter.finish, ending), close_files):
             try:
@@ -107,7 +105,7 @@ def run_experiment(experiment: Experiment, run: RunDirectory, console: Monitor, 
     try:
         with stop_on_signals() as stop, ray_cluster(experiment.spec, run.path / "logs"):
             outcome = asyncio.run(_run(experiment, recorder=recorder, reporter=reporter, start=start, stop=stop))
-    except (KeyboardInterrupt, Interrupted):  # the former before an event loop handled signals
+    except (KeyboardInterrupt, Interrupted):  # KeyboardInterrupt: before the event loop handled signals
         end(Ending("interrupted", reason="stopped by the user"))
         raise Interrupted from None
     except BaseException as error:
@@ -126,7 +124,6 @@ def _failure(error: BaseException) -> Ending:
 
 
 def _in_short(run: RunDirectory, outcome: Outcome) -> str:
-    """The result of a run in one line."""
     accuracies = [f", held-out accuracy ({kind}) {value:.3f}" for kind, value in sorted(outcome.accuracy.items())]
     return f"finished {counted(run.state.step, 'step')} in {outcome.seconds:.0f} s{''.join(accuracies)}"
 
@@ -138,7 +135,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
     orchestrator: Orchestrator | None = None
     ending = Ending("failed")
     closing: list[Callable[[], Awaitable[None]]] = []
-    # Both need the cluster, so they finish before it ends.
+    # These need the cluster, so they finish before it ends.
     in_cluster: list[Monitor] = [RayMetrics(run, spec, reporter.warn)]
     if spec.tracking.mlflow:
         in_cluster.append(Mlflow(recorder, spec))
@@ -161,7 +158,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         ending = Ending("finished", _in_short(run, outcome))
     except Interrupted:
         ending = Ending("interrupted")
-        recorder.update(phase="interrupted")  # for readers that do not wait for the end
+        recorder.update(phase="interrupted")  # now, for users who look before the end
         await _save_before_leaving(orchestrator, reporter)
         raise
     except BaseException as error:
@@ -171,7 +168,7 @@ async def _run(experiment: Experiment, recorder: Recorder, reporter: Reporter, s
         if spec.tracking.mlflow:
             reporter.status("finishing MLflow's log")
             await asyncio.to_thread(recorder.wait)  # MLflow's log is made from these files
-        # The spec's monitors, too: the end of the cluster kills all processes of the run, also their processes.
+        # The spec's monitors, too: the cluster's end kills all the run's processes, and monitors may have some.
         reporter.finish(ending, [*in_cluster, *experiment.monitors])
         if not ray_is_lost():
             await asyncio.gather(*(close() for close in closing), return_exceptions=True)
@@ -185,10 +182,10 @@ async def _start(
     reporter: Reporter,
     closing: list[Callable[[], Awaitable[None]]],
 ) -> Orchestrator:
-    """Start all parts, and connect them. Functions that stop them, each in bounded time, are added to ``closing``."""
+    """Start and connect all parts. Functions that stop them, each in bounded time, are added to ``closing``."""
     spec, run, limit_s = experiment.spec, recorder.run, experiment.spec.pipeline.stall_minutes * 60
     forget_requests(run)
-    # First, because every fault is recorded.
+    # The buffer first: it records the faults of all other parts.
     settings = buffer_settings(spec)
     buffer, opening = await Buffer.open(run.path / FILE, settings, start.kind, start.note, start.base, limit_s=limit_s)
     closing.append(buffer.close)
@@ -204,9 +201,9 @@ async def _start(
     factory = ActorFactory(spec, run.path, experiment.search_path, examiner=newcomers)
     stub = asyncio.create_task(asyncio.to_thread(model_stub, spec, run.model_stub))
     initial: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
-    # The weights that adapters are applied to are in the initial model's folder alone.
+    # If only adapters are published, engines load the other weights from the initial model's folder.
     engine_folder = stub if spec.model.published_adapter is None else initial
-    # Ray serves requests in their order. The ranks come first, because their resources must fit together.
+    # Ray serves requests in order. The ranks come first: engines placed before them could split the ranks' nodes.
     trainer_group = factory.trainer_group()
     trainer_group.ask()
     made: list[EngineProcess] = []
@@ -221,7 +218,7 @@ async def _start(
     engines = [make_engine(f"engine-{index}") for index in range(spec.rollout.min_engines)]
     tasks = TaskActors(experiment, factory, budget)
     closing += [tasks.stop, stop_engines]
-    # The watchdog's message names the wait and its start, so its limit must be reached first.
+    # Twice the watchdog's limit: the watchdog's error says more, so it must come first.
     ranks = TrainerRanks(
         factory.trainer,
         group=trainer_group,
@@ -244,7 +241,7 @@ async def _start(
         )
     )
     try:
-        model_dir, _ = await asyncio.gather(starting, loading_task)  # the first error of either ends the start
+        model_dir, _ = await asyncio.gather(starting, loading_task)
     except BaseException:
         for task in (starting, loading_task, stub):
             task.cancel()
@@ -296,7 +293,7 @@ async def _start(
 
 
 async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Reporter) -> None:
-    """Save a checkpoint if there is time, which makes resuming faster. Everything else is in the journal already."""
+    """Save a checkpoint if there is time, which makes resuming faster. The journal already has everything else."""
     if orchestrator is None:
         return
     reporter.status("stopping: saving a checkpoint if there is time")
@@ -306,5 +303,5 @@ async def _save_before_leaving(orchestrator: Orchestrator | None, reporter: Repo
             await orchestrator.checkpoint()
     except (TimeoutError, UserError):
         pass
-    except Exception as error:  # a full disk, say; the user still stopped the run
+    except Exception as error:  # such as a full disk; the run still counts as interrupted
         reporter.warn(f"no checkpoint was saved: {_cause(error)}")

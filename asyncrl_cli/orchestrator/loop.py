@@ -3,9 +3,8 @@
     admit -> generate -> record -> score -> take -> train -> publish -> admit ...
 
 Generation and training wait for each other only if the buffer requires it, and the trainer does not wait until the
-engines have loaded what it publishes. The modes ``sync``, ``one_step_off`` and ``async`` are settings of the buffer's
-numbers; no code in this file depends on them. An engine serves a version only after it has proved it, so a group
-admitted under version v never has an older token.
+engines have loaded a new version. The modes ``sync``, ``one_step_off`` and ``async`` only set the buffer's numbers; no
+code in this file depends on the mode.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ T = TypeVar("T")
 
 
 class Orchestrator:
-    """Drives started parts from where the journal ends to the last step."""
+    """Runs the started parts from the journal's end to the last step."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Orchestrator:
         budget: RestartBudget,
         watchdog: Watchdog,
     ) -> None:
-        """``checkpoint_step``: the step of the checkpoint that the trainer ranks have started from; 0 without one."""
+        """``checkpoint_step``: the step of the checkpoint from which the ranks have started; 0 without one."""
         self._spec = spec
         self._opening = opening
         self._run = run
@@ -135,14 +134,14 @@ class Orchestrator:
             gpu_turn=turns.engines,
         )
         self._evaluation: asyncio.Task[None] | None = None
-        self._fixed_version = False  # whether the evaluation needs one version, so publishes wait
+        self._fixed_version = False  # True while an evaluation needs one version, so publishes wait for it
         self._in_flight: tuple[Taken, asyncio.Task[StepReport]] | None = None
         self._written = opening.version  # the newest version that was written
         self._published: PublishRecord | None = None  # not reported yet
-        self._publish_wait_s = 0.0  # of this step's publish, until the trainer could write
+        self._publish_wait_s = 0.0  # seconds until the trainer could write this step's publish
 
     async def run(self) -> None:
-        """Train until the last step. Raises ``RunError`` with the first cause when the run cannot continue."""
+        """Train until the last step. Raises ``RunError`` with the first cause if the run cannot continue."""
         try:
             async with self._tasks as tasks:
                 endless = [
@@ -159,16 +158,16 @@ class Orchestrator:
             raise first_cause(group) from None
 
     async def settle(self) -> None:
-        """After an interruption: wait until the running step and publish, if any, are done, and report the step.
+        """After an interruption, wait for the running step and publish, and report the step.
 
-        Raises ``RunError`` when one of them failed, and when a recovery was interrupted: then the ranks may still train
-        a step, so their weights do not belong to a step that can be saved.
+        Raises ``RunError`` if one of them failed or a recovery was interrupted: then the ranks may still train a step,
+        so their weights belong to no step that can be saved.
         """
         if self._in_flight is not None:
             taken, training = self._in_flight
             self._steps.report(taken, await training, None)
-        # A checkpoint after the next step no longer has the weights of this version, and a resumed run publishes every
-        # version that the journal lacks.
+        # The publish must be recorded before the checkpoint: a resumed run publishes every version that the journal
+        # lacks, and a checkpoint of a later step does not have this version's weights.
         await self._publisher.delivered()
         await self._steps.flush()
         if not self._trainer.ready:
@@ -176,20 +175,20 @@ class Orchestrator:
         self._step = self._trainer.step
 
     async def checkpoint(self, in_background: bool = False) -> None:
-        """Save a checkpoint of the present step. Call it between steps, or after ``settle``.
+        """Save a checkpoint of the current step. Call it between steps, or after ``settle``.
 
         ``in_background``: return when the trainer's state is copied; the copy is written while training continues.
         """
         step = self._step
-        # From a checkpoint between two publishes the engines' version could not be restored (decision 0009).
+        # From a checkpoint between two publishes, the engines' version could not be made again (decision 0009).
         if step % self._spec.pipeline.publish_every:
             return
         started = time.monotonic()
         if self._saving is not None and not self._saving.done():
             self._reporter.status("waiting until the previous checkpoint is written")
-        await self._saved()  # the memory has room for one copy
+        await self._saved()  # the hosts have memory for one copy
         self._reporter.status("saving a checkpoint")
-        # Before the trainer saves: a checkpoint must not hold a step that the journal does not (decision 0011).
+        # The journal first: a checkpoint must not hold a step that the journal lacks (decision 0011).
         await self._steps.flush()
         state = {"step": step, **await self._buffer.fallback(step)}
 
@@ -201,7 +200,7 @@ class Orchestrator:
         await self._until_saved(step, self._trainer.at(step, save))
         stall_s = time.monotonic() - started
         self._steps.more["checkpoint/stall_s"] = stall_s
-        # Not in ``_tasks``: Ctrl-C does not stop it, and the checkpoint at the end waits for it.
+        # Not in ``_tasks``, which Ctrl-C cancels: the copy is made, so the last checkpoint waits for its files.
         self._saving = asyncio.create_task(self._complete(step, state, started=started, stall_s=stall_s))
         if in_background:
             self._spawn(self._saved())  # an error ends the run immediately
@@ -214,6 +213,7 @@ class Orchestrator:
         except TrainerLost as lost:  # the ranks restart from an older checkpoint
             self._reporter.warn(f"the checkpoint of step {step} is lost: {lost.name} died while it was written")
             return
+        # A recovery reads checkpoints and batches that the deletions below would remove.
         async with self._trainer.recovering:
             removed = await asyncio.to_thread(
                 self._checkpoints.prune,
@@ -223,7 +223,7 @@ class Orchestrator:
             )
             self._steps.more["checkpoint/seconds"] = seconds = time.monotonic() - started
             await self._buffer.checkpointed(step, saved.folder.name, seconds, stall_s, removed)
-            self._uploads.begin()  # after the row that it completes
+            self._uploads.begin()  # after ``checkpointed``: the upload's result completes this row
             if self._spec.journal.keep != "all":
                 await self._buffer.prune(self._spec.journal.keep)
 
@@ -232,30 +232,31 @@ class Orchestrator:
         return await self._watchdog.until(work, who=DRIVER, what=what, extra_s=self._ranks.saving_s)
 
     async def _saved(self) -> None:
-        """Return when no checkpoint is being written. Raises the error of the last one, if it failed."""
+        """Wait until no checkpoint is being written. Raises the last one's error if it failed."""
         if self._saving is not None:
             await asyncio.shield(self._saving)
 
     async def _loop(self) -> None:
         steps, partial = self._spec.stop.total, self._spec.pipeline.partial_rollouts
-        # There is no batch before engines serve the weights: the step ends when they do.
+        # Generation and training take turns: the next batch needs the new weights, so the step includes the delivery.
         alternating = partial or self._spec.pipeline.max_staleness == 0
-        # Before any engine serves: unfinished rollouts take their slots before new groups are admitted.
+        # Before any engine serves: unfinished rollouts must take their slots before new groups are admitted.
         self._scheduler.resume(self._opening)
-        self._uploads.begin()  # of earlier drivers
+        self._uploads.begin()  # uploads that earlier drivers left
         behind = self._step - self._trainer.step
         self._reporter.status(f"training {behind} recorded steps again" if behind else "publishing the first weights")
-        while self._publish_due:  # two versions if a publish was in flight when the run stopped
+        while self._publish_due:  # twice if a publish was in flight when the run stopped
             await self._begin_publish()
         await self._publisher.delivered()
-        await self._publisher.restore()  # unless a version was published: the hosts have none of an earlier driver
+        await self._publisher.restore()  # if nothing was due: the hosts' memory is lost with the earlier driver
         await self._trainer.catch_up(self._step)
         if self._step < steps:
             self._begin_evaluation()
         while self._step < steps:
             taken = await self._take()
-            if partial:
-                await self._stop_generation()
+            if partial:  # unfinished rollouts keep their tokens, and continue in the next step
+                await self._finish_fixed_evaluation()
+                await self._watchdog.until(self._client.pause(), DRIVER, "engines to stop generating")
             report = await self._train(taken)
             trained_at = time.monotonic()
             self._publish_wait_s = 0.0
@@ -267,12 +268,17 @@ class Orchestrator:
             published, self._published = self._published, None
             self._steps.report(taken, report, published, publish_s, self._publish_wait_s)
             self._spawn(self._steps.flush())
-            # Only now: while it is set, an interrupted run has to report the step itself (``settle``).
+            # Only after the report: while it is set, ``settle`` reports the step of an interrupted run.
             self._in_flight = None
             if partial:
                 await self._client.resume()
             if self._step < steps:
-                await self._between_steps()
+                if self._evaluator.due(self._step):
+                    await self._publisher.delivered()  # the evaluation is of this step's weights
+                    await self._finish_evaluation("an evaluation")
+                    self._begin_evaluation()
+                if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:
+                    await self.checkpoint(in_background=True)
         await self._publisher.delivered()
         await self._finish_evaluation("an evaluation")
         self._begin_evaluation()
@@ -302,62 +308,48 @@ class Orchestrator:
                 wait.what = f"the batch of step {self._step + 1} ({answer.reason}; {running})"
                 self._reporter.doing(f"waiting: {answer.reason}", answer.counts)
 
-    async def _stop_generation(self) -> None:
-        """The batch is complete: stop generating. Unfinished rollouts keep their tokens and continue later."""
-        if self._fixed_version:
-            await self._finish_evaluation("the evaluation of the current weights")
-        await self._watchdog.until(self._client.pause(), DRIVER, "engines to stop generating")
-
     async def _train(self, taken: Taken) -> StepReport:
         self._reporter.doing("training", taken.counts)
         training = asyncio.create_task(self._trainer.train(taken.batch))
         self._in_flight = (taken, training)
-        # Shielded: Ctrl-C does not stop the ranks, and ``settle`` waits for their step.
+        # Shielded from Ctrl-C, which cannot stop the ranks: ``settle`` waits for their step.
         work = asyncio.shield(training)
         report = await self._watchdog.until(work, DRIVER, f"the trainer's step {self._step + 1}")
         self._step += 1
         return report
 
     async def _begin_publish(self) -> None:
-        """Have the ranks write the next version. Engines get it while the trainer takes and trains the next batches
-        (decision 0062)."""
+        """Have the ranks write the next version. Engines load it while the trainer trains on (decision 0038)."""
         begun = time.monotonic()
-        # One publish at a time: the ledger's proof allows no more, and the hosts have room for no more.
+        # One publish at a time: the ledger's proof assumes it, and the hosts have memory for one new version.
         await self._publisher.delivered()
-        if self._fixed_version:
-            await self._finish_evaluation("the evaluation of the current weights")
+        await self._finish_fixed_evaluation()
         self._publish_wait_s = time.monotonic() - begun
         await self._publisher.publish(self._written + 1, self._publish_wait_s)
         self._written += 1
-        self._spawn(self._publisher.delivered())  # an error ends the run at once
+        self._spawn(self._publisher.delivered())  # an error ends the run immediately
 
     def _note_published(self, record: PublishRecord) -> None:
         self._published = record
         self._client.room.set()
 
     def _repeated(self, batch: TrainingBatch, report: StepReport) -> None:
-        """A recorded step was trained again. The loop itself reports the steps that this driver has taken."""
         self._watchdog.caught_up()
         self._reporter.status(f"trained step {batch.step + 1} of {self._step} again")
+        # An earlier driver took this batch but did not report its step. ``_loop`` reports this driver's own steps.
         if self._steps.reported <= batch.step < self._opening.step:
             self._steps.report(Taken(batch, self._opening.counts, 0.0), report, None)
             self._spawn(self._steps.flush())
-
-    # -- between steps
-
-    async def _between_steps(self) -> None:
-        if self._evaluator.due(self._step):
-            await self._publisher.delivered()  # the publish is of the weights after this step
-            await self._finish_evaluation("an evaluation")
-            self._begin_evaluation()
-        if self._spec.checkpoints.every and self._step % self._spec.checkpoints.every == 0:
-            await self.checkpoint(in_background=True)
 
     def _begin_evaluation(self) -> None:
         if self._evaluator.due(self._step):
             self._evaluation = self._tasks.create_task(self._evaluator.evaluate(self._step))
             # The accuracy before training must be the initial model's.
             self._fixed_version = self._step == 0 or self._spec.evaluation.fix_version
+
+    async def _finish_fixed_evaluation(self) -> None:
+        if self._fixed_version:
+            await self._finish_evaluation("the evaluation of the current weights")
 
     async def _finish_evaluation(self, what: str) -> None:
         if self._evaluation is not None:

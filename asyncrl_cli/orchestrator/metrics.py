@@ -1,7 +1,6 @@
-"""The numbers of one step, by name.
+"""Computes the metrics of a step.
 
-Names are ``area/quantity``; docs/metrics.md says what each means. Counts of groups, rollouts and tokens are
-distinguished in the name.
+Names are ``area/quantity``; docs/metrics.md describes them. A name says whether it counts groups, rollouts or tokens.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ from asyncrl_cli.system.processors import HostTime, host_time
 from asyncrl_cli.system.supervised_actor import RestartBudget
 
 NO_UPDATES = "no_updates"
-"""The kind of fault in the journal of steps that change no weight."""
+"""The journal's kind of fault for steps that change no weight."""
 STEPS_WITHOUT_UPDATE = 20
 """Steps in a row without an update after which the run warns."""
 
 
 class StepClock:
-    """Measures the time windows between steps.
-
-    ``processors`` returns the processor time in seconds of this process, and of its host.
-    """
+    """Measures the time between steps. ``processors`` returns the processor time of this process and of its host, in
+    seconds."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class StepClock:
         self._journal_s = 0.0
 
     def lap(self, report: StepReport, journal_s: float) -> dict[str, float]:
-        """Metrics of the window that ends now, with the step of ``report`` in it; ``journal_s`` as in ``Taken``."""
+        """Metrics of the time since the last lap, with the step of ``report``. ``journal_s`` as in ``Taken``."""
         now, totals = time.monotonic(), self._read()
         seconds = now - self._at
         tokens, busy, paused, wall, sequence_s, engines_s, driver_s, host_s, idle_s = (
@@ -99,7 +96,7 @@ class StepRecorder:
         budget: RestartBudget,
         reported: int,
     ) -> None:
-        """``reported``: number of steps that earlier drivers have reported."""
+        """``reported``: number of steps that earlier drivers reported."""
         self.reported = reported
         self._spec = spec
         self._budget = budget
@@ -116,7 +113,7 @@ class StepRecorder:
         self._unrecorded: dict[int, StepRecord] = {}
         self._gap_warned = False
         self.more: dict[str, float] = {}
-        """Metrics for the next step that is reported."""
+        """Further metrics for the next report."""
 
     def report(
         self,
@@ -126,8 +123,8 @@ class StepRecorder:
         publish_s: float = 0.0,
         publish_wait_s: float = 0.0,
     ) -> None:
-        """Report a trained step; it is recorded by the time ``flush`` returns. ``publish_s``: seconds that the trainer
-        spent on the publish after the step; in ``publish_wait_s`` of them it waited before it could write."""
+        """Report a trained step; ``flush`` records it. ``publish_s``: seconds that the trainer spent on the publish
+        after the step; ``publish_wait_s``: the part of them before it could write."""
         step, window = taken.batch.step, self._clock.lap(report, taken.journal_s)
         metrics = step_metrics(
             taken.batch, report=report, published=published, window=window, counts=taken.counts, names=self._task_names
@@ -149,7 +146,7 @@ class StepRecorder:
         self._unrecorded[step] = StepRecord(step, batch_digest(taken.batch), metrics)
 
     async def flush(self) -> None:
-        """Return when the journal has every step that was reported."""
+        """Record every reported step in the journal."""
         for step, record in list(self._unrecorded.items()):
             await self._buffer.trained(record)
             self._unrecorded.pop(step, None)
@@ -183,11 +180,7 @@ class StepRecorder:
 
 
 def batch_digest(batch: TrainingBatch) -> str:
-    """A digest of a batch's prompts, responses and versions: two batches with the same digest are equal in all tokens
-    and images.
-
-    Batches of rollouts with one sequence each have had the same digest in all releases.
-    """
+    """A digest of a batch's prompts, responses and versions. Equal digests mean equal tokens and images."""
     digest = hashlib.blake2b(digest_size=16)
     for group in batch.groups:
         for rollout in group.rollouts:
@@ -209,10 +202,8 @@ def step_metrics(
     counts: Counts,
     names: Sequence[str] = (),
 ) -> dict[str, float]:
-    """All metrics of one step, including its ``window`` (``StepClock.lap``).
-
-    ``names``: the tasks of a mix, where a prompt's uid is ``TASK/UID``.
-    """
+    """All metrics of one step, including ``window`` (from ``StepClock.lap``). ``names``: the tasks of a mix, where a
+    prompt's uid is ``TASK/UID``."""
     rollouts = [rollout for group in batch.groups for rollout in group.rollouts]
     rewards = np.array([reward for group in batch.groups for reward in group.known_rewards])
     versions = [rollout.sampled_versions for rollout in rollouts]
@@ -251,19 +242,20 @@ def step_metrics(
         }
     if episodes := [rollout for rollout in rollouts if not rollout.prompt_ids]:
         metrics |= {
-            "response/calls_mean": float(np.mean([_calls(rollout) for rollout in episodes])),
+            # A call of the policy is a contiguous span of sampled tokens.
+            "response/calls_mean": float(np.mean([sum(map(_spans, rollout.sequences)) for rollout in episodes])),
             "response/branches_mean": float(np.mean([len(rollout.branches) for rollout in episodes])),
         }
     return metrics | report.metrics
 
 
 def speed_metrics(spec: ExperimentSpec, report: StepReport, window: Mapping[str, float]) -> dict[str, float]:
-    """Rates of a step: trained tokens, also for each GPU of ranks and engines, and the trainer's MFU where its GPUs'
+    """A step's trained tokens per second, in total and per GPU of ranks and engines, and the trainer's MFU if its GPUs'
     data sheet is known."""
     rate, peak = report.trained_tokens / window["time/step_s"], report.peak_flops
     found = {"tokens/trained_per_s": rate, "train/tflop": report.flops / 1e12}
     gpus = float(spec.trainer.ranks if spec.trainer.gpus_per_rank else 0)
-    if not shares_gpus(spec):  # where an engine and a rank are on one GPU
+    if not shares_gpus(spec):  # otherwise the engines are on the ranks' GPUs
         gpus += window["engines/serving"] * spec.rollout.gpus_per_engine
     if gpus:
         found["tokens/trained_per_gpu_s"] = rate / gpus
@@ -274,14 +266,12 @@ def speed_metrics(spec: ExperimentSpec, report: StepReport, window: Mapping[str,
     return found
 
 
-def _calls(rollout: Rollout) -> int:
-    """How many times the policy was called, counted as contiguous spans of sampled tokens."""
-    masks = [sequence.sampled for sequence in rollout.sequences]
-    return sum(int((mask & np.diff(mask, prepend=False)).sum()) for mask in masks)
+def _spans(sequence: Rollout) -> int:
+    return int((sequence.sampled & np.diff(sequence.sampled, prepend=False)).sum())
 
 
 def _task_metrics(batch: TrainingBatch, names: Sequence[str]) -> dict[str, float]:
-    """The tasks' own metrics, each averaged over the rollouts that have it, and the rewards of each task of a mix."""
+    """Tasks' own metrics, averaged over the rollouts that have them, and the rewards of each task of a mix."""
     measured: defaultdict[str, list[float]] = defaultdict(list)
     for group in batch.groups:
         for of_rollout in group.metrics:

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: which of them a part of the run may use, what fits on them, what is missing.
+"""The nodes of a Ray cluster: which nodes a part of the run may use, and whether its actors fit on them.
 
 ``live_nodes``, ``draining_nodes`` and ``why_gone`` ask Ray, and may block; the other functions are pure.
 """
@@ -18,18 +18,18 @@ from asyncrl_cli.spec.sharing import shares_gpus
 
 Resources = Mapping[str, float]
 SHOWN_NODES = 8
-"""Nodes that a message lists."""
+"""Largest number of nodes that a message lists."""
 ROUNDING = 1e-6
-"""Tolerance in comparisons: Ray counts resources in ten-thousandths, so its floats have rounding errors below this."""
+"""Tolerance in comparisons: Ray counts resources in ten-thousandths, so its floats have smaller rounding errors."""
 LOOK_S = 1.0
-"""Seconds between two checks of the state of a node."""
+"""Seconds between two checks of a node's state."""
 NODE_DEATH_S = 20.0
-"""Seconds to wait after a lost connection for Ray to report the node as lost, which takes about 15."""
+"""Seconds to wait after a lost connection for Ray to report the node as lost, which takes it about 15 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One live node. ``total``: its resources; ``free``: those that no actor or placement group holds."""
+    """One live node. ``total``: its resources. ``free``: the resources that no actor or placement group holds."""
 
     node_id: str
     address: str
@@ -64,9 +64,9 @@ def live_nodes() -> tuple[Node, ...]:
 
 
 def draining_nodes() -> dict[str, str]:
-    """The nodes that are being drained, by id, each with its deadline as text. Such a notice comes from `ray
-    drain-node`, from an autoscaler that scales down, and from a node whose `ray start --block` got SIGTERM."""
-    from ray._private.state import state  # there is no public way to ask
+    """The deadlines as text of nodes that are being drained, by id. A drain notice comes from `ray drain-node`, an
+    autoscaler that scales down, or a node where `ray start --block` got SIGTERM."""
+    from ray._private.state import state  # Ray has no public call for this
 
     return {
         node: f", until {time.strftime('%H:%M:%S', time.localtime(ms / 1000))}" if ms else " without a deadline"
@@ -75,8 +75,7 @@ def draining_nodes() -> dict[str, str]:
 
 
 def why_gone(node: str) -> str:
-    """Why an actor on this node is lost together with the node; empty while the node is alive. A node that is being
-    drained counts as gone."""
+    """Why an actor is lost with its node; empty while the node lives. A node that is being drained counts as gone."""
     if node not in {one.node_id for one in live_nodes()}:
         return "its node is gone"
     until = draining_nodes().get(node)
@@ -84,10 +83,9 @@ def why_gone(node: str) -> str:
 
 
 async def why_lost(ask: Callable[[], str], unreachable: bool) -> str:
-    """The reason from ``ask`` why a lost actor should not be restarted; empty if it should be.
+    """The answer of ``ask``, which may block: why a lost actor should not be restarted, or an empty text if it should.
 
-    ``unreachable``: it is not known yet whether its process is alive, so ``ask``, which may block, is called until it
-    gives a reason, for at most ``NODE_DEATH_S`` seconds.
+    ``unreachable``: Ray may not know yet that the node is lost, so ``ask`` is repeated for up to ``NODE_DEATH_S``.
     """
     deadline = time.monotonic() + (NODE_DEATH_S if unreachable else 0.0)
     while not (why := await asyncio.to_thread(ask)) and time.monotonic() < deadline:
@@ -114,7 +112,7 @@ def eligible(nodes: Sequence[Node], selector: NodeSelector) -> tuple[Node, ...]:
 
 
 def _has(value: str | None, wanted: str) -> bool:
-    """Whether a label's value matches the ``wanted`` expression, by Ray's rules; None (no label) equals no value."""
+    """True if a label's value matches the ``wanted`` expression by Ray's rules. None (no label) equals no value."""
     negated = wanted.startswith("!")
     wanted = wanted.removeprefix("!")
     values = re.split(r", ?", wanted[3:-1]) if wanted.startswith("in(") else [wanted]
@@ -139,9 +137,9 @@ def bundle_wants(spec: ExperimentSpec) -> dict[str, float]:
 
 
 def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, ranks: int) -> str:
-    """Check that the nodes have room for this many engines and trainer ranks, each of them on one node.
+    """Check that the nodes have room for these engines and trainer ranks, each on one node.
 
-    Returns what was found; raises ``RunError``, which names what is missing.
+    Returns a text about the room; raises ``RunError`` with the missing resources.
     """
     if spec.cluster.autoscaling:
         return f"{len(nodes)} nodes; the cluster adds others when Ray asks for them"
@@ -187,7 +185,7 @@ def check_resources(spec: ExperimentSpec, nodes: Sequence[Node], engines: int, r
         room = (
             f"fewer than {ranks} trainer ranks"
             if found is None
-            else f"{found} of the engines{' beside the ranks' if ranks else ''}"
+            else f"{found} of the engines{' next to the ranks' if ranks else ''}"
         )
         kinds = {kind: 1.0 for _, wants, _ in parts.values() for kind, amount in wants.items() if amount}
         every = [node for node in nodes if node in usable["engines"] or node in usable["trainer"]]
@@ -204,14 +202,16 @@ def most_engines(
 ) -> int | None:
     """The largest number of engines that fit on the nodes together with all ranks; None if the ranks alone do not fit.
 
-    Exact, by dynamic programming: ``best[r]`` is the largest number of engines on the nodes so far, with r ranks there.
+    Exact, by dynamic programming: ``best[r]`` is the largest number of engines next to r ranks on the nodes so far.
     """
     best: list[int | None] = [0] + [None] * ranks
     hosts_engines, hosts_ranks = ({node.node_id for node in some} for some in (engine_nodes, rank_nodes))
     for node in {node.node_id: node for node in (*engine_nodes, *rank_nodes)}.values():
         most_here = min(ranks, _times(node.total, rank)) if node.node_id in hosts_ranks else 0
         engines_here = [
-            _times(_without(node.total, rank, here), engine) if node.node_id in hosts_engines else 0
+            _times({kind: amount - here * rank.get(kind, 0) for kind, amount in node.total.items()}, engine)
+            if node.node_id in hosts_engines
+            else 0
             for here in range(most_here + 1)
         ]
         best = [
@@ -228,22 +228,17 @@ def most_engines(
     return best[ranks]
 
 
-def _without(there: Resources, wants: Resources, times: int) -> dict[str, float]:
-    return {kind: amount - times * wants.get(kind, 0) for kind, amount in there.items()}
-
-
 def _times(there: Resources, wants: Resources) -> int:
-    """How many times the resources ``wants`` fit into ``there``."""
     return min((int((there.get(kind, 0) + ROUNDING) // amount) for kind, amount in wants.items() if amount), default=0)
 
 
 def times_on(node: Node, wants: Resources) -> int:
-    """How many actors with these resources the node has room for when it is empty."""
+    """Number of actors with these resources that fit on the node when it is empty."""
     return _times(node.total, wants)
 
 
 def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:
-    """A text: what ``count`` bundles need, and how much of it is free on the nodes that they may use."""
+    """A text about the resources that ``count`` bundles need, and those that are free on the usable ``nodes``."""
     kinds = [kind for kind, amount in wants.items() if amount]
     needs = f"{f'{count} × ' if count > 1 else ''}{amounts(wants)}"
     if not nodes:
@@ -253,9 +248,9 @@ def shortage(wants: Resources, count: int, nodes: Sequence[Node]) -> str:
         for node in nodes
     ]
     if len(nodes) == 1:
-        return f"it needs {needs}; free are {there[0]}"
+        return f"it needs {needs}; free: {there[0]}"
     by_node = [f"{free} on {node}" for node, free in zip(nodes, there, strict=True)]
-    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free are {listed(by_node, '; ')}"
+    return f"it needs {needs}, {'each' if count > 1 else 'all'} on one node; free: {listed(by_node, '; ')}"
 
 
 def _totals(nodes: Sequence[Node], wants: Resources) -> str:
@@ -269,13 +264,13 @@ def _totals(nodes: Sequence[Node], wants: Resources) -> str:
 
 
 def listed(texts: Sequence[str], separator: str = ", ") -> str:
-    """At most ``SHOWN_NODES`` of the texts, and how many more there are."""
+    """At most ``SHOWN_NODES`` of the texts, and the number of the others."""
     more = len(texts) - SHOWN_NODES
     return separator.join(texts[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")
 
 
 def amounts(resources: Resources) -> str:
-    """Such as ``1 CPU and 2 GPUs``; resources with amount 0 are omitted, unless all are 0."""
+    """A text such as ``1 CPU and 2 GPUs``. Resources with amount 0 are omitted unless all are 0."""
     shown = {kind: amount for kind, amount in resources.items() if amount} or resources
     return " and ".join(
         f"{f'{amount:g}' if amount else 'no'} {kind}{'s' if amount != 1 else ''}" for kind, amount in shown.items()

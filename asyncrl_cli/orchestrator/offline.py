@@ -1,4 +1,4 @@
-"""`asyncrl evaluate`: evaluations without a trainer, by the code that makes them during training."""
+"""Evaluations without a trainer, for `asyncrl evaluate`, with the code that a run uses."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Choose = Callable[[Sequence[Series]], Iterator[Series]]
 
 
 def offline(found: Sequence[Series], kind: str | None, data: str) -> Iterator[Series]:
-    """The series of one kind (``greedy`` or ``sampled``), with all prompts, as ``offline:greedy`` or
-    ``offline-SET:greedy``: they never replace an evaluation that a run has made itself.
+    """The series of a ``kind`` (``greedy`` or ``sampled``) with all prompts. They are renamed to ``offline:greedy`` or
+    ``offline-SET:greedy``, and so never replace a run's own evaluations.
 
-    ``kind`` None: all, but the held-out prompts are sampled only if the spec wants several samples, as after most steps
-    of a run. ``data`` is the name of the held-out prompts if they are not the spec's.
+    ``kind`` None: all, but held-out prompts are sampled only if the spec wants several samples, as during a run.
+    ``data``: the name of the held-out prompts if they are not the spec's.
     """
     for one in found:
         name, _, own = one.kind.rpartition(":")
@@ -40,10 +40,8 @@ def evaluate(
     progress: Callable[[int, int], None],
     say: Callable[[str], None],
 ) -> None:
-    """Make the chosen evaluations, and call ``record`` with each one, as ``use_engines``.
-
-    ``progress(ended, total)`` is called when a response is generated.
-    """
+    """Make the chosen evaluations, and call ``record`` with each. ``progress(ended, total)`` counts the generated
+    responses. Raises like ``use_engines``."""
 
     def warn(text: str) -> None:
         say(f"! {text}")
@@ -76,7 +74,7 @@ def evaluate(
 
 
 def store(run: RunDirectory, measured: Measured) -> Path:
-    """Write an evaluation's file to a run's folder, next to earlier ones of the same kind. Raises ``OSError``."""
+    """Write an evaluation's file to a run's folder; keeps earlier files of the same kind. Raises ``OSError``."""
     wanted = run.path / measured.file
     names = (wanted if number == 1 else wanted.with_stem(f"{wanted.stem}-{number}") for number in count(1))
     path = next(name for name in names if not name.exists())

@@ -1,8 +1,8 @@
-"""Where actors run: placement groups, which keep Ray's resources through the restarts of the actors in them.
+"""Places actors with Ray's placement groups, which keep resources through actors' restarts (decision 0039).
 
-An engine has a group of one bundle with all its GPUs, so it is whole on one node. All trainer ranks are in one group,
-one bundle each, packed on as few nodes as possible. Engines that share GPUs with trainer ranks are in the ranks'
-bundles, one in each: with two groups, Ray could place two ranks on one GPU, which NCCL refuses.
+An engine's group has one bundle with all its GPUs, so the engine runs on one node. All trainer ranks are in one group,
+with one bundle each, packed on as few nodes as possible. Engines that share GPUs with ranks are in the ranks' bundles:
+with two groups, Ray could place two ranks on one GPU, which NCCL refuses.
 """
 
 from __future__ import annotations
@@ -15,36 +15,34 @@ from typing import Any, Protocol, TypeVar
 
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.nodes import Node, Resources, eligible, live_nodes, numbers_of, shortage
-from asyncrl_cli.records.training import Seat
+from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.spec.sections import NodeSelector
 from asyncrl_cli.system.remote import START_TIMEOUT_S
 
 FIRST_NOTICE_S, NOTICE_S = 15.0, 60.0
 """Seconds until the first warning that a part waits for resources, and between two warnings."""
 LOOK_S = 5.0
-"""Seconds between two looks whether nodes that the spec names have joined the cluster."""
+"""Seconds between two checks for nodes that the spec names and that have joined the cluster."""
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
-
-
 T = TypeVar("T")
 
 
 class Examiner(Protocol):
-    """Checks nodes before actors of a run start there."""
+    """Checks nodes before a run's actors start there."""
 
     @property
     def avoided(self) -> frozenset[str]:
-        """The ids of nodes that are not to be used now."""
+        """The ids of the nodes that must not be used now."""
         ...
 
     async def usable(self, nodes: Collection[str]) -> bool:
-        """Whether actors may start on all of these nodes. Nodes that fail the check are in ``avoided`` afterwards."""
+        """True if actors may start on all these nodes; afterwards ``avoided`` has the nodes that failed the check."""
         ...
 
 
 class ExaminerFactory(Protocol):
-    """Makes the examiner of a run."""
+    """Makes a run's examiner."""
 
     def __call__(
         self,
@@ -53,8 +51,8 @@ class ExaminerFactory(Protocol):
         note: Callable[[str, str, str], Awaitable[None]],
         warn: Callable[[str], None],
     ) -> Examiner:
-        """``folder`` is the run's, ``rank_nodes()`` are the nodes of the trainer ranks, from which a host gets its
-        weights. ``note`` gets what is wrong with a node, as a fault's kind, part and message."""
+        """``folder``: the run's folder. ``rank_nodes()`` returns the nodes of the trainer ranks, from which hosts get
+        their weights. ``note(kind, part, message)`` records a fault of a node."""
         ...
 
 
@@ -65,23 +63,21 @@ class _Trusting:
         return True
 
 
-def rank_order(seats: Sequence[Seat]) -> list[int]:
-    """The indices of the seats in the order of ranks: by node, and on a node by GPU.
-
-    So neighbouring ranks share a node if possible, which NCCL's rings and ZeRO's groups within a node need.
-    """
+def rank_order(locations: Sequence[RankLocation]) -> list[int]:
+    """Indices of the locations in rank order: by node, and on a node by GPU. NCCL's rings and ZeRO's groups within a
+    node need neighbouring ranks on the same node."""
 
     def key(index: int) -> tuple[Any, ...]:
-        seat = seats[index]
-        return numbers_of(seat.address), seat.node_id, [numbers_of(gpu) for gpu in seat.gpus], index
+        location = locations[index]
+        return numbers_of(location.address), location.node_id, [numbers_of(gpu) for gpu in location.gpus], index
 
-    return sorted(range(len(seats)), key=key)
+    return sorted(range(len(locations)), key=key)
 
 
 class PlacementGroup:
-    """Resources of one engine, or of all trainer ranks.
+    """The resources of one engine, or of all trainer ranks.
 
-    Ray keeps them until ``remove`` or the run's end. If a node dies, Ray finds another place for its bundles.
+    Ray keeps them until ``remove`` or the run's end. If a node dies, Ray moves its bundles to other nodes.
     """
 
     def __init__(
@@ -93,7 +89,7 @@ class PlacementGroup:
         count: int = 1,
         examiner: Examiner | None = None,
     ) -> None:
-        """``who`` is the part's name in messages; ``bundle`` are the resources of each of the ``count`` actors."""
+        """``who``: the part's name in messages. ``bundle``: the resources of each of the ``count`` actors."""
         self.who = who
         self._bundle = {kind: amount for kind, amount in bundle.items() if amount}
         self.count = count
@@ -103,9 +99,9 @@ class PlacementGroup:
         self._asked: tuple[frozenset[str], frozenset[str]] | None = None  # the named and the avoided nodes
 
     def ask(self) -> None:
-        """Request the resources from Ray, unless this is done already; returns at once.
+        """Request the resources from Ray without waiting, unless they are requested already.
 
-        A group that still waits is replaced when the set of nodes that it may use has changed.
+        A request that still waits is replaced when the set of usable nodes has changed.
         """
         from ray.util.placement_group import placement_group
 
@@ -117,7 +113,7 @@ class PlacementGroup:
             return
         self.remove()
         if named:
-            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that returns has another id
+            labels[NODE_ID] = f"in({','.join(sorted(named))})"  # a host that rejoins has a new id
         elif self._selector.nodes:
             return
         elif avoided:
@@ -127,7 +123,7 @@ class PlacementGroup:
         self._group = placement_group([self._bundle] * self.count, "PACK", bundle_label_selector=selectors)
 
     async def ready(self, timeout_s: float) -> bool:
-        """Whether Ray holds the resources now or within this time."""
+        """Wait up to ``timeout_s`` seconds until Ray holds the resources; True if it does."""
         try:
             async with asyncio.timeout(timeout_s):
                 if self._group is None:
@@ -138,8 +134,8 @@ class PlacementGroup:
         return True
 
     async def held(self, warn: Callable[[str], None], limit_s: float | None = START_TIMEOUT_S) -> None:
-        """Wait until Ray holds the resources on usable nodes; ``warn`` is called with what is missing. Raises
-        ``RunError`` after ``limit_s`` seconds; None waits without a limit."""
+        """Wait until Ray holds the resources on usable nodes; ``warn`` gets texts about the missing resources. Raises
+        ``RunError`` after ``limit_s`` seconds; None: no limit."""
         started = time.monotonic()
         next_notice = started + FIRST_NOTICE_S
         self.ask()
@@ -165,12 +161,8 @@ class PlacementGroup:
         return False
 
     async def first_answer(self, answer: Awaitable[T], warn: Callable[[str], None]) -> T:
-        """Wait for the first answer of actors in the group; if their node dies first, ``warn`` is called as in
-        ``held``.
-
-        Ray notices the death of a node after some seconds, and until then the group counts as held. Raises like
-        ``held``.
-        """
+        """Wait for the first answer of actors in the group. Warns and raises like ``held`` if their node dies first:
+        Ray notices this only after some seconds, and until then the group counts as held."""
         call = asyncio.ensure_future(answer)
         try:
             while not (await asyncio.wait({call}, timeout=LOOK_S))[0]:
@@ -180,12 +172,12 @@ class PlacementGroup:
             call.cancel()
 
     def shortage(self, nodes: Sequence[Node]) -> str:
-        """A text: what the group needs and what the nodes have."""
+        """A text about the needed resources and the nodes' free ones."""
         usable = [node for node in nodes if node.node_id not in self._examiner.avoided]
         return shortage(self._bundle, self.count, eligible(usable, self._selector))
 
     def options(self, index: int = 0, part: Resources | None = None) -> dict[str, Any]:
-        """Options of the actor in a bundle: it runs with the bundle's resources, or with a ``part`` of them."""
+        """Ray's options for the actor in a bundle. It uses the bundle's resources, or a ``part`` of them."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -197,14 +189,14 @@ class PlacementGroup:
         }
 
     def nodes(self) -> tuple[str, ...]:
-        """The nodes' ids, bundle by bundle; empty while Ray has no place for all of them."""
+        """The node id of each bundle; empty while Ray has not placed all of them."""
         if self._group is None or (table := self._table())["state"] != "CREATED":
             return ()
         places = table["bundles_to_node_id"]
         return tuple(places[index] for index in range(self.count))
 
     def remove(self) -> None:
-        """Release the resources; actors in the group die."""
+        """Release the resources. Ray kills the actors in the group."""
         from ray.util.placement_group import remove_placement_group
 
         group, self._group, self._asked = self._group, None, None

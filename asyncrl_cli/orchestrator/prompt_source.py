@@ -1,4 +1,4 @@
-"""Turns prompts into token ids, and skips those that are too long."""
+"""Turns prompts into token ids, and skips prompts that are too long."""
 
 from __future__ import annotations
 
@@ -19,21 +19,17 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.train.model.tokenizer import templates_texts
 
 MAX_SKIPS_IN_A_ROW = 10_000
-"""After this many consecutive prompts that are too long, the run ends."""
-
-
+"""The run ends after this many consecutive prompts that are too long or unusable."""
 UNUSABLE_NAMED = 20
-"""Number of unusable rows that are named in warnings; all are counted."""
-
+"""Number of unusable rows that get a warning each; all are counted."""
 PROMPTS_WITH_IMAGES = 8
 """Number of prompts that are encoded at a time if they may have images."""
-
 FIRST_ROWS = 200
-"""Number of rows that are searched at the start for prompts that are short enough."""
+"""Number of rows that are searched for the probe's prompts."""
 
 
 class Encoded(NamedTuple):
-    """A prompt as the model gets it."""
+    """A prompt's token ids and images."""
 
     ids: tuple[int, ...]
     images: tuple[PlacedImage, ...] = ()
@@ -52,9 +48,9 @@ class PromptEncoder:
         template_kwargs: Mapping[str, Any] | None = None,
         images: ImageTokens | None = None,
     ) -> None:
-        """``episodic``: rollouts are episodes, and the task writes the model's input. ``apply_chat_template``:
-        render texts with the template, if there is one. ``template_kwargs``: the template's variables. ``images``
-        encodes prompts with images."""
+        """``episodic``: rollouts are episodes, so the task writes the model's input. ``apply_chat_template``: render
+        texts with the template if there is one. ``template_kwargs``: the template's variables. ``images`` encodes
+        prompts with images."""
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._episodic = episodic
@@ -76,15 +72,15 @@ class PromptEncoder:
         )
 
     def encode(self, prompt: Prompt) -> tuple[int, ...] | None:
-        """The ids of ``encode_with_images``."""
+        """The token ids from ``encode_with_images``."""
         encoded = self.encode_with_images(prompt)
         return None if encoded is None else encoded.ids
 
     def encode_with_images(self, prompt: Prompt) -> Encoded | None:
-        """The token ids and the images' places in them; None if there are too many, and empty for an episode.
+        """The token ids and the images' places in them; None if there are too many tokens, empty for an episode.
 
-        Raises ``RunError`` for messages without a template, ``ConfigError`` without a processor for images, and
-        ``DataError`` for a prompt that the tokenizer, its template or the processor refuses.
+        Raises ``RunError`` for messages without a template, ``ConfigError`` for images without a processor, and
+        ``DataError`` if the tokenizer, its template or the processor refuses the prompt.
         """
         if self._episodic:
             return Encoded(())
@@ -132,7 +128,6 @@ class PromptEncoder:
         return ids, ()
 
     def _hint(self, content: str | tuple[Message, ...]) -> str:
-        """The hint for a prompt that the tokenizer or its template refuses."""
         if not isinstance(content, str) and len(content) > 1 and content[0]["role"] == "system":
             with suppress(ChatError):  # then the system message is not the only problem
                 self._template.text(content[1:], reply=True)
@@ -140,7 +135,7 @@ class PromptEncoder:
         return "fix the row or remove it, or use another chat template (model.chat_template)"
 
     def is_templated(self, prompt: Prompt) -> bool:
-        """Whether the chat template writes this prompt."""
+        """True if the chat template renders this prompt."""
         return self._texts_are_chats or not isinstance(prompt.content, str)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -149,9 +144,9 @@ class PromptEncoder:
 
 
 class PromptSource:
-    """The training prompts in their order; first those that an interrupted run did not use.
+    """The training prompts in order, after the prompts that an earlier driver left unused.
 
-    ``skipped`` counts prompts that were too long, ``unusable`` counts rows that cannot be encoded.
+    ``skipped`` counts prompts that are too long, ``unusable`` counts rows that cannot be encoded.
     """
 
     def __init__(
@@ -162,7 +157,8 @@ class PromptSource:
         prompt_filter: PromptFilter | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``prompt_filter`` decides which prompts are skipped; ``warn`` gets warnings for the user."""
+        """``first``: the unused prompts. ``prompt_filter`` decides which prompts are skipped. ``warn`` shows a warning
+        to the user."""
         self.loader = loader
         self.encoder = encoder
         self.filter = prompt_filter
@@ -174,15 +170,17 @@ class PromptSource:
         self._ready = deque[Candidate]()  # encoded with their images
 
     def next(self) -> tuple[Prompt, Encoded]:
-        """The next prompt that is short enough. Raises ``RunError`` after ``MAX_SKIPS_IN_A_ROW`` prompts without
-        one."""
+        """The next usable prompt. Raises ``RunError`` after skipping ``MAX_SKIPS_IN_A_ROW`` prompts."""
         last = ""
         for _ in range(MAX_SKIPS_IN_A_ROW):
             try:
                 prompt = self._first.popleft() if self._first else self._unsolved()
                 encoded = self.encoder.encode_with_images(prompt)
             except DataError as error:
-                self._refuse(error)
+                # Rows are not checked when the data is opened.
+                self.unusable += 1
+                if self.unusable <= UNUSABLE_NAMED:
+                    self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
                 last = f"; the last one: {error}"
                 continue
             if encoded is not None:
@@ -199,31 +197,25 @@ class PromptSource:
             hint="raise rollout.max_prompt_tokens, or correct the rows",
         )
 
-    def _refuse(self, error: DataError) -> None:
-        """Skip an invalid row; rows are not checked when the data is opened."""
-        self.unusable += 1
-        if self.unusable <= UNUSABLE_NAMED:
-            self._warn(f"{error}; it is skipped, and the metric data/unusable_prompts counts such rows")
-
     def _unsolved(self) -> Prompt:
-        """The next prompt that is not filtered out; if a whole epoch is filtered out, simply the next prompt."""
+        """The next prompt that is not filtered out; if a whole epoch is filtered out, any next prompt."""
         for _ in range(len(self.loader)):
             prompt = self.loader.next()
             if self.filter is None or not self.filter.excludes(prompt.uid, self.loader.epoch):
                 return prompt
         if not self._all_solved:
             self._all_solved = True
-            self._warn("every training prompt is solved (data.filter): they are trained on again")
+            self._warn("every training prompt is solved (data.filter), so solved prompts are trained on again")
         return prompt
 
     def visited(self, uid: str, solved: bool) -> None:
-        """Note that a prompt's group has ended; ``solved``: every rollout was correct."""
+        """Tell the filter that a prompt's group has ended. ``solved``: every rollout was correct."""
         if self.filter is not None:
             self.filter.visited(uid, solved)
 
     async def prepare(self, count: int) -> int:
-        """How many of the next ``count`` prompts can be admitted now. With images they are encoded here in a thread, a
-        few at a time: a large image takes a tenth of a second, and the first requests must not wait for the others."""
+        """Return how many of the next ``count`` prompts can be admitted now. Prompts with images are encoded here, in a
+        thread and a few at a time: a large image takes a tenth of a second, and the first requests must not wait."""
         if not self.encoder.sees_images:
             return count
         if not self._ready:
@@ -243,16 +235,16 @@ class PromptSource:
         )
 
     def resume(self, serial: int, loader: Mapping[str, int] | None) -> None:
-        """Continue after the prompt with number ``serial``; ``loader`` is the data loader's position after it."""
+        """Continue after the prompt ``serial``. ``loader``: the data loader's position after it."""
         self._serial = serial
         if loader is not None:
             self.loader.restore(dict(loader))
 
 
 def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator[tuple[int, ...]]:
-    """Token ids of the prompts that can be trained on, without images, in the order of the data; none of episodes."""
+    """Token ids of the first usable prompts, without images, in the data's order; nothing for episodes."""
     for row in range(min(len(prompts), FIRST_ROWS)):
-        with suppress(DataError):  # the loader skips it, too, with a warning
+        with suppress(DataError):  # ``PromptSource`` skips it with a warning
             if encoded := encoder.encode_with_images(prompts[row]):
                 ids = list(encoded.ids)
                 for placed in reversed(encoded.images):
@@ -262,7 +254,7 @@ def first_prompts(prompts: Sequence[Prompt], encoder: PromptEncoder) -> Iterator
 
 
 def _features(messages: Sequence[Message], tools: Tools | None) -> list[Feature]:
-    """List a prompt's features that some templates leave out without an error."""
+    """The prompt's features that some templates drop without an error."""
     has = {
         Feature.USER: any(message["role"] == "user" for message in messages),
         Feature.TOOLS: bool(tools),

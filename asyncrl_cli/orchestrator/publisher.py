@@ -1,15 +1,17 @@
-"""Publishing: brings new weights to all engines, and each engine proves that it serves them.
+"""Brings new weights to all engines; every engine proves that it has loaded them.
 
-The phases of a publish: the ranks write their shards into the replicas of their hosts, and are free again; the agents
-compute the digests; the hosts of engines pull the parts that they lack, while their engines generate with the old
-version; then each engine pauses, loads, resumes and proves the new version (decision 0038).
+A publish has four phases (decision 0038):
 
-Invariant: an engine that serves has answered a probe with log-probs that agree with the trainer's own under the weights
-of the current version, or ``_deliver`` is waiting for it to do so. When ``_deliver`` returns, which is before its
-record is made durable, no engine that gets requests serves an older version: a group that is admitted at version v has
-no token older than v. Two places ensure this, and neither may contain an await: ``_deliver`` makes a version the
-current one and lists the engines that serve; ``bring_up`` compares the version that an engine has proved with the
-current one, and has it serve.
+1. The ranks write their shards into their hosts' replicas. Afterwards they can train again.
+2. The host agents compute the digests.
+3. The engines' hosts pull the missing parts, while their engines generate with the old version.
+4. Each engine pauses, loads, resumes and proves the new version.
+
+Invariant: every engine that serves has proved the current version, or ``_deliver`` is waiting for its proof. An engine
+proves a version by log-probs of a probe that agree with the trainer's. ``_deliver`` returns when no engine that gets
+requests serves an older version, and only then the version is recorded. So a group admitted at version v has no token
+older than v. Two places enforce this, and neither may contain an await: ``_deliver`` sets the current version and lists
+the engines that serve; ``bring_up`` compares the proved version with the current one and marks the engine as serving.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ WITHDRAW_S = 10.0
 RETRY_S = 1.0
 """Seconds until a host that could not get a version tries again."""
 GUARD_S = 2.0
-"""Seconds between two checks whether engines wait for weights that no host has."""
+"""Seconds between two checks for engines that wait for weights that no host has."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,14 +69,14 @@ class Update:
     """One engine's update to a version."""
 
     engine: str
-    transfer_s: float  # that its host took to get the version
+    transfer_s: float  # until its host had the version
     pause: tuple[float, float]  # begin and end, as unix times in seconds
     stall_s: float
     gap: float  # nats
 
 
 class Publisher:
-    """Publishes one version at a time, and writes a version again that is lost before the engines have it."""
+    """Publishes one version at a time. A version that is lost before the engines have it is written again."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class Publisher:
         opened: tuple[int, str | None],
         published: Callable[[PublishRecord], None],
     ) -> None:
-        """``opened``: the version that the journal has when the run is opened, and the checksum of its bytes; None if
-        its publish was not recorded. ``published`` gets the record of each ``publish`` once it is durable."""
+        """``opened``: the journal's version at the start of this driver and the checksum of its bytes; None if its
+        publish was not recorded. ``published`` gets the record of each ``publish`` once it is durable."""
         self._trainer = trainer
         self._ranks = ranks
         self._client = client
@@ -102,40 +104,44 @@ class Publisher:
         self._opened = opened
         self._published = published
         self._publish_every = spec.pipeline.publish_every
+        self._policy = spec.pipeline.weight_update
         # With drain, an engine's update takes as long as its rollouts.
-        drains = spec.pipeline.weight_update == "drain"
+        drains = self._policy == "drain"
         self._timeout_s = spec.pipeline.stall_minutes * 60 if drains else spec.rollout.hang_seconds
         self._withdraw_s = min(WITHDRAW_S, spec.rollout.hang_seconds)
         self._check = ProbeCheck(spec)
-        self._policy = spec.pipeline.weight_update
         self._current: Publication | None = None
-        self._available = asyncio.Event()  # as far as is known, the hosts together have the current version
-        self._turn = asyncio.Lock()  # held from the begin of a write until the delivery has begun or is done
+        self._available = asyncio.Event()  # set while the hosts together have the current version, as far as we know
+        # Held while a version is written and its delivery begins: agents have memory for one write at a time.
+        self._turn = asyncio.Lock()
         self._delivery: asyncio.Task[None] | None = None
         self._waiting = 0  # number of engines that wait for a version that no host has
-        self._usual_s: float | None = None  # seconds of the fastest host's pull in the newest publish with one
+        self._usual_s: float | None = None  # duration of the fastest pull in the last publish that pulled
 
     # -- publishing
 
     async def publish(self, version: int, waited_s: float = 0.0) -> None:
-        """Have the ranks write the weights after the steps of ``version``. When this returns, the ranks can train
-        again, and the version survives the death of a rank; it is on its way to the engines (``delivered``).
+        """Have the ranks write ``version``, and start its delivery to the engines (see ``delivered``). When this
+        returns, the ranks can train again, and the version survives the death of a rank.
 
-        ``waited_s``: seconds that the trainer has waited before, for the record.
+        ``waited_s``: seconds that the trainer waited before the call, for the record.
         """
         async with self._turn:
-            await self.delivered()  # agents have room for two versions: the one that is served, and one more
+            await self.delivered()  # agents have memory for two versions: the served one and the next
             written = await self._write(version)
             self._delivery = asyncio.create_task(self._deliver_and_record(written, waited_s))
 
     async def delivered(self) -> None:
-        """Return when no publish is in flight; raises its error. Cancelling the call does not cancel the publish."""
+        """Wait until no publish is in flight. Raises the publish's error. Cancelling the call does not cancel the
+        publish: engines in the middle of an update would not be accounted for."""
         if self._delivery is not None:
             await asyncio.shield(self._delivery)
 
     async def restore(self, go_back: bool = True) -> None:
-        """Write the present version again, because engines need it and no host has it: after a resume, and when the
-        agents that had it are lost. Without ``go_back`` only if the trainer has not trained another step since."""
+        """Write the current version again if no host has it: after a resume, or after its agents died.
+
+        If the trainer is at a later step, it returns to a checkpoint with ``go_back``; otherwise nothing is done.
+        """
         async with self._turn:
             await self.delivered()
             if self._available.is_set():
@@ -150,7 +156,7 @@ class Publisher:
             record = await self._deliver(written)
         if checksum is None:
             await self._buffer.publish(record)
-        elif record.checksum != checksum:
+        elif record.checksum != checksum:  # a warning, not an error: the engines serve what the trainer has
             await self._budget.note(
                 "weights",
                 "trainer-0",
@@ -159,19 +165,19 @@ class Publisher:
             )
 
     async def guard(self) -> None:
-        """Restore the present version when engines wait for it and no host has it any more. Never ends."""
+        """Restore the current version when engines wait for it and every host has lost it. Never ends."""
         while True:
             await asyncio.sleep(GUARD_S)
-            # A publish that is in flight brings a version itself, or writes its own again.
+            # A publish in flight brings a newer version, and writes it again if it is lost.
             publishing = self._turn.locked() or (self._delivery is not None and not self._delivery.done())
             if self._waiting and not self._available.is_set() and not publishing:
                 step = self._trainer.step
-                # Without engines there is no batch, and so no step after which the next version would be published.
+                # If no engine serves, waiting for the next version would never end: no rollouts, no batch, no step.
                 await self.restore(go_back=not self._client.serving())
                 await self._trainer.catch_up(step)
 
     async def _write(self, version: int, go_back: bool = True) -> Written:
-        """Raises ``StepPassed``, unless ``go_back``: then ranks that have trained since return to a checkpoint."""
+        """Raises ``StepPassed`` if the trainer is at a later step; with ``go_back`` it returns to a checkpoint."""
 
         async def write() -> Written:
             self._replicas.keep({*self._ranks.nodes, *(engine.process.node for engine in self._client.engines)})
@@ -179,23 +185,24 @@ class Publisher:
             writing = self._replicas.write(self._ranks, version, served)
             return await self._watchdog.until(writing, DRIVER, f"the trainer to write version {version}")
 
-        cause = f"every host has lost version {version}, and it has to be written again"
+        cause = f"every host has lost version {version}, so the trainer writes it again"
         return await self._trainer.at(version * self._publish_every, write, go_back=cause if go_back else "")
 
     async def _deliver_and_record(self, written: Written, waited_s: float) -> None:
         what = f"every engine to load version {written.version}"
         record = await self._watchdog.until(self._deliver(written), DRIVER, what)
         record = replace(record, waited_s=waited_s)
-        # After all engines have proved it: a group that is admitted at a version holds no older token (decision 0001).
+        # Only now, when all engines have proved it: recording it raises the ledger's version, and a group admitted at
+        # this version must not get an older token (decision 0001).
         await self._buffer.publish(record)
         self._published(record)
 
     async def _deliver(self, written: Written) -> PublishRecord:
-        """Have all serving engines load and prove a version, while the ranks may train.
+        """Have all serving engines load and prove a version. The ranks may train during the call.
 
-        An engine that fails is marked as dead. An engine stops serving until ``bring_up`` if its host does not get the
-        version in time, and its requests continue on other engines. If the engines serve the same weights already, for
-        example because they were written again for new engines, nothing is loaded.
+        An engine that fails is marked as dead. If an engine's host does not get the version in time, the engine stops
+        serving until ``bring_up``, and other engines continue its requests. Engines that already serve the same bytes
+        load nothing; this happens when a version was written again for new engines.
         """
         started = time.monotonic()
         while True:
@@ -203,13 +210,14 @@ class Publisher:
                 manifest = await self._replicas.manifest(written)
                 break
             except AgentLost:
-                # The agents had these bytes in memory only: the ranks are their one source.
+                # The bytes existed only in the agent's memory, so the ranks must write them again. They may have
+                # trained the next step by now; going back is the only way to these weights.
                 written = await self._write(written.version)
         served, probe = self._current, written.probe
         same = served is not None and served.manifest == manifest
         last = None if served is None else served.last_probe if same else served.probe.logprobs
-        # No await before the list of engines: an engine in ``bring_up`` either serves by now, or finds that the
-        # version it has proved is no longer the current one.
+        # No await from here to the list of engines. With one, ``bring_up`` could mark an engine as serving the old
+        # version after the list was made, and the engine would never get this version.
         self._current = publication = Publication(manifest, probe, last)
         if served is not None:
             served.replaced.set()
@@ -230,8 +238,7 @@ class Publisher:
         )
 
     async def _update_all(self, engines: Iterable[EngineState], publication: Publication) -> list[Update]:
-        """Update engines to a version, each as soon as its host has it. Returns the updates of the engines that serve
-        it."""
+        """Update each engine as soon as its host has the version; returns the successful updates."""
         hosts: dict[str, list[EngineState]] = {}
         for engine in engines:
             hosts.setdefault(engine.process.node, []).append(engine)
@@ -246,13 +253,16 @@ class Publisher:
                 )
             )
         finally:
-            # Only the wait ends: the agent of a late host continues, and ``bring_up`` asks it for the version again.
+            # This ends only the driver's wait. A late host's agent continues its pull, and ``bring_up`` joins it.
             for waiting in (too_late, *pulls.values()):
                 waiting.cancel()
         return [update for update in updates if update is not None]
 
     async def _too_late(self, pulls: Iterable[asyncio.Future[Pulled]]) -> None:
-        """Return at the time at which all hosts that do not have the version yet count as late."""
+        """Return when every host that still lacks the version counts as late (see ``LATE_S``).
+
+        One slow host must not hold back a publish: the version is recorded only after all serving engines have it.
+        """
         started, waiting = time.monotonic(), set(pulls)
         fastest: float | None = None
         while waiting:
@@ -262,7 +272,7 @@ class Publisher:
             if not done:
                 return
             for pull in done:
-                # A host on which all ranks have written fetches nothing.
+                # Hosts that fetched nothing do not count: the ranks wrote there, so they were done at once.
                 if pull.exception() is None and pull.result().fetched_bytes and fastest is None:
                     self._usual_s = fastest = pull.result().seconds
 
@@ -277,7 +287,7 @@ class Publisher:
         try:
             await _first(pull, too_late)
             if not pull.done():
-                raise PullFailed(f"its host has not got weight version {version} in time", location=engine.name)
+                raise PullFailed(f"its host did not get weight version {version} in time", location=engine.name)
             pulled = pull.result()
             answer, gap = await self._prove(engine, publication, pulled.path)
             resumed_at = time.time() - answer.resumed_s
@@ -289,11 +299,11 @@ class Publisher:
                 gap=gap,
             )
         except (PullFailed, ReplicaGone) as missing:
-            # Not a fault of the engine: it serves again when its host has the version (``bring_up``).
+            # Not the engine's fault: it serves again when its host has the version (``bring_up``).
             await self._client.withdraw(engine, self._withdraw_s)
             await self._budget.note("weights", engine.name, f"{missing.message}; it does not serve until then")
         except RunError as error:
-            # Its keeper may have replaced it meanwhile: the new process is not at fault.
+            # If its keeper has replaced the process in the meantime, the new process is not at fault.
             if engine.process.actor is actor:
                 self._client.mark_dead(engine.name, error.message)
         return None
@@ -301,7 +311,7 @@ class Publisher:
     # -- engines that start
 
     async def bring_up(self, engine: EngineState) -> None:
-        """Have an engine load and prove the current version, and serve. Raises ``RunError`` when it cannot."""
+        """Have an engine load and prove the current version, then serve. Raises ``RunError`` if it fails."""
         while True:
             self._waiting += 1
             try:
@@ -313,36 +323,31 @@ class Publisher:
             pull = asyncio.ensure_future(self._replicas.pull(engine.process.node, publication.manifest))
             replaced = asyncio.ensure_future(publication.replaced.wait())
             try:
-                # A host that is too slow fetches the newest version, and skips those that were replaced meanwhile.
+                # A host slower than the publishes skips versions; otherwise it would never have the current one.
                 await _first(pull, replaced)
                 if not pull.done():
                     continue
                 await self._prove(engine, publication, pull.result().path)
             except (PullFailed, ReplicaGone):
-                await self._get_again(publication)
+                if self._current is publication:
+                    if await self._replicas.have(publication.manifest):
+                        await asyncio.sleep(RETRY_S)
+                    elif self._current is publication:
+                        self._available.clear()  # for ``guard``, which has the trainer write it again
                 continue
             finally:
                 pull.cancel()
                 replaced.cancel()
-            # No await in between: from here on the next ``_deliver`` lists it.
+            # No await between the two lines: a later ``_deliver`` must find this engine in its list.
             if self._current is publication:
                 engine.serving = True
                 return
 
-    async def _get_again(self, publication: Publication) -> None:
-        """After a host failed to get a version: wait until the next attempt, or have the trainer write it again."""
-        if self._current is not publication:
-            return  # the current version is newer
-        if await self._replicas.have(publication.manifest):
-            await asyncio.sleep(RETRY_S)
-        elif self._current is publication:
-            self._available.clear()
-
     async def _prove(self, engine: EngineState, publication: Publication, path: str) -> tuple[Attestation, float]:
-        """Update one engine; returns its answer and its gap in nats."""
+        """Update one engine; returns its answer and its gap in nats. Raises ``RunError`` if it fails the probe."""
         name, actor = engine.name, engine.process.actor
         manifest, probe = publication.manifest, publication.probe
-        if actor is None:  # lost since it was chosen; its keeper starts another one
+        if actor is None:  # its keeper starts another one
             raise ActorLost("it was lost before the update", location=name)
         answer: Attestation = await wait_for(
             actor.update_weights.remote(manifest.version, path, manifest.slots, self._policy, probe.ids, probe.images),
@@ -364,5 +369,4 @@ class Publisher:
 
 
 async def _first(*either: asyncio.Future[Any]) -> None:
-    """Return when one of them is done."""
     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""Replay: trains a run's recorded batches again, without engines, and compares the resulting weights.
+"""Trains a run's recorded batches again, without engines, and compares the resulting weights.
 
-If the spec is unchanged, every published version must have the recorded checksum on the same kind of machine, so it is
-equal bit for bit. With another objective, a replay shows its effect on the same data, at the cost of training only.
+If the spec is unchanged, every published version has the recorded checksum on the same kind of machine: its weights are
+equal bit for bit. With another objective, a replay shows its effect on the same data at the cost of training only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from asyncrl_cli.system.supervised_actor import RestartBudget, not_recorded
 
 @dataclass(frozen=True, slots=True)
 class ReplayedStep:
-    """One step trained again. ``equal``: True if the weights have the checksum that was published after it; None if
-    nothing was published then, or the journal lacks it."""
+    """One step trained again. ``equal``: True if the weights have the recorded checksum; None if no version was
+    published after this step, or the journal lacks its checksum."""
 
     step: int
     version: int
@@ -49,8 +49,7 @@ def recorded_steps(run: RunDirectory) -> int:
 
 
 def changes_since(run: RunDirectory, first: int) -> list[str]:
-    """Why a replay from step ``first`` on may give other weights than recorded: the resumes that changed settings of
-    the training, each with its step."""
+    """Reasons why a replay from step ``first`` on may give other weights: resumes that changed training settings."""
     reasons = []
     with reading(run.path / FILE) as connection:
         for start in Start.read(connection):
@@ -62,19 +61,19 @@ def changes_since(run: RunDirectory, first: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
-    """What to replay."""
+    """The run to replay, and the steps."""
 
     run: RunDirectory
     spec: ExperimentSpec
     search_path: Path
-    logs: Path  # the folder for the logs of the processes
-    checkpoint: Checkpoint | None  # where the trainer starts; None for the initial model
+    logs: Path  # the folder for the processes' logs
+    checkpoint: Checkpoint | None  # the trainer's start; None for the initial model
     first: int  # the first step to show, counted from 0 like all steps in the journal
-    last: int  # the step to stop before
+    last: int  # the step after the last one
 
 
 def replay(plan: ReplayPlan, progress: Callable[[str], None], show: Callable[[ReplayedStep], None]) -> None:
-    """Train recorded batches again. Raises ``RunError`` when a batch is no longer in the journal or a rank dies."""
+    """Train recorded batches again. Raises ``RunError`` if a batch is no longer in the journal or a rank dies."""
     actors = Actors(0, plan.spec.trainer.ranks)
     with ray_cluster(plan.spec, plan.logs, actors):
         asyncio.run(while_ray_lives(_replay(plan, progress, show), "replay again"))

@@ -1,9 +1,9 @@
-"""The driver's side of the host agents: one runs on each node with a trainer rank or an engine, and is restarted.
+"""The driver's side of the host agents. One agent runs on each node with a trainer rank or an engine.
 
 An agent owns the memory that holds weight versions on its host (``weights/replica.py``, decision 0038). When it dies,
-this memory is lost, and it restarts empty. An engine's host then pulls the version from other hosts; parts that no host
-has any more are written again by the trainer. Like an engine (engine_pool.py), an agent that is lost together with its
-node is not restarted, and does not count as a restart.
+this memory is lost, and the agent restarts empty. An engine's host then pulls the version from other hosts; the trainer
+writes parts again that every host has lost. Like an engine (engine_pool.py), an agent that is lost with its node is not
+restarted, and does not count as a restart.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from asyncrl_cli.weights.layout import TensorSlot, size_of
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, ReplicaGone, Superseded
 
 CALL_S = 120.0
-"""Seconds that an agent may take for a call that does not depend on other hosts, besides the time for its bytes."""
+"""Limit of a call that does not depend on other hosts, in seconds, without the time for its bytes."""
 PULL_S = 600.0
-"""Seconds after which a pull is restarted; it keeps the chunks that it already has."""
+"""Seconds after which a pull is restarted; chunks that arrived are kept."""
 PEERS = 16
 """Number of hosts without ranks that a host asks for chunks."""
 LOOK_S = 10.0
@@ -37,15 +37,15 @@ LOOK_S = 10.0
 
 
 class AgentLost(RunError):
-    """An agent died or did not answer, and the versions in its memory are lost; the next call starts another agent."""
+    """An agent died or did not answer. The versions in its memory are lost; the next call starts another agent."""
 
 
 class HostGone(RunError):
-    """An agent is lost together with its node, and is not replaced."""
+    """An agent is lost with its node, and is not replaced."""
 
 
 class AgentProcess(SupervisedActor):
-    """One node's agent, and the agents that replace it."""
+    """One node's agent, through its restarts."""
 
     def __init__(
         self,
@@ -56,17 +56,17 @@ class AgentProcess(SupervisedActor):
         budget: RestartBudget,
         why_gone: Callable[[str], str],
     ) -> None:
-        """``settings()`` are the arguments of the actor's start. For the other arguments see ``Replicas``."""
+        """``settings()`` returns the arguments of the actor's start. For the other arguments see ``Replicas``."""
         name = f"host-agent-{node[:8]}"
         super().__init__("host-agent", name, partial(make, name, node), self._bring_up, budget)
         self.node = node
         self.gone = ""
-        """Why it is not replaced, if it is lost with its node."""
+        """The reason why it is not replaced, if it is lost with its node."""
         self.endpoint: Endpoint | None = None
         self.losses = 0
-        """How often an agent was lost, with the versions in its memory."""
+        """Number of agents lost here, each with the versions in its memory."""
         self.held: dict[tuple[int, str], frozenset[int]] = {}
-        """The ranks that have their shards here, by version and checksum."""
+        """The ranks whose shards this host has, by version and checksum."""
         self._settings = settings
         self._why_gone = why_gone
         self._faults: dict[str, str] = {}
@@ -76,7 +76,7 @@ class AgentProcess(SupervisedActor):
         self.endpoint = await wait_for(actor.start.remote(*self._settings()), self.name, START_TIMEOUT_S)
 
     async def ask_for(self, method: str, *arguments: Any, limit_s: float) -> Any:
-        """The answer of the agent. Raises ``AgentLost`` and ``HostGone``."""
+        """Call the agent; returns its answer. Raises ``AgentLost`` and ``HostGone``."""
         if self.gone:
             raise HostGone(self.gone, location=self.name)
         actor = await self.running()
@@ -89,7 +89,7 @@ class AgentProcess(SupervisedActor):
             raise AgentLost(lost.message, location=self.name) from lost
 
     async def look(self) -> None:
-        """Detect its death since the last call."""
+        """Detect whether it has died since the last call."""
         if self.started:
             actor = self.actor
             try:
@@ -97,10 +97,10 @@ class AgentProcess(SupervisedActor):
             except ActorDied as died:
                 await self._note_loss(actor, died)
             except RunError:
-                pass  # it may be unreachable only for a while, and then still has its memory
+                pass  # it may be unreachable only for a while, and still have its memory
 
     async def _note_loss(self, actor: Any, lost: ActorLost) -> None:
-        # Until the state of the node is known, the agent counts as alive: a caller may stop waiting for it.
+        # Ask first, then note everything without an await: the caller may be cancelled during this wait.
         gone = await why_lost(lambda: self._why_gone(self.node), isinstance(lost, Unreachable))
         if actor is self.actor:
             self.losses += 1
@@ -111,21 +111,22 @@ class AgentProcess(SupervisedActor):
                 await self.lose(actor, lost.message)
 
     def note_held(self, manifest: Manifest, ranks: Collection[int]) -> None:
-        if self.endpoint is not None:  # else it was lost meanwhile
+        """Record that the agent has these ranks' shards of a version."""
+        if self.endpoint is not None:  # otherwise it was lost in the meantime
             # A host keeps two versions.
             self.held = {key: held for key, held in self.held.items() if key[0] >= manifest.version - 1}
             self.held[manifest.version, manifest.checksum] = frozenset(ranks)
 
     async def note_fault(self, holder: str, message: str) -> None:
-        """Record that this host could not fetch from another one."""
-        if self._faults.get(holder) != message:  # a repeated pull may fail in the same way
+        """Record that this host could not fetch from ``holder``, once for each message."""
+        if self._faults.get(holder) != message:
             self._faults[holder] = message
             await self._budget.note("weights", self.name, message)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Written:
-    """A version that the ranks have written into the replicas of their hosts."""
+    """A version that the ranks have written into their hosts' replicas."""
 
     version: int
     probe: Probe
@@ -144,8 +145,8 @@ class Replicas:
         budget: RestartBudget,
         why_gone: Callable[[str], str] = lambda _: "",
     ) -> None:
-        """``make(name, node)`` creates an agent on a node, ``address_of(node)`` is the address at which it serves.
-        ``why_gone(node)``: why an actor there is lost with the node."""
+        """``make(name, node)`` creates an agent on a node; ``address_of(node)`` returns the address at which it serves.
+        ``why_gone(node)`` returns why an actor there is lost with the node; empty if the node lives."""
         self._make = make
         self._why_gone = why_gone
         self._address_of = address_of
@@ -157,7 +158,7 @@ class Replicas:
         self._writers: Collection[str] = ()
 
     def expect(self, node: str) -> None:
-        """Request the agent of a node: its process starts in parallel with others."""
+        """Request a node's agent: its process starts in parallel with others."""
         self._agent(node).ask()
 
     def keep(self, nodes: Collection[str]) -> None:
@@ -166,9 +167,9 @@ class Replicas:
             self._agents.pop(node).release()
 
     async def write(self, ranks: TrainerRanks, version: int, keep: Manifest | None = None) -> Written:
-        """Have every rank write its shard of ``version``; ``keep`` is the version that engines serve.
+        """Have every rank write its shard of ``version``, again if an agent dies during the write.
 
-        It is written again when an agent dies meanwhile. Raises ``TrainerLost``.
+        ``keep``: the version that engines serve; agents must not overwrite it. Raises ``TrainerLost``.
         """
         self._slots = self._slots or await ranks.layout()
         self._ranks = len(ranks.nodes)
@@ -184,10 +185,10 @@ class Replicas:
                 return Written(version, probe, ranks=own, losses=losses, seconds=time.monotonic() - started)
             except ReplicaGone:
                 await self._look()
-                if losses == [self._agent(node).losses for node in own]:  # none has died: it would fail again
+                if losses == [self._agent(node).losses for node in own]:  # no agent has died: it would fail again
                     raise
             except RunError as error:
-                # A lost host has no ranks any more, and Ray starts no agent there (decision 0038).
+                # If the host is lost, so are its ranks, and Ray starts no agent there (decision 0038).
                 await ranks.check()
                 if isinstance(error, HostGone):
                     raise TrainerLost(error.location, error.message) from error  # its ranks are lost, too
@@ -195,23 +196,23 @@ class Replicas:
                     raise
 
     async def manifest(self, written: Written) -> Manifest:
-        """The written version's digests. Raises ``AgentLost`` when a part of it is gone."""
+        """Have the agents compute the written version's digests. Raises ``AgentLost`` if a part of it is lost."""
         agents = [self._agent(node) for node in written.ranks]
         try:
             parts = await self._ask_all("digest", written.version, of=written.ranks)
         except RunError as error:
             if [agent.losses for agent in agents] == written.losses:
                 raise
-            raise AgentLost(error.message, location=error.location) from error  # one that died before it was asked
+            raise AgentLost(error.message, location=error.location) from error  # an agent died before this call
         manifest = Manifest.of(written.version, self._slots, self._ranks, parts)
         for agent in agents:
             agent.note_held(manifest, written.ranks[agent.node])
         return manifest
 
     async def pull(self, node: str, manifest: Manifest) -> Pulled:
-        """Have a node hold a complete version in memory; it pulls missing parts from other nodes.
+        """Have a node pull the parts of a version that it lacks from other nodes.
 
-        An agent that is lost during this is replaced, and pulls again. Raises ``PullFailed`` and ``HostGone``.
+        An agent that dies during the pull is replaced, and pulls again. Raises ``PullFailed`` and ``HostGone``.
         """
         pulled: Pulled | None = None
         while pulled is None:
@@ -232,15 +233,15 @@ class Replicas:
         return pulled
 
     async def have(self, manifest: Manifest) -> bool:
-        """Whether the live agents together have all parts of a version."""
+        """True if the live agents together have all parts of a version."""
         await self._look()
         key = manifest.version, manifest.checksum
         held = [agent.held.get(key, frozenset()) for agent in self._agents.values()]
         return len(frozenset[int]().union(*held)) == manifest.ranks
 
     def _holders(self, agent: AgentProcess) -> list[Endpoint]:
-        """The hosts that an agent pulls from: all hosts of ranks, which may have parts that no other host has, and some
-        others."""
+        """The hosts that an agent pulls from: all hosts of ranks, because each may be the only one with its part, and a
+        random choice of others, which spreads the load."""
         others = [other for other in self._agents.values() if other is not agent]
         random.shuffle(others)
         writers = [other for other in others if other.node in self._writers]
@@ -264,7 +265,8 @@ class Replicas:
         return CALL_S + seconds_for(2 * size_of(self._slots))
 
     async def _ask_all(self, method: str, *arguments: Any, of: Mapping[str, Sequence[int]]) -> list[Any]:
-        """The answers of the nodes' agents, each about its own ranks, once all have ended. Raises the first error."""
+        """Ask each node's agent about its own ranks. Returns or raises only after all calls have ended: a retry must
+        not overlap with a call of the previous attempt."""
         calls = [
             self._agent(node).ask_for(method, *arguments, ranks, limit_s=self._limit_s) for node, ranks in of.items()
         ]
@@ -275,5 +277,4 @@ class Replicas:
         return results
 
     async def _look(self) -> None:
-        """Detect agents that have died since their last call."""
         await asyncio.gather(*(agent.look() for agent in list(self._agents.values())))

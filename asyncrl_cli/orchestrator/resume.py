@@ -1,6 +1,6 @@
-"""Decides from the files of a run how it is resumed.
+"""Decides from a run's files how it is resumed (decision 0009).
 
-Invariant: nothing on disk is changed before it is known that the run can be resumed.
+Invariant: nothing on disk changes before it is certain that the run can be resumed.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ COMPARED_ROWS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a run is resumed, and what has to be archived first."""
+    """How a run is resumed, and which files are archived first."""
 
     start: Start
     trained: int
-    """Number of steps recorded as trained; metrics of later steps are dropped, as they are reported again."""
+    """Number of steps recorded as trained. Later steps are reported again, so their metrics are dropped."""
     again: bool
-    """True if the steps after the checkpoint are trained and reported again although later checkpoints may exist and
-    the journal has these steps as trained: their weights may become other ones."""
+    """True if recorded steps after the checkpoint are trained and reported again, perhaps to other weights: then later
+    checkpoints no longer count."""
     without_journal: bool
     """True if the run starts a new journal."""
     takes_data: bool = True
-    """False if the journal has every group that the run trains: then no row of the training data is needed."""
+    """False if the journal has every group that the run still trains, so no training data is needed."""
     changed: str = ""
-    """Which steps are trained again to other weights, because settings of the training have changed."""
+    """A text about the steps that are trained again to other weights because training settings changed."""
 
     def carry_out(self, run: RunDirectory, accept_changed_data: bool = False) -> Start:
-        """Archive what does not belong to the resumed run; returns how it starts.
+        """Archive the files that do not belong to the resumed run; returns its start.
 
-        With ``accept_changed_data`` the prompts recorded so far are never compared with the data again.
+        ``accept_changed_data``: never compare the prompts recorded so far with the data again.
         """
         first = self.start.checkpoint.step if self.start.checkpoint else 0
         notes = [self.start.note]
         if self.without_journal:
             _archive_journal(run)
-            # Before a new journal begins: if state.json had a later step, the new journal would look damaged.
+            # Before the new journal begins, which would look damaged if state.json had a later step.
             run.update(step=first)
             notes.insert(0, "without the old journal")
         if self.changed:
@@ -74,10 +74,10 @@ class Plan:
 
 
 def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str, without_journal: bool) -> Plan:
-    """How this run is resumed; ``step`` names a checkpoint, ``note`` is for the journal.
+    """Plan the resume of a run, from the checkpoint of ``step`` if given. ``note`` is for the journal.
 
-    Raises ``RunError`` when there is nothing to do or the checkpoint is damaged, ``JournalError`` when the journal is,
-    or when it forbids a change of the spec.
+    Raises ``RunError`` if there is nothing to do or the checkpoint is damaged; ``JournalError`` if the journal is
+    damaged or forbids a change of the spec.
     """
     checkpoint = verified_checkpoint(run, step) if step != 0 else None
     if checkpoint is not None:
@@ -98,31 +98,26 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
                 taken, trained = max(steps_taken(connection), before), max(steps_trained(connection), before)
     elif checkpoint is not None or run.state.step:
         raise RunError("the run's journal is gone", location=str(journal), hint=instead)
-    if taken > spec.stop.total:
-        raise RunError(
-            f"the run has taken {taken} steps, more than {spec.stop.total}",
-            location=run.run_id,
-            hint=f"to train further: asyncrl resume {run.argument} --steps {2 * taken}",
-        )
-    if taken >= spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
-        raise RunError(
-            f"run already completed {taken} of {spec.stop.total} steps",
-            location=run.run_id,
-            hint=f"to train further: asyncrl resume {run.argument} --steps {2 * taken}",
-        )
-    # A batch is in the journal before it is trained, so no other file can have a later step (decision 0013).
+    problem = f"the run has taken {taken} steps, more than {spec.stop.total}" if taken > spec.stop.total else ""
+    if taken == spec.stop.total and (run.path / MODEL / "config.json").is_file() and run.state.phase == "finished":
+        problem = f"run already completed {taken} of {spec.stop.total} steps"
+    if problem:
+        hint = f"to train further: asyncrl resume {run.argument} --steps {2 * taken}"
+        raise RunError(problem, location=run.run_id, hint=hint)
+    # A batch is in the journal before it is trained, so a later step in another file means that the journal lost rows
+    # (decision 0013).
     known = {"the newest checkpoint": checkpoint.step if checkpoint else 0, "state.json": run.state.step}
     for source, later in known.items():
         if later > taken:
             raise RunError(
-                f"the journal ends at step {taken}, and {source} is of step {later}: {FILE}-wal is missing or "
+                f"the journal ends at step {taken}, but {source} has step {later}: {FILE}-wal is missing or "
                 "truncated, or the journal is an older copy",
                 location=str(journal),
                 hint=instead,
             )
     first = checkpoint.step if checkpoint else 0
     takes_data = not begun or _read_through(run, spec=spec, first=first, taken=taken)
-    # The batches stay; with other settings they are trained to other weights, and their reports would be stale.
+    # The batches are kept. With other settings they give other weights, so their old reports are dropped.
     differ = first < trained and bool(training_changes(note))
     steps = f"step {first + 1} is" if trained == first + 1 else f"steps {first + 1} to {trained} are"
     changed = f"{steps} trained again with the new settings, and their weights will differ" if differ else ""
@@ -138,8 +133,8 @@ def prepare(run: RunDirectory, spec: ExperimentSpec, step: int | None, note: str
 
 
 def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: int) -> bool:
-    """Read the parts of the journal that a resume needs: the position, unfinished groups, and the batches from step
-    ``first`` on, which are trained again. Changes nothing. Returns whether prompts are missing for the last step."""
+    """Read what a resume needs from the journal, so damage is found now: the position, unfinished groups, and the
+    batches from step ``first`` on. Changes nothing. True if further prompts are needed to reach the last step."""
     journal = Journal(run.path / FILE, to_write=False)
     with closing(journal):
         book = DurableLedger(run.path / FILE, buffer_settings(spec), journal=journal)
@@ -157,10 +152,10 @@ def _read_through(run: RunDirectory, spec: ExperimentSpec, first: int, taken: in
 
 
 def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_changed_data: bool = False) -> None:
-    """Compare the newest prompts of the journal with the data, row by row, unless changes are accepted.
+    """Compare the journal's newest prompts with the data, row by row, unless changes are accepted.
 
-    Raises ``RunError`` when the data has changed, as the loader's position would mean other rows, and ``DataError``
-    when there is no such position.
+    Raises ``RunError`` if the data has changed: the loader's position would point to other rows. Raises ``DataError``
+    if there is no such position.
     """
     path = run.path / FILE
     spec = experiment.spec
@@ -181,7 +176,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
             found = loader.newest()
         except DataError as error:
             if isinstance(error.__context__, ImageError):
-                continue  # the file of an image is gone, and the journal has it
+                continue  # an image file is gone, but the journal has the image
             raise
         if [found.uid, *prompt_texts(found)] != [uid, *recorded]:
             now = "other contents" if found.uid == uid else f"prompt {found.uid!r} at its position"
@@ -195,7 +190,7 @@ def check_data(run: RunDirectory, experiment: Experiment, plan: Plan, accept_cha
 
 
 def _archive_journal(run: RunDirectory) -> None:
-    """Move the journal and its accompanying files to ``damaged-N``; completes a move that a kill interrupted."""
+    """Move the journal's files to ``damaged-N``, or complete a move that a kill interrupted."""
     files = sorted(run.path.glob(f"{FILE}*"))
     if not files:
         return
@@ -204,14 +199,14 @@ def _archive_journal(run: RunDirectory) -> None:
     if files[0].name != FILE and last.is_dir() and not any((last / path.name).exists() for path in files):
         folder = last
     folder.mkdir(exist_ok=True)
-    # The journal first: a journal without its -wal, left by a kill in between, would look like an older copy.
+    # The journal before its -wal: a kill must not leave a journal without -wal, which would look like an older copy.
     for path in files:
         path.rename(folder / path.name)
 
 
 def _restore_metrics(run: RunDirectory, trained: int) -> None:
-    """Make metrics.jsonl agree with the journal, if there is one: drop steps that are not recorded as trained, which
-    are reported again, and add rows that were never written (the driver was killed, the disk was full)."""
+    """Make metrics.jsonl agree with the journal: drop steps that will be reported again, and add rows that were never
+    written because the driver was killed or the disk was full."""
     rows = {row["step"]: row for row in run.read("metrics.jsonl") if row["step"] <= trained}
     if (run.path / FILE).is_file():
         with reading(run.path / FILE) as connection:

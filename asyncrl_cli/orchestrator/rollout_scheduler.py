@@ -1,7 +1,7 @@
-"""The driver's side of training groups: turns prompts into requests or episodes, and has rollouts scored and recorded.
+"""Turns prompts into requests or episodes, and has their rollouts scored and recorded.
 
-Only the buffer decides how many groups may start and when one is finished. This module keeps the engines as busy as the
-buffer allows, and has the buffer record every token before anything depends on it.
+Only the buffer decides how many groups may start and when a group is finished. This module keeps the engines as busy as
+the buffer allows, and has the buffer record every token before anything depends on it (decision 0013).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from asyncrl_cli.workers.scoring import Response, responses_of
 Spawn = Callable[[Coroutine[Any, Any, object]], object]
 
 ADMIT_S = 0.02
-"""Seconds between two admissions: groups that end one soon after another are replaced in one call, with one commit."""
+"""Seconds between two admissions: groups that end shortly after each other are replaced with one call and commit."""
 SETTLE_S = 0.02
-"""Largest number of seconds that finished rollouts wait while others are scored, to be settled together."""
-SCORE_PATIENCE_S = 0.2
+"""Longest time in seconds that finished rollouts wait for the running scoring call, to be scored together."""
+SCORE_TIMEOUT_S = 0.2
 """Seconds that finished rollouts wait for their rewards before they are recorded without them."""
 WINDOW = 100
-"""The number of most recently ended groups from which the share of failures is computed."""
+"""Number of recently ended groups from which the share of failures is computed."""
 LEAST = 8
 """Smallest number of failures among them that ends the run, unless no failure is allowed."""
 REJECTED = {
@@ -58,34 +58,30 @@ UNSCORED = RewardFailure(REJECTED["unscored"], "task")
 
 
 def rollout_seed(seed: int, group_id: int, index: int) -> int:
-    """The sampling seed of one rollout: it depends only on the arguments, never on when or where the rollout runs."""
+    """The sampling seed of a rollout. A rollout that runs again, on any engine, has the same seed."""
     return derive_seed(seed, group_id, index)
 
 
 class RecentFailures:
-    """Whether each of the last ``WINDOW`` groups failed. With a count over the entire run, long runs would end at a
-    share of failures that short runs survive."""
+    """Failures among the last ``WINDOW`` groups. A count over the whole run would end long runs at a share of failures
+    that short runs survive."""
 
     def __init__(self, max_share: float) -> None:
-        """``max_share``: 0 allows no failure at all, 1 any number."""
+        """``max_share``: 0 allows no failure, 1 any number."""
         self._max_share = max_share
         self._recent: deque[RewardFailure | None] = deque(maxlen=WINDOW)
 
     @property
     def recent(self) -> list[RewardFailure]:
-        """The failures among them, the oldest first."""
+        """The failures, oldest first."""
         return [failure for failure in self._recent if failure is not None]
 
-    def finished(self) -> None:
-        """A group ended without a failed rollout."""
-        self._recent.append(None)
-
-    def failed(self, failure: RewardFailure) -> None:
-        """A group was lost."""
+    def ended(self, failure: RewardFailure | None = None) -> None:
+        """Count a group that ended, or was lost to ``failure``."""
         self._recent.append(failure)
 
     def too_many(self) -> str:
-        """A text with the number of failures and the first reason, if there are too many; otherwise empty."""
+        """The number of failures and the first reason, if there are too many; otherwise empty."""
         failures = self.recent
         if len(failures) <= self._max_share * len(self._recent) or (self._max_share and len(failures) < LEAST):
             return ""
@@ -98,8 +94,8 @@ class RecentFailures:
 class RolloutScheduler:
     """Starts groups while the buffer has room and the engines have slots, and follows their rollouts to their end.
 
-    A rollout passes two consumers: ``_admit`` requests it, ``_settle`` has it scored and recorded. Episodes are played
-    by a task each, which does both.
+    Two tasks share the work: ``_admit`` requests rollouts, ``_settle`` has them scored and recorded. Each episode has
+    its own task, which does both.
 
     Attributes:
         failures: groups recently lost to failed rollouts or missing rewards.
@@ -118,8 +114,8 @@ class RolloutScheduler:
         episodes: Episodes | None = None,
         warn: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """``spawn`` starts a coroutine; its failure ends the run. ``episodes`` plays groups without prompt ids, because
-        their task calls the model itself. ``warn`` gets warnings for the user."""
+        """``spawn`` starts a coroutine whose failure ends the run. ``episodes`` plays groups without prompt ids: their
+        task calls the model itself. ``warn`` shows a warning to the user."""
         self._spec = spec
         self._buffer = buffer
         self._client = client
@@ -130,7 +126,7 @@ class RolloutScheduler:
         self._warn = warn
         self._lost = 0  # number of groups lost to failed rollouts or missing rewards
         self._episode_tasks: dict[str, asyncio.Task[Any]] = {}
-        self._to_begin = 0  # episodes with a coroutine that has not begun
+        self._to_begin = 0  # number of spawned episodes that do not run yet
         self._generated: asyncio.Queue[Rollout] = asyncio.Queue()
         self._sampling = Sampling(
             temperature=spec.rollout.sampling.temperature,
@@ -142,7 +138,7 @@ class RolloutScheduler:
         self.rejected_in_a_row = Counter[str]()
 
     def resume(self, opening: Opening) -> None:
-        """At the start: continue the groups of the journal."""
+        """Continue the journal's groups, at the start."""
         self._prompts.resume(opening.serial, opening.loader)
         if self._prompts.filter is not None:
             self._prompts.filter.restore(opening.solved)
@@ -155,10 +151,10 @@ class RolloutScheduler:
         await asyncio.gather(self._admit(), self._settle())
 
     async def requeue(self, overdue: tuple[int, ...]) -> None:
-        """With the policy ``requeue``: abandon the groups that delay a batch, and start their prompts again."""
+        """With the policy ``requeue``, abandon the groups that delay a batch, and start their prompts again."""
         for old_id, group_id, version in await self._buffer.requeue(overdue):
             old = self._open.pop(old_id)
-            # Start first: so this group, and not a new one, gets the slots of the cancelled rollouts.
+            # Start before the cancellation: otherwise ``_admit`` could give the freed slots to a new group.
             self._start(
                 Group(group_id, version=version, prompt=old.prompt, prompt_ids=old.prompt_ids, images=old.images)
             )
@@ -168,19 +164,21 @@ class RolloutScheduler:
         while True:
             await self._client.room.wait()
             self._client.room.clear()
+            # Episodes between two calls of the model have no request now, but will need their slots again.
             resting = self._to_begin + (self._episodes.resting if self._episodes is not None else 0)
             slots = max(0, self._client.free - resting)
             if wanted := min(slots // self._spec.rollout.group_size, self._buffer.room()):
+                # Asked again after the wait: a publish or a batch may have changed the room.
                 count = min(await self._prompts.prepare(wanted), self._buffer.room())
                 if count < wanted:
-                    self._client.room.set()  # for the others
+                    self._client.room.set()  # try again for the rest
                 candidates = [self._prompts.candidate() for _ in range(count)]
                 for group in await self._buffer.admit(candidates):
                     self._start(group)
                 await asyncio.sleep(ADMIT_S)
 
     def _start(self, group: Group) -> None:
-        """Request the missing rollouts of a group, and have its finished rollouts without a reward scored."""
+        """Request a group's missing rollouts, and queue its finished rollouts without a reward for scoring."""
         self._open[group.group_id] = replace(group, unscored={}, prefixes={})
         for index in range(self._spec.rollout.group_size):
             if index in group.scored or index in group.unscored:
@@ -205,10 +203,10 @@ class RolloutScheduler:
             self._generated.put_nowait(replace(rollout, text=text))
 
     async def _play(self, episodes: Episodes, group: Group, request: RolloutRequest, recorded: Recorded) -> None:
-        """Play an episode to its end. Its tokens are recorded as they arrive, and again in full with its outcome."""
+        """Play an episode. Its tokens are recorded as they arrive, and once more in full with its outcome."""
         self._to_begin -= 1
         task = asyncio.current_task()
-        if group.group_id not in self._open or task is None:  # it was abandoned before it began
+        if group.group_id not in self._open or task is None:  # abandoned before it began
             return
         self._episode_tasks[request.rollout_id] = task
         try:
@@ -239,8 +237,8 @@ class RolloutScheduler:
             )
 
     async def _settle(self) -> None:
-        """Have rollouts scored. Those that finish during a call, or during the client's pause, are scored together
-        after it: a single rollout does not wait, and slow calls are few (decisions 0052, 0090)."""
+        """Score rollouts in batches. Rollouts that finish during a call, or during the client's pause, are scored in
+        the next call: a single rollout does not wait, and slow calls are few (decision 0006)."""
         while True:
             generated = [await self._generated.get()]
             while not self._generated.empty():
@@ -260,8 +258,8 @@ class RolloutScheduler:
                 await asyncio.wait([scoring], timeout=SETTLE_S)
 
     def _ready(self, rollout: Rollout) -> tuple[Prompt, list[Rollout], bool]:
-        """The rollouts to be scored now that this one has ended, whether together, and their prompt. A reward that sees
-        the group waits for its last rollout."""
+        """Return the prompt, the rollouts to score now, and whether to score them together. A reward that sees the
+        whole group waits for the group's last rollout."""
         group_id, index = group_and_index(rollout.rollout_id)
         group = self._open[group_id]
         if not self._scoring.sees_group(group.prompt):
@@ -274,19 +272,19 @@ class RolloutScheduler:
     async def _record(
         self, rollouts: list[Rollout], judged: list[Rollout], scoring: asyncio.Future[list[Scored | RewardFailure]]
     ) -> None:
-        """Record rollouts, and the scores of the ``judged`` ones, which are among them: the last reward ends a group,
-        and tokens that arrive later are ignored. Rollouts that are recorded already stay as they are."""
+        """Record rollouts, and the scores of the ``judged`` ones. Tokens and scores go into one commit where possible:
+        a group ends with its last reward, and the buffer ignores tokens that arrive later."""
         unrecorded = rollouts
-        if scoring not in (await asyncio.wait([scoring], timeout=SCORE_PATIENCE_S))[0]:
-            # Rewards may take long, and a kill must not lose these tokens (decision 0025).
+        if scoring not in (await asyncio.wait([scoring], timeout=SCORE_TIMEOUT_S))[0]:
+            # The reward is slow, and a kill during the wait must not lose these tokens (decision 0013).
             await self._buffer.record(rollouts)
             unrecorded = []
         scores = zip(judged, await scoring, strict=True)
         await self._conclude(unrecorded, [Outcome(rollout.rollout_id, score) for rollout, score in scores])
 
     async def _conclude(self, rollouts: list[Rollout], outcomes: list[Outcome]) -> None:
-        """Record the outcomes of rollouts, and handle the groups that they have ended."""
-        # Record first, before anything depends on it: the buffer decides which groups have ended (decision 0013).
+        """Record the outcomes of rollouts, and handle the groups that end with them."""
+        # Record before acting: the buffer decides which groups have ended, and a kill must not undo it (decision 0013).
         settled = await self._buffer.record(rollouts, outcomes=outcomes)
         failures = {
             group_and_index(outcome.rollout_id)[0]: outcome.score
@@ -295,19 +293,19 @@ class RolloutScheduler:
         }
         for group_id in settled.finished:
             self._visited(group_id, settled)
-            self.failures.finished()
+            self.failures.ended()
             self.rejected_in_a_row.clear()
         for group_id, reason in settled.rejected:
             self._visited(group_id, settled)
             self.rejected_in_a_row[reason] += 1
             if reason == "uniform":
-                self.failures.finished()
+                self.failures.ended()
                 in_a_row = self.rejected_in_a_row.total()
                 if in_a_row >= LEAST and _shown(in_a_row):
                     self._warn(f"the last {in_a_row} groups are rejected: {self._reasons()}")
                 continue
             failure = failures.get(group_id, UNSCORED)
-            self.failures.failed(failure)
+            self.failures.ended(failure)
             self._lost += 1
             if _shown(self._lost):
                 count = f" ({self._lost} groups so far)" if self._lost > 1 else ""
@@ -317,7 +315,6 @@ class RolloutScheduler:
         self._client.room.set()
 
     def _visited(self, group_id: int, settled: Settled) -> None:
-        """Tell the prompt source that a group has ended, for its filter."""
         group, rejection = self._open.pop(group_id, None), dict(settled.rejected).get(group_id)
         if group is not None and rejection not in ("failed", "unscored"):
             self._prompts.visited(group.prompt.uid, group_id in settled.solved)
@@ -345,18 +342,17 @@ class RolloutScheduler:
                 f"the last {self.rejected_in_a_row.total()} groups were all rejected, so no batch can be made: "
                 f"{self._reasons()}",
                 location="algorithm.uniform_groups" if uniform else "task",
-                hint="use a task that the model solves sometimes, set algorithm.uniform_groups to skip, or raise "
+                hint="use a task that the model sometimes solves, set algorithm.uniform_groups to skip, or raise "
                 "pipeline.max_rejected_in_a_row"
                 if uniform
                 else "let the reward return a number for more responses",
             )
 
     def _reasons(self) -> str:
-        """Why the last groups were rejected, the most frequent reason first."""
         reasons = self.rejected_in_a_row.most_common()
         return ", ".join(f"{REJECTED[one]}{f' ({count})' if len(reasons) > 1 else ''}" for one, count in reasons)
 
 
 def _shown(count: int) -> bool:
-    """Whether to warn at this number of equal events: at 1, 2, 4, 8, ... Warnings must not flood a log."""
+    """True at 1, 2, 4, 8, ...: repeated warnings must not flood the log."""
     return count & (count - 1) == 0

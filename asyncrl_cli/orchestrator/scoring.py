@@ -1,8 +1,8 @@
 """The driver's side of scoring: every response gets a reward, or a reason why it has none.
 
-The scorer actor handles failures of reward functions. When the actor itself is killed or does not answer, it is
-replaced, and its responses are scored again, one by one and without others at the same time. A response with which the
-second actor is lost, too, has no reward.
+The scorer actor handles failures of reward functions. If the actor itself dies or does not answer, it is replaced, and
+its responses are scored again, each alone, because any of them may be the cause. A response that is alone when the next
+actor is lost has no reward.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from asyncrl_cli.workers.scoring import Answer, Response
 SCORER = "scorer"
 """The name of the actor and of its log file."""
 AT_ONCE = 16
-"""Number of responses that the actor may have at a time; more if its processes can score more at a time."""
+"""Smallest number of responses that the actor may have at a time; more if its processes can score more."""
 ACTOR_S = 60.0
 """Seconds that the actor may take to answer a ping. Rewards have their own time limit."""
 
 
 class Scoring:
-    """Keeps one scorer actor, made by ``make_actor``. ``score`` may be called from several tasks at a time.
+    """Scores responses with an actor from ``make_actor``. Several tasks may call ``score`` at a time.
 
-    Both methods raise ``UserError`` when the task cannot be loaded (any more), and when too many actors were lost.
+    Raises ``UserError`` if the task cannot be loaded (any more), and if too many actors were lost.
     """
 
     def __init__(self, task: TaskSpec, make_actor: Callable[[], Any], budget: RestartBudget, loaded: object) -> None:
-        """``loaded``: the task itself, which decides whether responses are scored together."""
+        """``loaded``: the loaded task, which decides whether responses are scored together."""
         self._loaded = loaded
         self._actor = SupervisedActor("scorer", name=SCORER, make=make_actor, start=_start, budget=budget)
         self._calls = task.reward_workers * task.reward_concurrency
@@ -46,17 +46,17 @@ class Scoring:
         self._entering = asyncio.Lock()
 
     async def start(self) -> None:
-        """Start the actor and load the task: an error in the task must be reported early."""
+        """Start the actor and load the task, to report an error in the task early."""
         await self._actor.running()
 
     def sees_group(self, prompt: Prompt) -> bool:
-        """Whether the responses to this prompt are scored together."""
+        """True if the responses to this prompt are scored together."""
         return scores_groups(task_of(self._loaded, prompt)[0])
 
     async def score(self, responses: Sequence[Response]) -> list[Scored | RewardFailure]:
-        """The score of each text of each response, in order. A failure of a group is the failure of each of its texts.
+        """The score of each text of each response, in order. A group's failure is the failure of each of its texts.
 
-        Concurrent callers take turns: an evaluation must not delay training.
+        Concurrent callers take turns, because an evaluation must not delay training.
         """
         scored: list[Answer] = [RewardFailure("")] * len(responses)
         starts = iter(range(0, len(responses), self._per_call))
@@ -95,12 +95,11 @@ class Scoring:
 
     @asynccontextmanager
     async def _room_for(self, responses: int) -> AsyncIterator[None]:
-        """Wait until the actor has room for this many responses. Responses are counted instead of calls: engines
-        deliver one or two rollouts at a time, and with one call at a time the latency of a call would limit the rewards
-        of many engines (decision 0043)."""
+        """Wait until the actor has room for this many responses. It limits responses, not calls: many engines deliver
+        one or two rollouts at a time, and the latency of one call at a time would limit them (decision 0006)."""
         taken = 0
         try:
-            async with self._entering:  # one caller at a time: two that take room bit by bit could deadlock
+            async with self._entering:  # two callers that each have a part of the room could deadlock
                 while taken < responses:
                     await self._room.acquire()
                     taken += 1
@@ -118,8 +117,7 @@ async def _start(actor: Any) -> None:
 
 
 async def _answer(call: Awaitable[Any], actor: Any) -> Any:
-    """The answer of a call to the actor, without a limit as long as the actor answers pings. Raises like
-    ``wait_for``."""
+    """The answer of a call, which may take any time while the actor answers pings. Raises like ``wait_for``."""
     from ray.exceptions import RayError, RayTaskError
 
     answer = asyncio.ensure_future(wait_for(call, SCORER))

@@ -1,6 +1,6 @@
-"""Engines without a trainer: for `asyncrl serve`, which adds the gateway, and for `asyncrl evaluate`.
+"""Runs engines without a trainer, for `asyncrl serve` and `asyncrl evaluate`.
 
-The engines load the model from its folder, and its weights count as one version that never changes.
+The engines load the model from its folder. Its weights count as one version that never changes.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that engines load, and how they run."""
+    """A model to serve, and the engines' settings."""
 
     spec: ExperimentSpec
     name: str  # the model's name for clients
     what: str  # a description of the model for the user
     step: int  # the step of its weights; 0 for a model that no run has trained
-    logs: Path  # the folder for the logs of the processes
+    logs: Path  # the folder for the processes' logs
     model: Callable[[Path], Path]
-    """Returns the model's folder; it may write the model into the folder that it gets as its argument."""
+    """Returns the model's folder. It may write the model to its argument."""
 
     @property
     def version(self) -> int:
-        """The weight version that the weights count as."""
+        """The version of the weights."""
         return self.step // self.spec.pipeline.publish_every
 
 
@@ -62,11 +62,8 @@ class Address:
 
 
 def served_run(run: RunDirectory, spec: ExperimentSpec, step: int | None, command: str = "serve") -> Served:
-    """The model of a run: with ``step`` this step's checkpoint; otherwise the final model, or if there is none, the
-    newest checkpoint. ``command`` names the folder of the logs.
-
-    Raises ``RunError`` when there is none.
-    """
+    """A run's model: the checkpoint of ``step`` if given, otherwise the final model or else the newest checkpoint.
+    ``command`` names the folder of the logs. Raises ``RunError`` if there is no model."""
     final = run.path.absolute() / MODEL
     logs = run.path / "logs" / command
     if step is None and run.state.phase == "finished" and final.is_dir():
@@ -103,8 +100,8 @@ def saved_model(spec: ExperimentSpec, path: str) -> ExperimentSpec:
 
 
 def without_training(spec: ExperimentSpec) -> ExperimentSpec:
-    """The settings of engines that serve a saved model: its adapters are merged into its weights, no trainer uses the
-    experts that an engine would record, and none needs GPUs or training prompts."""
+    """The spec without the settings that only training needs: a saved model's adapters are merged, and no trainer needs
+    recorded experts, GPUs or training prompts."""
     changes = {
         "model": spec.model.model_copy(update={"lora": None}),
         "algorithm": spec.algorithm.model_copy(update={"router_replay": False}),
@@ -117,9 +114,9 @@ def without_training(spec: ExperimentSpec) -> ExperimentSpec:
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """The engines of a saved model while they start, and the objects that a command needs to use them."""
+    """A saved model's engines, which may still start, and the objects that a command needs to use them."""
 
-    folder: Path  # the model's
+    folder: Path  # the model's folder
     tokenizer: Any
     client: GenerationClient
     factory: ActorFactory
@@ -139,9 +136,8 @@ def use_engines(
 ) -> T:
     """Start engines, and return the result of ``work``, which begins while they start.
 
-    ``again``: the hint of the error when Ray's processes die. ``search_path``: the folder of the user's own modules.
-    All processes that were started have ended when this returns. Ctrl-C and SIGTERM raise ``Interrupted``. Raises
-    ``UserError`` with the cause of a failure.
+    ``again``: the error's hint if Ray's processes die. ``search_path``: the folder of the user's modules. All started
+    processes have ended when this returns. Raises ``Interrupted`` after Ctrl-C or SIGTERM, otherwise ``UserError``.
     """
     spec = without_training(served.spec)
 
@@ -220,8 +216,8 @@ def serve(
     status: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM, as ``use_engines``; ``ready`` is called when clients can connect. ``check``
-    returns a warning about the tokenizer, or an empty text."""
+    """Serve until Ctrl-C or SIGTERM. ``ready`` is called when clients can connect. ``check`` returns a warning about
+    the tokenizer, or an empty text. Raises like ``use_engines``."""
 
     async def work(engines: Engines) -> None:
         if warning := await asyncio.to_thread(check, engines.tokenizer):
@@ -243,10 +239,8 @@ def serve(
 
 
 async def while_engines_serve(client: GenerationClient, limit_s: float, cause: Callable[[], str]) -> NoReturn:
-    """Never ends; raises ``RunError`` with the cause when no engine has served for ``limit_s`` seconds.
-
-    An engine that is lost with its node waits for room without a limit, because others may serve.
-    """
+    """Never ends; raises ``RunError`` with the cause if no engine has served for ``limit_s`` seconds: engines that are
+    lost with their nodes wait for room without a limit."""
     served = time.monotonic()
     while True:
         await asyncio.sleep(min(LOOK_S, limit_s / 8))
@@ -261,7 +255,7 @@ async def while_engines_serve(client: GenerationClient, limit_s: float, cause: C
 
 
 class _OwnWeights:
-    """The engines have loaded them when they start."""
+    """The engines have loaded their weights when they start."""
 
     async def bring_up(self, engine: EngineState) -> None:
         engine.serving = True

@@ -1,4 +1,4 @@
-"""The actors that run the code of tasks, and the gateway that their episodes call: for training and evaluation."""
+"""The actors that run tasks' code, and the gateway that episodes call, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl_cli.system.supervised_actor import RestartBudget
 
 
 class TaskActors:
-    """The actors of the run's task, and of the tasks of further evaluation sets. First ``start``, then ``connect``."""
+    """The actors of the run's task and of the further evaluation sets' tasks. Call ``start``, then ``connect``."""
 
     def __init__(self, experiment: Experiment, factory: ActorFactory, budget: RestartBudget) -> None:
         self._spec = spec = experiment.spec
@@ -37,13 +37,13 @@ class TaskActors:
         """Plays the rollouts of the run's task, if they are episodes."""
 
     async def start(self) -> None:
-        """Load the run's task. Raises ``UserError`` when it cannot be loaded."""
+        """Load the run's task. Raises ``UserError`` if it cannot be loaded."""
         await (self.scoring.start() if self._workers is None else self._workers.start())
 
     async def connect(
         self, client: GenerationClient, model_folder: str, on_progress: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the gateway if any task has episodes. ``client`` generates what they ask for."""
+        """Start the gateway if any task has episodes. ``client`` serves their requests."""
         if not self._episodic:
             return
         setup = setup_of(self._spec, model_folder, self._spec.name)
@@ -56,7 +56,7 @@ class TaskActors:
             self.episodes = self._playing(self._spec.task, workers=self._workers, scoring=self.scoring)
 
     def held_out(self, name: str, prompts: Sequence[Prompt], tokenizer: Any, warn: Callable[[str], None]) -> HeldOut:
-        """The prompts of an evaluation set, and the part that scores them; the name "" is for ``data.eval``."""
+        """The prompts of an evaluation set with the part that scores the responses. ``name`` "": ``data.eval``."""
         episodic = name in self._episodic
         chosen = self._spec.evaluation.sets.get(name)
         location = "data.eval" if chosen is None else f"evaluation.sets.{name}.data"
@@ -72,7 +72,7 @@ class TaskActors:
 
     async def stop(self) -> None:
         """End all episodes, then the gateway, in bounded time."""
-        # Agents first: a running agent would find no gateway and count as failed.
+        # Episodes first: a running agent that finds no gateway would count as failed.
         await asyncio.gather(*(workers.stop() for workers in self._all_workers), return_exceptions=True)
         if self._gateway is not None:
             await self._gateway.stop()

@@ -1,7 +1,7 @@
 """The trainer ranks as a unit: they start together, get the same calls, and fail together.
 
-A collective operation cannot complete without one of its ranks, so when one dies, all are lost (``TrainerLost``). A
-restart starts all ranks with the weights of a checkpoint; the caller then trains the steps since the checkpoint again.
+A collective operation needs all its ranks, so when one dies, all are lost (``TrainerLost``). A restart loads a
+checkpoint into all ranks; the caller then trains the steps since the checkpoint again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
-from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, RankLocation, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Digest
 from asyncrl_cli.system.remote import START_TIMEOUT_S, ActorDied, seconds_for, wait_for
 from asyncrl_cli.weights.layout import TensorSlot
 
 GRACE_S = 20.0
-"""Seconds that the other ranks may take to end a call after one rank has failed."""
-
+"""Seconds that the other ranks get to end a call after one rank has failed."""
 WATCHING, WRITING = "watch", "write"
 """Ray's concurrency groups of a rank: calls that are answered while another call runs."""
-
 STATES = 8
 """Bytes of a checkpoint for each byte of a bfloat16 model: weights, their float32 copies and Adam's moments, rounded
 up."""
@@ -49,7 +47,7 @@ class TrainerRanks:
     """All ranks of a run's trainer.
 
     Attributes:
-        seats: the location of each rank, in rank order; empty before ``preload``.
+        locations: each rank's location, in rank order; empty before ``preload``.
         probe_prompt_ids: token ids of the task's prompts for the probe; empty if prompts have no token ids.
     """
 
@@ -62,10 +60,10 @@ class TrainerRanks:
         warn: Callable[[str], None],
         share: Callable[[TrainingBatch], Any] = _put,
     ) -> None:
-        """``make_actor(group, index)`` asks Ray for an actor in a bundle of ``group``, which has one for each rank.
-        ``limit_s``: seconds that one call may take. ``warn`` is called with what is missing while Ray has no
-        room. ``share`` stores a batch once for all ranks, and returns the argument for their calls."""
-        self.seats: tuple[Seat, ...] = ()
+        """``make_actor(group, index)`` creates an actor in a bundle of ``group``, which has one bundle for each rank.
+        ``limit_s``: seconds that a call may take. While Ray has no room, ``warn`` gets a text about the missing
+        resources. ``share`` stores a batch once for all ranks, and returns the argument for their calls."""
+        self.locations: tuple[RankLocation, ...] = ()
         self.probe_prompt_ids: tuple[int, ...] = ()
         self._share = share
         self._group = group
@@ -79,16 +77,16 @@ class TrainerRanks:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The ids of the ranks' Ray nodes, in rank order."""
-        return tuple(seat.node_id for seat in self.seats)
+        """Ray's node id of each rank, in rank order."""
+        return tuple(location.node_id for location in self.locations)
 
     @property
     def saving_s(self) -> float:
-        """Seconds that saving a checkpoint may take because of its size, in addition to the limit of every call."""
+        """Seconds that a checkpoint's size adds to the limit of the call that saves it."""
         return seconds_for(STATES * self._model_bytes)
 
     async def preload(self) -> None:
-        """End the remaining ranks, create new ones, number them, and have them import the modules that ``start`` needs.
+        """End the remaining ranks, create and number new ones, and have them import the modules that ``start`` needs.
 
         Raises ``TrainerLost``, and ``RunError`` when Ray finds no room for them.
         """
@@ -100,15 +98,15 @@ class TrainerRanks:
         await self._group.held(self._warn)
         self._actors = actors = [self._make_actor(self._group, index) for index in range(self._group.count)]
         visits = _all([actor.visit.remote(str(self._search_path)) for actor in actors], START_TIMEOUT_S)
-        seats = await self._group.first_answer(visits, self._warn)
-        order = rank_order(seats)
-        self._actors, self.seats = [actors[index] for index in order], tuple(seats[index] for index in order)
-        one_host = len({seat.node_id for seat in seats}) == 1
+        locations = await self._group.first_answer(visits, self._warn)
+        order = rank_order(locations)
+        self._actors, self.locations = [actors[index] for index in order], tuple(locations[index] for index in order)
+        one_host = len({location.node_id for location in locations}) == 1
         calls = [actor.preload.remote(rank, one_host) for rank, actor in enumerate(self._actors)]
         self._address, self._port = (await _all(calls, START_TIMEOUT_S))[0]
 
     async def prepare_model(self, progress: Callable[[str], None]) -> str:
-        """Make the initial model, if it has to be made; returns its folder. Raises ``TrainerLost``."""
+        """Have rank 0 make the initial model if necessary; returns its folder. Raises ``TrainerLost``."""
         name, rank_0 = "trainer-0", self._actors[0]
         making = asyncio.ensure_future(wait_for(rank_0.prepare_model.remote(str(self._search_path)), name))
         making.add_done_callback(lambda made: made.cancelled() or made.exception())  # retrieves its error
@@ -127,13 +125,20 @@ class TrainerRanks:
         return self._model_dir
 
     async def start(self, checkpoint: Path | None) -> None:
-        """Load the initial model, or a checkpoint over it."""
+        """Load the initial model, and then the checkpoint if there is one."""
         folder = checkpoint and str(checkpoint)
-        arguments = (self._model_dir, self._address, self._port, folder, str(self._search_path))
         self._model_bytes = await asyncio.to_thread(weight_bytes, self._model_dir)
-        # The limit covers the policy, a reference or critic, and the optimizer's states of a checkpoint.
+        # Time for the policy, a reference or critic, and the optimizer's states of a checkpoint.
         seconds = seconds_for(2 * self._model_bytes) + (self.saving_s if checkpoint else 0.0)
-        await self._call("start", *arguments, limit_s=START_TIMEOUT_S + seconds)
+        await self._call(
+            "start",
+            self._model_dir,
+            self._address,
+            self._port,
+            folder,
+            str(self._search_path),
+            limit_s=START_TIMEOUT_S + seconds,
+        )
 
     async def restart(self, checkpoint: Path | None) -> None:
         """End the remaining ranks, and start all of them from a checkpoint, or from the initial model."""
@@ -145,9 +150,8 @@ class TrainerRanks:
         await _all([_look_at(actor) for actor in self._actors], self._limit_s)
 
     async def train_step(self, batch: TrainingBatch) -> StepReport:
-        """Train one batch. This and the calls below raise ``TrainerLost`` when a rank died, and otherwise the first
-        error of any rank."""
-        # Passed directly, a batch would be pickled once for each rank, in the driver's event loop.
+        """Train one batch. This and the calls below raise ``TrainerLost`` if a rank died, otherwise a rank's error."""
+        # Stored once, in a thread: Ray would pickle an argument once for each rank, in the driver's event loop.
         shared = await asyncio.to_thread(self._share, batch)
         reports: list[StepReport] = await self._call("train_step", shared)
         peaks = [report.peak_flops for report in reports]
@@ -159,23 +163,22 @@ class TrainerRanks:
         return layout
 
     async def write(self, version: int, paths: Sequence[str]) -> Probe:
-        """Have each rank write its shard into the memory at its path, one for each rank.
+        """Have each rank write its shard into the memory at its path; ``paths`` are in rank order.
 
-        Raises ``ReplicaGone`` when a rank does not find its memory.
+        Returns rank 0's probe. Raises ``ReplicaGone`` when a rank does not find its memory.
         """
         probe: Probe = (await self._call("write", version, paths, self.probe_prompt_ids))[0]
         return probe
 
     async def save_checkpoint(self, folder: Path, in_background: bool) -> None:
-        """Copy every rank's state, for ``write_checkpoint``; unless ``in_background``, write it in this call. Training
-        may continue afterwards."""
+        """Copy every rank's state for ``write_checkpoint``; unless ``in_background``, also write it in this call.
+        Training may continue afterwards."""
         sharers = max(Counter(self.nodes).values()) if in_background else 0
         limit_s = self._limit_s + self.saving_s
         await self._call("save_checkpoint", str(folder), sharers, limit_s=limit_s)
 
     async def write_checkpoint(self, folder: Path) -> dict[str, Digest]:
-        """Write the copied states, while the ranks may train; returns the checksums of the large files, by the path in
-        ``folder``."""
+        """Write the copied states, while the ranks may train; returns the large files' checksums by their path."""
         written: list[dict[str, Digest]] = await self._call(
             "write_checkpoint", str(folder), limit_s=self._limit_s + self.saving_s, group=WRITING
         )
@@ -188,13 +191,12 @@ class TrainerRanks:
     async def _call(
         self, method: str, *arguments: Any, limit_s: float | None = None, group: str | None = None
     ) -> list[Any]:
-        """Make the same call to all ranks, in a concurrency group; returns their answers in rank order."""
         calls = [getattr(actor, method).options(concurrency_group=group).remote(*arguments) for actor in self._actors]
         return await _all(calls, limit_s or self._limit_s)
 
 
 def weight_bytes(model: str) -> int:
-    """Size of a model's weights in bytes, by its folder or hub id; 0 if this host does not have them."""
+    """Size in bytes of the weights of a model, given as folder or hub id; 0 if this host does not have them."""
     from huggingface_hub import try_to_load_from_cache
 
     folder = Path(model)
@@ -208,20 +210,20 @@ def weight_bytes(model: str) -> int:
 
 
 def _look_at(actor: Any) -> Awaitable[Any]:
-    """A call that a rank answers at any time, also while another call runs."""
+    """A call that a rank answers even while another call runs."""
     answer: Awaitable[Any] = actor.progress.options(concurrency_group=WATCHING).remote()
     return answer
 
 
 async def _all(remote_calls: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:
-    """The answers of all ranks to one call. Raises as ``TrainerRanks.train_step`` does."""
+    """The answers of all ranks to one call, in rank order. Raises like ``TrainerRanks.train_step``."""
     calls = [
         asyncio.ensure_future(wait_for(call, f"trainer-{rank}", limit_s)) for rank, call in enumerate(remote_calls)
     ]
     try:
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
         if waiting and not any(isinstance(call.exception(), ActorDied) for call in done):
-            # A rank may notice the death of its peer before we do.
+            # A rank may report its peer's death as its own error before Ray reports it to us: the death is the cause.
             done, _ = await asyncio.wait(calls, timeout=GRACE_S)
     finally:
         for call in calls:

@@ -1,7 +1,7 @@
-"""Copies complete checkpoints elsewhere: to an fsspec URL, or by a command of the user's.
+"""Copies complete checkpoints to an fsspec URL, or with the user's command.
 
-Invariant: an upload delays no step and ends no run. It has its own thread; a failure is a warning and a row in the
-journal, and is tried again after the next checkpoint and when the run is resumed.
+Invariant: an upload delays no step and ends no run. Uploads have their own thread. A failure is a warning and a row in
+the journal; the upload is tried again after the next checkpoint and at a resume.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from asyncrl_cli.system.user_command import run_command
 LOG = "logs/upload.log"
 """The command's output, in the run's folder."""
 LIMIT_S, BYTES_PER_S = 600.0, 20e6
-"""An upload, and the wait for uploads at a run's end, have this many seconds and one more per ``BYTES_PER_S``."""
+"""The limit of an upload, and of the wait for uploads at a run's end: ``LIMIT_S`` plus a second per ``BYTES_PER_S``."""
 
 
 class Uploads:
-    """The uploads of one run. Use it from the event loop."""
+    """One run's uploads. Use it from the event loop."""
 
     def __init__(self, spec: CheckpointSpec, run: RunDirectory, buffer: Buffer, warn: Callable[[str], None]) -> None:
         self._target = spec.upload
@@ -41,10 +41,10 @@ class Uploads:
         self._background = Background("upload")
         self._newest: asyncio.Future[None] | None = None
         self.waiting: set[int] = set()
-        """Steps with a checkpoint that must not be deleted yet: its upload was neither done nor refused."""
+        """Steps with a checkpoint that must not be deleted yet, because its upload has not ended."""
 
     def begin(self) -> None:
-        """Upload every checkpoint of the journal that was not uploaded, without waiting for it."""
+        """Upload the journal's checkpoints that are not uploaded yet, without waiting."""
         if self._target is None:
             return
         done = self._newest = self._loop.create_future()
@@ -69,7 +69,7 @@ class Uploads:
         self._background.submit(job)
 
     async def finish(self) -> None:
-        """Wait for the uploads that have begun, for a limited time."""
+        """Wait a limited time for the uploads that have begun."""
         if self._newest is None:
             return
         found = complete_checkpoints(self._run.path / "checkpoints")
@@ -95,7 +95,7 @@ class Uploads:
                 environment = os.environ | {f"ASYNCRL_{name}": value for name, value in values.items()}
                 limit_s = LIMIT_S + checkpoint.size / BYTES_PER_S
                 run_command(self._target, environment, stdin=b"", log=self._run.path / LOG, limit_s=limit_s)
-        except Exception as error:  # whatever a file system raises, the run continues
+        except Exception as error:  # file systems raise any error, and the run continues
             failure = hide(str(error) or type(error).__name__)
             self._warn(f"checkpoints.upload: the checkpoint of step {step} was not uploaded: {failure}")
         finally:
@@ -110,8 +110,8 @@ class Uploads:
 
 
 def copy(folder: Path, url: str) -> None:
-    """Copy a checkpoint's files below an fsspec URL, and compare their sizes. The list of files is copied last: a copy
-    without it is incomplete. Raises what the file system raises."""
+    """Copy a checkpoint's files to an fsspec URL, and compare their sizes. The list of files comes last, so a copy that
+    has it is complete. Raises the file system's errors."""
     import fsspec
 
     files, root = fsspec.core.url_to_fs(url)

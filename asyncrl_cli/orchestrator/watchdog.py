@@ -1,8 +1,7 @@
-"""The watchdog: registers what each part waits for, warns when a wait takes long, and ends the run when it takes too
-long.
+"""Warns when a part of the run waits long, and ends the run when it waits too long (decision 0014).
 
-Invariant: no wait without progress exceeds its limit by more than the interval between two checks. The error names the
-part, what it waits for, and since when.
+Invariant: no wait without progress exceeds its limit by more than the interval between two checks. The error says who
+waits for what, and since when.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ from typing import Any, TypeVar
 from asyncrl_cli.core.errors import RunError
 
 LONGEST_LOOK_S = 5.0
-"""Largest number of seconds between two checks of the waits."""
+"""Longest time in seconds between two checks."""
 DRIVER = "the driver"
-"""The name of the part that waits for the trainer and for engines."""
+"""The part that waits for the trainer and for engines."""
 GENERATION = "the trainer"
-"""The name of the part that waits for rollouts."""
-
+"""The part that waits for rollouts."""
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Wait:
-    """One wait. ``progress`` restarts its clock. Its limit is ``extra_s`` seconds longer than the others'."""
+    """One wait of a part. ``extra_s``: seconds added to its limit."""
 
     who: str
     what: str
@@ -37,7 +35,7 @@ class Wait:
     warned: bool = False
 
     def progress(self) -> None:
-        """Note progress: restart the clock."""
+        """Restart the clock."""
         self.since, self.warned = time.monotonic(), False
 
     def __str__(self) -> str:
@@ -52,8 +50,8 @@ class Watchdog:
     def __init__(
         self, limit_s: float, warn: Callable[[str], None], record: Callable[[Wait], Coroutine[Any, Any, None]]
     ) -> None:
-        """A wait is shown by ``warn`` and made durable by ``record`` after half of ``limit_s`` seconds, and ends the
-        run after ``limit_s`` seconds."""
+        """After half of ``limit_s`` seconds, ``warn`` shows a wait and ``record`` makes it durable; after ``limit_s``
+        seconds it ends the run."""
         self._limit_s = limit_s
         self._warn = warn
         self._record = record
@@ -61,8 +59,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, who: str, what: str, extra_s: float = 0.0) -> Iterator[Wait]:
-        """For the length of the block, ``who`` waits for ``what``. ``extra_s``: additional seconds, for waits that take
-        longer with larger models."""
+        """Within the block, ``who`` waits for ``what``. ``extra_s`` extends the limit, for large models."""
         wait = Wait(who, what, extra_s)
         self._waits.append(wait)
         try:
@@ -71,25 +68,25 @@ class Watchdog:
             self._waits.remove(wait)
 
     async def until(self, work: Awaitable[T], who: str, what: str, extra_s: float = 0.0) -> T:
-        """The result of ``work``, which ``who`` waits for as in ``waiting``."""
+        """The result of ``work``; ``who`` waits for it as in ``waiting``."""
         with self.waiting(who, what, extra_s):
             return await work
 
     def progress(self) -> None:
-        """Tokens were made: waits for generation have progress."""
+        """Tokens were generated: restart the clocks of waits for generation."""
         for wait in self._waits:
             if wait.who == GENERATION:
                 wait.progress()
 
     def caught_up(self) -> None:
-        """A step was trained again: waits for the trainer have progress."""
+        """A step was trained again: restart all clocks."""
         for wait in self._waits:
             wait.progress()
 
     async def watch(self) -> None:
-        """Check the waits; never ends. Raises ``RunError`` when a wait has exceeded its limit."""
+        """Check the waits; never ends. Raises ``RunError`` when a wait exceeds its limit."""
         interval = min(LONGEST_LOOK_S, self._limit_s / 8)
-        async with asyncio.TaskGroup() as recording:  # it may hang, as may anything that is waited for
+        async with asyncio.TaskGroup() as recording:  # in tasks: a hanging record must not stop the checks
             while True:
                 await asyncio.sleep(interval)
                 now = time.monotonic()

@@ -1,11 +1,11 @@
-"""The experts that an engine chose for the tokens of a sequence (``algorithm.router_replay``).
+"""The experts that an engine chose for the tokens of a sequence (``algorithm.router_replay``, decision 0054).
 
-An array has one row per token: for each layer of the model the k experts that were chosen in the forward pass that
-predicted this token, which is the pass of the token before it. Every sampled token has a row, and the first token of a
-sequence has none. Experts are counted from 0: uint8 for models with up to 256 experts, otherwise uint16.
+An array has one row per token: for each layer the k experts chosen in the forward pass that predicted this token, which
+is the pass of the previous token. Every sampled token has a row, and the first token of a sequence has none. Experts
+count from 0: uint8 for models with up to 256 experts, otherwise uint16.
 
-An engine never chooses an expert twice in a layer. Equal ids in a row (all ``UNKNOWN``) therefore mean that the choice
-is not known; then, as in layers without experts, the trainer uses its own choice.
+An engine never chooses an expert twice in a layer. So a row of equal ids (``UNKNOWN``) means that the choice is not
+known; then, as in layers without experts, the trainer uses its own choice.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 Experts = NDArray[np.unsignedinteger[Any]]
 """[tokens, layers · k]."""
 UNKNOWN = 0
-"""The value of all ids of a token with unknown experts."""
+"""The value of all ids in the row of a token with unknown experts."""
 
 
 def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
-    """Concatenate the rows of the parts of a sequence. A part is a number of tokens and their rows, or None if they are
-    not known. Returns None if no part has rows. Raises ``ValueError`` for rows of different models."""
+    """Concatenate the rows of a sequence's parts. A part is a number of tokens and their rows, or None if unknown.
+    Returns None if no part has rows. Raises ``ValueError`` for rows of different models."""
     parts = list(parts)
     known = next((experts for _, experts in parts if experts is not None), None)
     if known is None:
@@ -35,19 +35,19 @@ def join_experts(parts: Iterable[tuple[int, Experts | None]]) -> Experts | None:
 
 
 def filled(experts: Experts | None, others: Experts | None) -> Experts | None:
-    """``experts`` with unknown rows replaced by rows of ``others``; both have the same number of rows."""
+    """Replace unknown rows of ``experts`` by rows of ``others``; both have the same number of rows."""
     if experts is None or others is None:
         return others if experts is None else experts
     return np.where((experts == UNKNOWN).all(axis=1, keepdims=True), others, experts)
 
 
 def to_bytes(experts: Experts) -> bytes:
-    """As stored: a byte with the size of an id, and the ids, little-endian, row by row."""
+    """The stored form: a byte with the size of an id, then the ids, little-endian, row by row."""
     size = experts.dtype.itemsize
     return bytes([size]) + experts.astype(f"<u{size}", copy=False).tobytes()
 
 
 def from_bytes(stored: bytes, tokens: int) -> Experts:
-    """The array of this number of ``tokens``. Raises ``ValueError`` for invalid bytes."""
+    """The array for ``tokens`` tokens. Raises ``ValueError`` for invalid bytes."""
     ids: Experts = np.frombuffer(stored, f"<u{stored[0]}", offset=1)
     return ids.reshape(tokens, -1)

@@ -1,4 +1,4 @@
-"""The input and output of engines: requests and rollouts, token by token."""
+"""The engines' inputs and outputs: requests and rollouts, token by token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from asyncrl_cli.records.images import PlacedImage
 FinishReason = Literal["stop", "length"]
 
 CONTEXT = -1
-"""The "weight version" of tokens that the policy did not sample: texts of a user, a tool or an environment, and tokens
-of the chat template. Their log-prob is 0, and they are never trained on."""
+"""The "weight version" of tokens that the policy did not sample: text from a user, a tool or an environment, and the
+chat template's tokens. Their log-prob is 0, and they are never trained on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one rollout is sampled."""
+    """Sampling parameters of one rollout."""
 
     temperature: float  # 0: greedy
     max_tokens: int
@@ -31,13 +31,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
-# ``Segment`` and ``Rollout`` are pickled as plain bytes. They go from process to process by the hundred, most of them
-# short, and numpy's own pickling of their arrays takes ten times as long (decision 0006).
+# ``Segment`` and ``Rollout`` pickle their arrays as plain bytes: hundreds of short ones pass between processes, and
+# numpy's own pickling takes ten times as long (decision 0006).
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Tokens ``start``, ``start + 1``, ... of a sequence, generated under one weight version, or ``CONTEXT``."""
+    """Tokens ``start``, ``start + 1``, ... of a sequence, all with the same weight version (or ``CONTEXT``)."""
 
     rollout_id: str
     start: int
@@ -79,16 +79,16 @@ def _unpack_segment(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """Tokens with the weight version that sampled each: one entry, or row of ``experts``, per token."""
+    """Tokens with the weight version that sampled each token. Every array has one entry or row per token."""
 
     ids: NDArray[np.int32]
-    logprobs: NDArray[np.float32]  # nats, of the distribution sampled from, including the temperature
+    logprobs: NDArray[np.float32]  # nats, under the sampling distribution, temperature included
     versions: NDArray[np.int32]  # never decrease, except for ``CONTEXT``
-    experts: Experts | None = None  # None: the choice of experts is not recorded
+    experts: Experts | None = None  # None: not recorded
 
     def __post_init__(self) -> None:
         if self.experts is not None and len(self.experts) != len(self.ids):
-            raise ValueError(f"{len(self.ids)} tokens have the experts of {len(self.experts)}")
+            raise ValueError(f"{len(self.ids)} tokens have {len(self.experts)} rows of experts")
         if not len(self.ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"{len(self.ids)} tokens have {len(self.logprobs)} log-probs and {len(self.versions)} versions"
@@ -107,10 +107,10 @@ class TokenSequence:
 
     @classmethod
     def join(cls, segments: Iterable[Segment]) -> TokenSequence:
-        """Join segments. Raises ``ValueError`` unless they form one sequence from token 0 on, without gaps or overlaps,
-        and with versions that never decrease."""
+        """Join segments. Raises ``ValueError`` unless they form a sequence from token 0 on, without gaps or overlaps,
+        with versions that never decrease."""
         segments = list(segments)
-        end, version = 0, CONTEXT  # which is below every version
+        end, version = 0, CONTEXT  # below every version
         for segment in segments:
             if segment.start != end:
                 raise ValueError(
@@ -118,7 +118,7 @@ class TokenSequence:
                 )
             if CONTEXT != segment.version < version:
                 raise ValueError(
-                    f"rollout {segment.rollout_id} falls from weight version {version} to {segment.version}"
+                    f"rollout {segment.rollout_id} goes back from weight version {version} to {segment.version}"
                 )
             end, version = segment.end, max(segment.version, version)
         return cls(
@@ -138,12 +138,12 @@ class TokenSequence:
 
     @property
     def sampled(self) -> NDArray[np.bool_]:
-        """Which tokens the policy sampled (not ``CONTEXT``), one entry per token."""
+        """A mask of the tokens that the policy sampled (not ``CONTEXT``)."""
         mask: NDArray[np.bool_] = self.versions != CONTEXT
         return mask
 
     def slice(self, start: int, end: int | None) -> TokenSequence:
-        """The tokens from ``start`` up to, not including, ``end``; None: up to the last."""
+        """The tokens from ``start`` to before ``end``; None: to the last."""
         experts = None if self.experts is None else self.experts[start:end]
         return TokenSequence(
             self.ids[start:end], logprobs=self.logprobs[start:end], versions=self.versions[start:end], experts=experts
@@ -159,7 +159,7 @@ class TokenSequence:
         )
 
     def segments(self, rollout_id: str, start: int = 0) -> list[Segment]:
-        """The tokens, split where the version changes; the first one is token ``start`` of the whole sequence."""
+        """The tokens, split where the version changes. Their first token is token ``start`` of the whole sequence."""
         bounds = [0, *(np.flatnonzero(np.diff(self.versions)) + 1).tolist(), len(self.versions)]
         return [
             Segment(
@@ -177,21 +177,20 @@ class TokenSequence:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """One rollout to generate. Waiting requests run by ``priority``, the lowest first, among equals the oldest.
+    """One rollout to generate. Waiting requests run by ``priority``, lowest first, among equals the oldest first.
 
-    ``rollout_id`` is permanent: the same id gives the same tokens under the same weights, since the seed follows from
-    it.
+    ``rollout_id`` is permanent. The seed follows from it, so under the same weights the same id gives the same tokens.
     """
 
     rollout_id: str
     prompt_ids: tuple[int, ...]
     sampling: Sampling  # its max_tokens include the prefix
-    prefix: tuple[Segment, ...] = ()  # tokens generated before, from token 0 on: the engine continues from there
+    prefix: tuple[Segment, ...] = ()  # tokens generated before, from token 0 on; the engine continues after them
     newest: int = 0
-    """The newest version that sampled a token of the conversation's earlier turns: no older one generates this."""
+    """The newest version that sampled a token of the conversation's earlier turns. No older version may continue it."""
     priority: int = 0
     affinity: str = ""
-    """Requests with the same one go to the same engine, for its prefix cache, while it serves and has room."""
+    """Requests with the same affinity share an engine's prefix cache: they go to it while it serves and has room."""
     streamed: bool = False  # new tokens are delivered every ``worker.STREAM_S`` seconds
     awaited: bool = False  # its end is delivered immediately
     images: tuple[PlacedImage, ...] = ()
@@ -212,9 +211,9 @@ class RolloutRequest:
 class Rollout(TokenSequence):
     """One finished trajectory: the tokens of its response.
 
-    An episode (several calls of a model by an environment or an agent) has no ``prompt_ids``: its response begins
-    with the first call's prompt, as ``CONTEXT``. A call that does not continue an earlier one's conversation begins
-    another sequence of the same rollout, one of its ``branches``.
+    An episode (an environment or agent that calls the model several times) has no ``prompt_ids``: its response begins
+    with the first call's prompt, as ``CONTEXT``. A call that does not continue an earlier conversation begins another
+    sequence of the same rollout, one of its ``branches``.
     """
 
     rollout_id: str
@@ -228,19 +227,19 @@ class Rollout(TokenSequence):
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
-        """All token sequences of the rollout, itself first."""
+        """The rollout itself, then its branches."""
         return (self, *self.branches)
 
     @property
     def sampled_versions(self) -> NDArray[np.int32]:
-        """The versions of the sampled tokens of all sequences, one entry per token, sequence by sequence."""
+        """The versions of all sampled tokens, sequence by sequence."""
         if not self.branches and self.sampled.all():
             return self.versions
         return np.concatenate([sequence.versions[sequence.sampled] for sequence in self.sequences])
 
     @property
     def finished(self) -> bool:
-        """Whether the model ended the response itself."""
+        """True if the model ended the response itself."""
         return self.finish_reason == "stop"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -263,7 +262,7 @@ def _unpack_rollout(ids: bytes, logprobs: bytes, versions: bytes, experts: Exper
 
 
 EVALUATION = "eval:"
-"""The ids of evaluation rollouts begin with it; they start over when an engine dies."""
+"""Prefix of the ids of evaluation rollouts, which start over when an engine dies."""
 
 
 def training_rollout_id(group_id: int, index: int) -> str:
@@ -272,12 +271,12 @@ def training_rollout_id(group_id: int, index: int) -> str:
 
 
 def branch_id(rollout_id: str, branch: int) -> str:
-    """The id of a rollout's sequence ``branch``: 0 is the rollout itself, branches count from 1."""
+    """The id of a rollout's sequence: ``branch`` 0 is the rollout itself, branches count from 1."""
     return f"{rollout_id}.{branch}" if branch else rollout_id
 
 
 def group_and_index(sequence_id: str) -> tuple[int, int]:
-    """A training rollout's group and its index there, by the id of any of its sequences."""
+    """A training rollout's group and its index in the group, from the id of any of its sequences."""
     return sequence_of(sequence_id)[:2]
 
 
@@ -309,9 +308,9 @@ class RequestEnding(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request that an engine had, from being sent to leaving it (unix times, s).
+    """A request's stay on an engine, from sending to leaving (unix times, s).
 
-    An engine runs a few requests fewer than it has, so the request may have waited there for a slot: vLLM had it from
+    An engine has a few more requests than it runs, so a request may first wait for a slot: it was in vLLM from
     ``running_from`` to ``running_until``. Unknown values are None, for example if the engine was lost.
     """
 
@@ -320,8 +319,8 @@ class EngineRequest:
     begun_at: float
     ended_at: float
     ending: RequestEnding
-    tokens: int = 0  # sampled by this request; if it was cancelled or lost, those that the driver received
-    context_tokens: int = 0  # before the first of them: the prompt, and tokens sampled by other engines
+    tokens: int = 0  # sampled by this request; after a cancellation or loss, as many as the driver received
+    context_tokens: int = 0  # tokens before them: the prompt, and tokens sampled by other engines
     cached_tokens: int | None = None  # context tokens in vLLM's prefix cache, which were not computed again
     running_from: float | None = None
     running_until: float | None = None
@@ -330,7 +329,7 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The time that a returned request spent in vLLM, in seconds before the delivery."""
+    """A returned request's stay in vLLM, in seconds before the delivery."""
 
     rollout_id: str
     since_s: float
@@ -347,8 +346,8 @@ class EngineActivity:
     busy_s: float = 0.0
     paused_s: float = 0.0
     wall_s: float = 0.0
-    silent_s: float = 0.0  # not a sum: seconds with rollouts to generate, but without a token
-    sequence_s: float = 0.0  # the integral over time of the number of requests in vLLM
+    silent_s: float = 0.0  # seconds since the last token while there are rollouts to generate; not a sum
+    sequence_s: float = 0.0  # the number of requests in vLLM, integrated over time
     cpu_s: float = 0.0  # processor time of the engine's processes
 
     def __add__(self, other: EngineActivity) -> EngineActivity:
@@ -362,11 +361,11 @@ class Delivery:
 
     rollouts: list[Rollout] = field(default_factory=list)  # without their prompts
     failures: list[RolloutFailure] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)  # tokens of unfinished rollouts, after those delivered before
+    segments: list[Segment] = field(default_factory=list)  # new tokens of unfinished rollouts
     activity: EngineActivity = field(default_factory=EngineActivity)
-    aborted: list[str] = field(default_factory=list)  # aborted on command; all their tokens are in segments
+    aborted: list[str] = field(default_factory=list)  # ids aborted on command; all their tokens are in segments
     leaving: bool = False  # the engine's process got SIGTERM
-    placements: list[Placement] = field(default_factory=list)  # requests that vLLM has returned, whatever their end
+    placements: list[Placement] = field(default_factory=list)  # all requests that vLLM has returned
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -374,6 +373,6 @@ class Attestation:
     """An engine's proof of the weights that it serves."""
 
     version: int
-    probe_logprobs: NDArray[np.float32]  # [probe tokens - 1], from the same path that serves rollouts
+    probe_logprobs: NDArray[np.float32]  # [probe tokens - 1], computed on the path that serves rollouts
     stall_s: float  # length of the pause for the update
     resumed_s: float = 0.0  # seconds from the end of the pause to this answer

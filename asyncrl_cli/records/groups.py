@@ -1,4 +1,4 @@
-"""The records that the buffer receives and returns: groups of rollouts and their states."""
+"""The records that the buffer gets and returns: groups of rollouts and their states."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.records.training import TrainingBatch
 
 OnStale = Literal["wait", "requeue", "train"]
-"""What happens to a running group that has to be in the next batch to meet its deadline."""
+"""The policy for a running group that must be in the next batch to meet its deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of groups by state. The sum of running, finished and taken is the number admitted and not rejected."""
+    """Numbers of groups by state. Running, finished and taken groups together are those admitted and not rejected."""
 
     running: int
     finished: int
@@ -30,7 +30,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class BufferSettings:
-    """The spec's numbers that the buffer works by."""
+    """The spec's settings that the buffer needs."""
 
     groups_per_step: int
     """B of the ledger's proof."""
@@ -40,24 +40,24 @@ class BufferSettings:
     """S of the proof."""
     on_stale: OnStale
     total_steps: int
-    """Steps of the whole run, which bound admission."""
+    """Steps of the whole run, which limit admission."""
     group_size: int
     reject_uniform: bool
     note_solved: bool = False
-    """Whether ``Opening.solved`` is filled. That reads the entire history."""
+    """Fill ``Opening.solved``, which requires a read of the entire history."""
     ahead: int | None = None
     """Number of batches of finished groups at which admission stops; None: no limit."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Weights of the parts of the reward that ``reject_uniform`` compares; empty: it compares the reward alone."""
+    """Weights of the reward's parts that ``reject_uniform`` compares; empty: it compares only the reward."""
     parts_apart: bool = False
-    """Whether it compares each part instead of their weighted sum."""
+    """Compare each part instead of the weighted sum."""
     earlier_results: bool = False
-    """Whether batches have ``TrainingGroup.earlier``."""
+    """Fill ``TrainingGroup.earlier`` in batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """The ledger's state without its settings. ``running`` and ``finished`` groups are pairs of index and version, in
+    """The ledger's state without its settings. ``running`` and ``finished`` have pairs of group index and version in
     admission order; ``rejections`` counts groups by reason."""
 
     step: int
@@ -75,19 +75,19 @@ class Candidate:
     """A prompt that may be admitted."""
 
     serial: int
-    """Counts the run's prompts, from 1. Prompts are admitted in this order, each once."""
+    """Number of the prompt in the run, from 1. Prompts are admitted in this order, each once."""
     prompt: Prompt
     prompt_ids: tuple[int, ...]
     loader: Mapping[str, int]
-    """The data loader's position after it."""
+    """The data loader's position after the prompt."""
     images: tuple[PlacedImage, ...] = ()
     """The images in ``prompt_ids``, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A running group, and the records of its rollouts by their index (0, 1, ...). An index in none of ``scored``,
-    ``unscored`` and ``prefixes`` has to start from nothing."""
+    """A running group with the records of its rollouts by index (0, 1, ...). A rollout with an index in none of
+    ``scored``, ``unscored`` and ``prefixes`` starts from nothing."""
 
     group_id: int
     version: int
@@ -98,7 +98,7 @@ class Group:
     unscored: Mapping[int, Rollout] = field(default_factory=dict)
     """Finished rollouts without a reward. Their texts are empty."""
     prefixes: Mapping[int, Mapping[int, tuple[Segment, ...]]] = field(default_factory=dict)
-    """The tokens of unfinished rollouts, by branch: only an episode has others than branch 0."""
+    """The tokens of unfinished rollouts, by branch. Only episodes have branches other than 0."""
     images: tuple[PlacedImage, ...] = ()
     """The images in ``prompt_ids``, in their order."""
 
@@ -112,11 +112,11 @@ class Opening:
     version: int
     """Weight versions published so far."""
     trained: int
-    """Steps that were reported as trained."""
+    """Number of steps reported as trained."""
     checksum: str | None
-    """The checksum of the bytes of ``version``, if its publish is recorded."""
+    """The checksum of ``version``, if its publish is recorded."""
     serial: int
-    """The newest admitted prompt's; 0 before the first."""
+    """The serial of the newest admitted prompt; 0 before the first."""
     loader: Mapping[str, int] | None
     """The data loader's position after that prompt; None before the first."""
     groups: tuple[Group, ...]
@@ -127,15 +127,15 @@ class Opening:
     """Greedy held-out accuracy by step."""
     counts: Counts
     evaluations: frozenset[tuple[int, str]] = frozenset()
-    """Step and kind of all evaluations that are done."""
+    """Step and kind of all completed evaluations."""
     solved: Mapping[str, int] = field(default_factory=dict)
-    """By uid, in how many of its groups in a row, up to the newest, every rollout was right; prompts that failed in
-    their newest group are excluded. Empty unless ``BufferSettings.note_solved``."""
+    """By uid, the number of the prompt's newest groups in a row in which every rollout was correct, if not 0. Empty
+    unless ``BufferSettings.note_solved``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one finished or failed rollout: its reward, or why it has none."""
+    """The result of a finished or failed rollout: its reward, or the reason why it has none."""
 
     rollout_id: str
     score: Scored | RewardFailure
@@ -143,19 +143,19 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """The groups that ended with some outcomes."""
+    """The groups that ended in one call."""
 
     finished: tuple[int, ...]
     rejected: tuple[tuple[int, str], ...]
-    """With the reason of each."""
+    """Groups with the reason."""
     counts: Counts
     solved: tuple[int, ...]
-    """Those with only correct rollouts."""
+    """Groups with only correct rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Why there is no batch yet. ``overdue``: running groups that alone delay it, to be requeued."""
+    """There is no batch yet, for ``reason``. ``overdue``: the running groups that delay it and must be requeued."""
 
     reason: str
     overdue: tuple[int, ...]
@@ -164,7 +164,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The batch of a step. ``journal_s``: seconds that the buffer has spent on the journal's file so far."""
+    """A step's batch. ``journal_s``: seconds that the buffer has spent on the journal's file so far."""
 
     batch: TrainingBatch
     counts: Counts
@@ -173,7 +173,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A trained step: a digest of its batch's tokens, and its metrics."""
+    """A trained step: its batch's digest and its metrics."""
 
     step: int
     digest: str
@@ -182,11 +182,11 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class PublishRecord:
-    """A published version, and its publish. Times are in seconds, ``gap`` and ``change`` in nats."""
+    """A published version. Times are in seconds, ``gap`` and ``change`` in nats."""
 
     version: int
     step: int
-    """The step that it follows."""
+    """Number of steps in its weights."""
     checksum: str
     seconds: float
     """The time of the whole publish."""
@@ -197,10 +197,10 @@ class PublishRecord:
     change: float
     """The largest difference between the probe's log-probs and the previous version's."""
     write_s: float = 0.0
-    """The time of the trainer's own part."""
+    """The time until the ranks had written it."""
     transfer_s: float = 0.0
-    """The longest time that a host of engines took to get the version."""
+    """The longest time until an engine's host had the version."""
     waited_s: float = 0.0
-    """How long the trainer waited before it could write, mostly for engines that loaded the version before."""
+    """How long the trainer waited before it could write, mostly for engines that loaded the previous version."""
     pauses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """By the name of each engine that loaded it, begin and end of its pause (unix times)."""
+    """Begin and end of each engine's pause (unix times), by the engine's name."""

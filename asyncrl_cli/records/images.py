@@ -1,4 +1,4 @@
-"""Images of prompts and conversations, and their places among the tokens."""
+"""Images in prompts and conversations, and their places among the tokens (decision 0102)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 DIGEST_BYTES = 16
 DECODED_BYTES = 2**26
-"""Decoded images that a process keeps. A read image is checked first and encoded for the model right after, and each
-turn of a conversation sends its images again."""
+"""Bytes of decoded images that a process keeps. An image is needed twice when it is read, for the check and for the
+model, and again at each turn of its conversation."""
 T = TypeVar("T")
 
 
@@ -37,24 +37,23 @@ class Image:
 
     @property
     def file_name(self) -> str:
-        """A name for a file with its bytes: digest and suffix of its format."""
+        """The name of a file with its bytes: the digest, with the format as suffix."""
         from PIL import Image as Pillow
 
         with Pillow.open(io.BytesIO(self.data)) as opened:
             return f"{self.digest}.{(opened.format or 'image').lower()}"
 
     def decoded(self) -> Any:
-        """The pixels that every processor gets: a PIL image in RGB, turned upright, transparent parts on white.
+        """The pixels for every processor: a PIL image in RGB, turned upright, transparent parts on white.
 
-        Other callers may get the same object: copy it before you change it. Raises as PIL does if it cannot read the
-        bytes.
+        Callers share the object: copy it before you change it. Raises PIL's errors if the bytes are not an image.
         """
         return _DECODED.of(self)
 
 
 class ImageCache(Generic[T]):
-    """Keeps what ``make`` makes of images, up to ``limit`` bytes; the least recently used goes first. Threads may share
-    it."""
+    """Caches the results of ``make`` for images, up to ``limit`` bytes; the least recently used is dropped first.
+    Threads may share it."""
 
     def __init__(self, make: Callable[[Image], T], nbytes: Callable[[T], int], limit: int) -> None:
         self._make, self._nbytes, self._limit = make, nbytes, limit
@@ -63,12 +62,12 @@ class ImageCache(Generic[T]):
         self._lock = threading.Lock()
 
     def of(self, image: Image) -> T:
-        """The result for the image, made now or earlier. Raises as ``make`` does."""
+        """The result for the image, made now or earlier. Raises the errors of ``make``."""
         with self._lock:
             if image.digest in self._kept:
                 self._kept.move_to_end(image.digest)
                 return self._kept[image.digest]
-        made = self._make(image)  # without the lock: threads make different images at the same time
+        made = self._make(image)  # without the lock: threads decode different images at the same time
         with self._lock:
             if image.digest not in self._kept:  # otherwise another thread was faster
                 self._kept[image.digest] = made
@@ -94,10 +93,8 @@ _DECODED = ImageCache[Any](_decode, nbytes=lambda pixels: 3 * pixels.width * pix
 
 
 def data_url(image: Any) -> str:
-    """The data URL of an ``Image``, a Pillow image or the bytes of an image file; text is returned unchanged.
-
-    Raises ``TypeError`` for anything else.
-    """
+    """The data URL of an ``Image``, a Pillow image or the bytes of an image file; text is returned unchanged. Raises
+    ``TypeError`` for anything else."""
     if isinstance(image, str):
         return image
     if is_pillow(image):
@@ -111,15 +108,15 @@ def data_url(image: Any) -> str:
 
 
 def is_pillow(value: Any) -> bool:
-    """Whether this is a Pillow image. Pillow is not imported for it."""
+    """True for a Pillow image. Does not import Pillow."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedImage:
-    """An image in a token sequence: its placeholder tokens, which the model replaces by its features, are
-    ``offset``, ``offset + 1``, ... of the whole sequence (prompt and response), ``length`` of them."""
+    """An image in a token sequence. The model replaces its ``length`` placeholder tokens, from ``offset`` of the whole
+    sequence (prompt and response) on, by its features."""
 
     image: Image
     offset: int

@@ -1,4 +1,4 @@
-"""The prompt record, one row of the data set, and the messages that it may consist of."""
+"""Prompts, and the chat messages in them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Prompt:
     """One row of the data set.
 
     ``uid`` is permanent: the same in every epoch, after every restart, and in any order.
-    ``content`` is plain text, or chat messages that the tokenizer's chat template turns into tokens.
-    ``fields`` is everything else of the row; the reward function sees it and the model does not.
-    ``images`` are those that the messages refer to, in their order.
+    ``content`` is plain text, or chat messages for the tokenizer's chat template.
+    ``fields`` has the rest of the row, for the reward function, not for the model.
+    ``images`` are the images that the messages refer to, in order.
     """
 
     uid: str
@@ -31,13 +31,13 @@ class Prompt:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The content as messages; text is a user's message."""
+        """The content as messages; plain text becomes a user's message."""
         return ({"role": "user", "content": self.content},) if isinstance(self.content, str) else tuple(self.content)
 
 
 def with_data_urls(messages: Iterable[Message], images: Iterable[Image] = ()) -> list[Message]:
-    """Messages for OpenAI's chat API: parts ``{"type": "image", "image": ...}`` become data URLs. They have a digest of
-    one of ``images``, or what ``data_url`` takes. Raises ``TypeError``."""
+    """Messages for OpenAI's chat API: parts ``{"type": "image", "image": ...}`` become data URLs. A part has the digest
+    of one of ``images``, or a value that ``data_url`` takes. Raises ``TypeError``."""
     known = {image.digest: image for image in images}
 
     def sent(part: Any) -> Any:
@@ -81,18 +81,18 @@ class ChatError(ValueError):
 
 
 def normalized(message: Message) -> Message:
-    """A message in canonical form, which templates get, and in which messages are compared.
+    """A message in canonical form, for templates and comparisons.
 
     It has ``role`` and ``content``, and ``name``, ``tool_call_id`` and ``tool_calls`` if they are set; other keys are
     dropped. Content is text: None becomes "", text parts are joined. Content with images stays a list of parts
     (``Image``). In a message with tool calls or reasoning, content of only white space becomes "", because clients drop
-    it. The arguments of tool calls are parsed. An assistant's
-    message has ``reasoning_content`` and ``reasoning``, two names of one text, where one of them is set to text.
+    it. The arguments of tool calls are parsed. If an assistant's message has the text ``reasoning_content`` or
+    ``reasoning``, it gets both names.
 
-    Raises ``ChatError`` for what is not a message.
+    Raises ``ChatError`` if it is not a message.
     """
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
-        raise ChatError("a message is an object with a role")
+        raise ChatError("a message must be an object with a role")
     same: dict[str, Any] = {"role": role, "content": _content(message.get("content"))}
     for name in ("name", "tool_call_id"):
         if message.get(name):
@@ -121,7 +121,7 @@ def _content(content: Any) -> str | list[dict[str, str]]:
             case {"type": "image", "image": str(digest)}:
                 merged.append({"type": "image", "image": digest})
             case _:
-                raise ChatError("content is text, or a list of parts of type text, or of images")
+                raise ChatError("content must be text, or a list of text and image parts")
     if len(merged) == 1:
         return merged[0]["text"]
     return [part for part in merged if part.get("text") != ""]
@@ -130,7 +130,7 @@ def _content(content: Any) -> str | list[dict[str, str]]:
 def _call(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ChatError("a tool call has a function with a name")
+        raise ChatError("a tool call must have a function with a name")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # templates print an agent's malformed arguments unchanged

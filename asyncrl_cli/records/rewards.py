@@ -1,4 +1,4 @@
-"""The task's result for a rollout: a reward, or why there is none."""
+"""The task's result for a rollout: a reward, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 from asyncrl_cli.core.errors import ConfigError
 
 REWARD = "reward"
-"""The name of a task's own reward in ``algorithm.reward_parts``, next to the names of metrics."""
+"""The task's own reward in ``algorithm.reward_parts``, where the other names are metrics."""
 
 
 class Turn(NamedTuple):
-    """One reply of the model in an episode of an environment, with its own reward (``Step.reward``).
+    """One model reply in an environment's episode, with its reward (``Step.reward``).
 
     The reply's tokens end before token ``end`` of the rollout's sequence ``branch``.
     """
@@ -25,21 +25,21 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A response's reward, and further metrics of its task. All numbers are finite.
+    """A response's reward and the task's further metrics, all finite.
 
-    ``reward`` None: the task cannot score this response, so its rollout is masked (decision 0095).
+    ``reward`` None: the task cannot score this response, so its rollout is masked (decision 0083).
     """
 
     reward: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
-    """The turns of an environment's episode in their order; ``reward`` is the sum of theirs. Empty for other tasks."""
+    """The turns of an environment's episode in order; ``reward`` is the sum of their rewards. Empty for other tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardFailure:
-    """A response that has no reward. ``reason``, one line, names the function, the prompt and what went wrong;
-    ``location`` is the line of the user's code where it went wrong, as ``file:line``, if it is known."""
+    """A response without a reward. ``reason``: one line with the function, the prompt and the error. ``location``: the
+    failing line of the user's code as ``file:line``, if known."""
 
     reason: str
     location: str = ""
@@ -49,17 +49,18 @@ class RewardFailure:
 
 
 def part_of_reward(name: str, reward: float | None, metrics: Mapping[str, float] | None) -> float | None:
-    """The value of one of ``algorithm.reward_parts`` for a rollout; None when it is masked or does not have it."""
+    """The value of one of ``algorithm.reward_parts`` for a rollout; None if it is masked or lacks the part."""
     return reward if reward is None or name == REWARD else (metrics or {}).get(name)
 
 
 def weighted_reward(weights: Mapping[str, float], scored: Scored) -> float:
-    """The weighted sum of the parts of a rollout's reward; a part that it does not have adds nothing."""
+    """The weighted sum of a rollout's reward parts; a missing part adds nothing."""
     return sum(w * (part_of_reward(name, scored.reward, scored.metrics) or 0.0) for name, w in weights.items())
 
 
 def missing_part(name: str, known: Iterable[str], nothing: str) -> ConfigError:
-    """The error for one of ``algorithm.reward_parts`` that ``nothing`` has, such as "no rollout of the first batch"."""
+    """The error for a name in ``algorithm.reward_parts`` that is no metric. ``nothing``: the error's subject, such as
+    "no rollout of the first batch"."""
     return ConfigError(
         f"{nothing} has the metric {name!r}; the task reports {', '.join((REWARD, *sorted(known)))}",
         location=f"algorithm.reward_parts.{name}",

@@ -14,27 +14,24 @@ from asyncrl_cli.records.images import PlacedImage
 from asyncrl_cli.records.rewards import Scored, Turn
 
 CORRECT = 1.0
-"""A reward of at least this counts as correct in the accuracies shown."""
-
+"""The smallest reward that counts as correct in accuracies."""
 REWARD_TOLERANCE = 1e-9
-"""Rewards that differ by no more than this, relative to the larger one or absolutely, are equal: 0.1 + 0.2 and 0.3."""
-
+"""Rewards that differ by at most this, absolutely or relative to the larger one, are equal: 0.1 + 0.2 and 0.3."""
 FEWEST_SCORED = 2
-"""A group with fewer rewards has no baseline and is rejected, unless all its rollouts have one."""
-
+"""A group with fewer rewards has no baseline and is rejected, unless all its rollouts have a reward."""
 MOST_VISITS = 32
-"""``TrainingGroup.earlier`` has at most this many results."""
+"""Largest number of results in ``TrainingGroup.earlier``."""
 
 
 def are_equal(rewards: Iterable[float]) -> bool:
-    """Whether all of these rewards are equal: a group with them gives no learning signal. None are."""
+    """True if all rewards are equal, also if there are none. A group with equal rewards gives no learning signal."""
     first, *others = [*rewards] or [0.0]
     return all(isclose(first, other, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE) for other in others)
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Where a trainer rank runs: Ray's node, its address in the cluster, and the rank's GPUs there."""
+class RankLocation:
+    """A trainer rank's Ray node, the node's address in the cluster, and the rank's GPUs there."""
 
     node_id: str
     address: str
@@ -45,9 +42,8 @@ class Seat:
 class TrainingGroup:
     """The finished rollouts of one prompt with their rewards, by index.
 
-    ``version`` is the weight version that the group was admitted at. A rollout with the reward None is masked: none of
-    its tokens is trained on. ``metrics`` are the task's measurements other than the reward, a mapping per rollout;
-    empty when it measures nothing.
+    ``version`` is the weight version at the group's admission. A rollout with the reward None is masked: none of its
+    tokens is trained on. ``metrics`` has the task's other measurements, a mapping per rollout; empty if there are none.
     """
 
     group_id: int
@@ -69,7 +65,7 @@ class TrainingGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """The groups of one step, in admission order, and the version they are trained at."""
+    """The groups of one step in admission order, and the trainer's version at this step."""
 
     step: int
     version: int
@@ -83,15 +79,13 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The report of one step. ``seconds`` is the wall time of the rank's call.
+    """The report of one step.
 
-    ``trained_tokens`` count in the loss; ``computed_tokens`` go through the policy in a pass over the batch, prompts
-    included, and a shared prefix once.
-
-    Of this time, ``forward_s`` was spent on passes without a gradient, before the first update, and ``update_s`` on
-    updates; the rest on packing and sums over ranks. ``cpu_s`` is the rank's processor time, summed over its threads.
-    ``flops`` are the operations of the updates on all ranks (train/flops.py). ``peak_flops`` are those that the rank's
-    GPU can do in a second; None on CPUs and where its data sheet is not known.
+    ``seconds`` is the wall time of the rank's call: ``forward_s`` for passes without a gradient before the first
+    update, ``update_s`` for updates, the rest for packing and sums over ranks. ``cpu_s`` is the processor time of all
+    its threads. ``trained_tokens`` count in the loss; ``computed_tokens`` pass through the policy, prompts included, a
+    shared prefix once. ``flops``: operations of the updates on all ranks (train/flops.py). ``peak_flops``: operations
+    per second of the rank's GPU; None on CPUs and if its data sheet is not known.
     """
 
     metrics: dict[str, float] = field(default_factory=dict)
@@ -107,10 +101,10 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Probe:
-    """A fixed sequence and the trainer's own log-probs of it: an engine that serves the same weights agrees.
+    """A fixed sequence with the trainer's log-probs. An engine that serves the same weights gets the same log-probs.
 
-    ``logprobs`` are float32, of the tokens after the first one and after ``images``. ``base_logprobs`` are those of the
-    model without its adapters, where engines get the adapters alone: an engine that does not apply them has these.
+    ``logprobs`` (float32) are the log-probs of the tokens after the first one and after ``images``. If engines get only
+    adapters, ``base_logprobs`` are the log-probs without them, which an engine that does not apply adapters would get.
     """
 
     ids: tuple[int, ...]

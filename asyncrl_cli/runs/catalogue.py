@@ -1,4 +1,4 @@
-"""Finds runs: all of them, the newest, or the one with an id that begins with a prefix."""
+"""Finds runs: all of them, the newest, or the run with a given id or prefix of it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from asyncrl_cli.runs.directory import DEFAULT_RUNS, RunDirectory
 
 
 def all_runs(runs_dir: Path) -> list[RunDirectory]:
-    """Every run in the folder, oldest first. Raises ``RunError`` when it is not a folder; ``runs`` may be missing."""
+    """Every run in the folder, oldest first. Raises ``RunError`` if there is no such folder, except for ``runs``."""
     if not runs_dir.is_dir():
         if runs_dir == DEFAULT_RUNS and not runs_dir.exists():
             return []
         problem = "not a folder" if runs_dir.exists() else "no such folder"
         raise RunError(problem, location=str(runs_dir), hint="give the folder that contains all runs with --runs-dir")
     runs = [RunDirectory(path) for path in runs_dir.iterdir() if (path / "manifest.json").is_file()]
-    # By the manifest's contents: the file itself is written again when a run ends.
+    # By the recorded start, not by the file's time: the manifest is written again when a run ends.
     return sorted(runs, key=lambda run: (str(run.manifest.get("started", "")), run.run_id))
 
 
 def find_run(runs_dir: Path, name: str) -> RunDirectory:
-    """The run called ``name``: its id, a unique prefix of it, ``latest``, or the path of its folder.
+    """The run called ``name``: an id, a unique prefix of it, ``latest``, or the path of a run's folder.
 
-    Raises ``RunError`` when no run or several match.
+    Raises ``RunError`` if no run or several match.
     """
     with suppress(OSError):  # not a path: too long, for example
         if "/" in name and (Path(name) / "manifest.json").is_file():
@@ -43,7 +43,7 @@ def find_run(runs_dir: Path, name: str) -> RunDirectory:
         return matching[0]
     if matching:
         listing = ", ".join(run.run_id for run in matching)
-        raise RunError(f"{name!r} matches {len(matching)} runs: {listing}", hint="give more of the id")
+        raise RunError(f"{name!r} matches {len(matching)} runs: {listing}", hint="give more characters of the id")
     with suppress(OSError):
         if Path(name).is_dir():
             has_runs = any((path / "manifest.json").is_file() for path in Path(name).iterdir())

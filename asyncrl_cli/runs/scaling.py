@@ -1,8 +1,8 @@
-"""Requests to change the number of engines of a live run, and the answers, as files in the run's folder.
+"""Requests to change a live run's number of engines, and the answers, as files (decision 0039).
 
-The folder is the only thing that a command and the run's driver are sure to share. The files are replaced atomically. A
-request is answered once; the answer carries the request's id. The number itself outlives the driver: it is written
-before the answer, and the next driver of the run begins with it.
+The run's folder is the only thing that a command and the driver always share. The files are replaced atomically. Each
+request is answered once, with its id in the answer. The number outlives the driver: it is written before the answer,
+and the run's next driver starts with it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 REQUEST, ANSWER, WANTED = "scale.json", "scale-answer.json", "engines.json"
 ANSWER_S = 60.0
-"""Seconds that a request waits for its answer: a starting run answers only when its engines serve."""
+"""Seconds that a request waits for its answer. A starting run answers only when its engines serve."""
 POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleAnswer:
-    """The driver's answer to the request with this id; ``message`` says why it refuses."""
+    """The driver's answer to the request with this id; ``message``: why it was refused."""
 
     id: str
     accepted: bool
@@ -38,7 +38,7 @@ def forget_requests(run: RunDirectory) -> None:
 
 
 def wanted_engines(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
-    """The number that was requested last; None if there is none, or if the spec's bounds have changed since then."""
+    """The number requested last; None if there is none, or if the spec's bounds have changed since the request."""
     match _read(run, WANTED):
         case {"engines": int(engines), "bounds": [int(least), int(most)]} if (least, most) == bounds:
             return engines if least <= engines <= most else None
@@ -46,8 +46,8 @@ def wanted_engines(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
 
 
 def answer_request(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
-    """Answer the request that waits for an answer, if any; for the driver. Returns the number of engines if it is
-    accepted. Raises ``OSError``."""
+    """In the driver: answer a waiting request. Returns the number of engines if it is accepted, otherwise None. Raises
+    ``OSError``."""
     match _read(run, REQUEST):
         case {"id": str(name), "engines": int(engines)} if _answer(run, name) is None:
             least, most = bounds
@@ -62,7 +62,7 @@ def answer_request(run: RunDirectory, bounds: tuple[int, int]) -> int | None:
 def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S) -> ScaleAnswer:
     """Ask a live run to change its number of engines; returns the driver's answer.
 
-    Raises ``RunError`` when the run is not running, ends meanwhile, or gives no answer within ``timeout_s`` seconds.
+    Raises ``RunError`` if the run is not running or ends, or if it gives no answer within ``timeout_s`` seconds.
     """
     name = secrets.token_hex(8)
     _check_running(run)
@@ -85,7 +85,7 @@ def request_engines(run: RunDirectory, engines: int, timeout_s: float = ANSWER_S
             raise RunError(
                 f"the run gave no answer within {timeout_s:.0f} s, and the request is withdrawn",
                 location=run.run_id,
-                hint="a run that is starting, and one of an older version, does not answer: ask again later",
+                hint="a run answers only after its start, and not if an older asyncrl drives it: ask again later",
             )
         time.sleep(POLL_S)
     return answer

@@ -1,4 +1,4 @@
-"""Per-process log files: whatever a process of the run prints goes to ``logs/NAME.log``."""
+"""Log files: the output of each process of a run goes to ``logs/NAME.log``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOG_BYTES = 16 * 2**20
 
 
 def writable_folder(folder: Path) -> Path:
-    """Make a folder for logs. Where this user may not write, return a temporary folder instead, which stays."""
+    """Make a folder for logs. If this user may not write there, return a temporary folder, which stays."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK, effective_ids=True):
@@ -26,9 +26,9 @@ def writable_folder(folder: Path) -> Path:
 
 
 def redirect_output(log_dir: str, name: str) -> None:
-    """Send the stdout and stderr of this process and of its children to a log file (appending).
+    """Append stdout and stderr of this process and its children to a log file.
 
-    Libraries may print secrets (vLLM prints its arguments), so only the owner can read it.
+    Only the owner can read it: libraries may print secrets (vLLM prints its arguments).
     """
     path = Path(log_dir) / f"{name}.log"
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -41,9 +41,9 @@ def redirect_output(log_dir: str, name: str) -> None:
 
 
 def bound_log() -> None:
-    """Begin a new log if this process's log is full. The full one stays as NAME.log.1, and replaces an earlier one.
+    """If this process's log is full, keep it as NAME.log.1 (replacing an earlier one), and begin a new log.
 
-    Processes with the user's code call this, because that code may print without end.
+    For processes that run the user's code, which may print without end.
     """
     with suppress(OSError):
         if os.fstat(1).st_size < LOG_BYTES or (log := Path(os.readlink("/proc/self/fd/1"))).suffix != ".log":

@@ -1,6 +1,6 @@
 """Signal handlers in a process where the main thread belongs to a library.
 
-Python sets signal handlers in the main thread alone; an asynchronous Ray actor is constructed and called in another.
+Python sets signal handlers only in the main thread, and Ray runs an asynchronous actor in another thread.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ Handler = Callable[[int, FrameType | None], None]
 
 _CALL = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 _kept: list[object] = []
-"""Keeps references to objects to which C code has a pointer."""
+"""Keeps objects alive to which C code has a pointer."""
 
 
 def handle_in_main_thread(number: int, handler: Handler) -> None:
     """Have the main thread set a signal handler when it next runs Python code.
 
-    From Ray's constructor of an actor it does so before the actor's first call. Until then the signal has the effect
-    that it had.
+    If an actor's constructor calls this, the handler is set before the actor's first call.
     """
 
     def install(_: int | None) -> int:

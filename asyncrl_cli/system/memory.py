@@ -10,18 +10,14 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int:
-    """Bytes available to new programs, as the kernel estimates; in a container at most what its limit leaves."""
+    """Bytes available to new programs, estimated by the kernel; in a container at most the rest of its limit."""
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    return free if (rest := _rest_of_limit(CGROUP)) is None else min(free, rest)
-
-
-def _rest_of_limit(folder: Path) -> int | None:
-    """Bytes that a control group may still use, with the file cache counted as free; None without a limit."""
     try:
-        limit, used = ((folder / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        cached = re.search(r"^inactive_file (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-        return None if limit == "max" else max(0, int(limit) - int(used) + int(cached[1] if cached else 0))
+        limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        cached = re.search(r"^inactive_file (\d+)$", (CGROUP / "memory.stat").read_text(), re.MULTILINE)
+        # The kernel drops the file cache when it needs the memory.
+        return free if limit == "max" else min(free, max(0, int(limit) - int(used) + int(cached[1] if cached else 0)))
     except (OSError, ValueError):
-        return None
+        return free

@@ -1,4 +1,4 @@
-"""Addresses of hosts: their family, and which of this host's network interfaces leads to one."""
+"""Addresses of hosts, and this host's network interfaces that lead to them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from asyncrl_cli.core.errors import RunError
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Whether a numeric address is of IPv6 or of IPv4; a host name counts as IPv4."""
+    """The family of a numeric address, IPv6 or IPv4; a host name counts as IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def interface_to(address: str) -> str:
-    """The interface over which this host reaches an address; nothing is sent. Raises ``RunError`` if there is none."""
+    """The interface through which this host reaches an address. Sends nothing. Raises ``RunError`` if none does."""
     family = family_of(address)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -22,7 +22,7 @@ def interface_to(address: str) -> str:
             raise RunError(
                 f"this host has no route to {address}: {error.strerror}",
                 location=socket.gethostname(),
-                hint="put the hosts into one network, or choose nodes that are (cluster.trainer, cluster.engines)",
+                hint="put the hosts or the chosen nodes into one network (cluster.trainer, cluster.engines)",
             ) from None
         own = probe.getsockname()[0]
     if (name := _interface_with(own)) is not None:
@@ -35,7 +35,7 @@ def interface_to(address: str) -> str:
 
 
 def link_megabits(address: str) -> int:
-    """The speed in megabits/s of the interface that has this address of the host; 0 if it reports none."""
+    """The speed in megabits/s of this host's interface with an address; 0 if it reports none."""
     import psutil
 
     status = psutil.net_if_stats().get(_interface_with(address) or "")

@@ -1,8 +1,8 @@
-"""All descendants of a process, including those that left its session, its group and their parents (Linux).
+"""Finds all descendants of a process, even if they left its session or group or lost their parents (Linux).
 
-Invariant: below a living process that calls ``adopt_orphans`` are all processes that it, or one of them, has started:
-an orphan is adopted by its nearest ancestor that adopts. So when such a process is killed, its remaining descendants
-are found below the next one.
+Invariant: all descendants of a living process that called ``adopt_orphans`` are below it in the process tree, because
+the kernel gives an orphan to its nearest ancestor that adopts. If that process is killed, its descendants are found
+below the next ancestor that adopts.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ class Process(NamedTuple):
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent with the pid ``parent`` is gone."""
+    """Have the kernel kill this process as soon as its parent with the pid ``parent`` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel knew
+    if os.getppid() != parent:  # it ended before the kernel was told
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """This process becomes the parent of every descendant that loses its own parent."""
+    """Make this process the parent of every descendant that loses its parent."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(roots: Iterable[int], excluded: Iterable[int] = ()) -> list[Process]:
     """The descendants of all ``roots``, without the roots, and without ``excluded`` and their descendants."""
-    # Not psutil: it reads all of /proc once per root and per excluded process, and the keeper starts without it.
+    # Not psutil: it reads all of /proc for each root and excluded process, and the keeper starts faster without it.
     children: dict[int, list[Process]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            with suppress(OSError):  # it has ended meanwhile
-                # pid (name) state parent ..., and a name may hold anything.
+            with suppress(OSError):  # it has just ended
+                # The line is "pid (name) state parent ...", and the name may hold parentheses and spaces.
                 fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 process = Process(int(entry.name), int(fields[1]), fields[0] in "ZX")
                 children.setdefault(process.parent, []).append(process)
@@ -82,26 +82,26 @@ def kill_descendants(excluded: Iterable[int] = ()) -> None:
 
 
 def reap(pids: Iterable[int]) -> None:
-    """Reap children that have ended: they leave the process table."""
+    """Remove ended children from the process table."""
     for pid in pids:
         with suppress(OSError):
             os.waitpid(pid, os.WNOHANG)
 
 
-# -- a keeper: a process between an owner and a command, which ensures that no process of the command outlives it
+# -- the keeper: a process between this process and a command, which lets none of the command's processes outlive it
 
 
 def with_keeper(words: Sequence[str]) -> list[str]:
-    """The words that start a command with a keeper, which ends with this process."""
+    """The words that start a command below a keeper. The kernel kills the keeper when this process ends."""
     start = f"import sys; sys.path.insert(0, {str(PACKAGES)!r}); from {__name__} import main; main()"
     return [sys.executable, "-I", "-S", "-c", start, str(os.getpid()), *words]
 
 
 def main() -> None:
-    """The keeper: ``OWNER WORD...`` are its arguments.
+    """The keeper's program. Its arguments: the owner's pid, and the words of the command.
 
-    It adopts every orphan of the command, also orphans with another session and environment. When the command
-    ends, or the keeper is sent SIGTERM, it kills them all, and ends as the command did.
+    It adopts all orphans of the command, even from another session and with another environment. When the command ends
+    or the keeper gets SIGTERM, it kills all descendants, and ends with the command's status.
     """
     owner, words = int(sys.argv[1]), sys.argv[2:]
     signal.signal(signal.SIGTERM, _end)
@@ -115,9 +115,9 @@ def main() -> None:
     finally:
         try:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        finally:  # also when a SIGTERM that came just before raises: from then on it is ignored
+        finally:  # even if a SIGTERM just before the line above raises; from then on SIGTERM is ignored
             kill_descendants()
-    if status < 0:  # the same signal: the owner sees how it ended
+    if status < 0:  # end with the same signal: the owner sees how the command ended
         with suppress(OSError):  # SIGKILL has no handler; Python ignores SIGPIPE
             signal.signal(-status, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,8 +1,8 @@
-"""Processors: the time that processes and the host have used, and their speed.
+"""Measures processor time and processor speed.
 
-Times are totals in seconds; only differences of totals are meaningful. Rented machines change their speed within an
-hour, and all times of a run on CPUs change with it. `train` and `plan --calibrate` record the speed in the manifest,
-before any other process starts; `plan` measures it again and compares.
+Times are totals in seconds; only their differences are meaningful. A rented machine's speed can change within an hour,
+and all times of a run on CPUs change with it. So `train` and `plan --calibrate` record the speed in the manifest before
+any other process starts, and `plan` measures it again and compares.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 import psutil
 
 READ_S = 0.2
-"""Smallest number of seconds between two reads: on a busy host each takes 0.1 ms per process."""
+"""Shortest time between two reads: on a busy host each read takes 0.1 ms per process."""
 SECONDS = 2.0
-"""Shorter measurements of the speed differ by several percent from one to the next."""
+"""Default length of a speed measurement; shorter ones vary by several percent."""
 NUMBERS = 100_000
-"""Sorting so many numbers uses the first two levels of cache, like most of a small model's work."""
+"""Sorting this many numbers uses the first two cache levels, like most of a small model's work."""
 
 
 class ProcessorTime:
-    """Of this process and of all that it had started when this was made: user and system time of all their threads."""
+    """User and system time of this process and of the descendants that it has at construction."""
 
     def __init__(self) -> None:
         own = psutil.Process()
@@ -32,7 +32,7 @@ class ProcessorTime:
         self._read_at = time.monotonic()
 
     def total(self) -> float:
-        """Their processor time since they began. For a process that has ended, the last value that was read counts."""
+        """Their processor time since they started. For an ended process, the last value that was read counts."""
         for at, process in enumerate(self._processes):
             try:
                 times = process.cpu_times()
@@ -42,7 +42,7 @@ class ProcessorTime:
         return sum(self._used)
 
     def read(self) -> float:
-        """Their processor time since the last read; 0 if that was less than ``READ_S`` ago."""
+        """Their processor time since the last read; 0 if the last read was less than ``READ_S`` seconds ago."""
         now = time.monotonic()
         if now < self._read_at + READ_S:
             return 0.0
@@ -52,25 +52,25 @@ class ProcessorTime:
 
 
 class HostTime(NamedTuple):
-    """Processor time of a host, by all of its processes, in containers and out of them."""
+    """Processor time of a host's processes, inside and outside of containers."""
 
     used_s: float
     idle_s: float
 
 
 def host_time() -> HostTime:
-    """Since the host's start. Both together grow by its number of processors every second."""
+    """The times since the host's start. Their sum grows every second by the number of processors."""
     times = psutil.cpu_times()
     idle = times.idle + getattr(times, "iowait", 0.0)
-    # Guests are counted as users, too.
+    # User time includes guests, so they must not count twice.
     return HostTime(sum(times) - idle - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0), idle)
 
 
 def processor_speed(seconds: float | None = None, beside_work: bool = False) -> float:
-    """Return how often one core does a fixed computation in a second of processor time, measured for ``seconds``.
+    """Return how often one core does a fixed computation per second of processor time, measured for ``seconds``.
 
-    Waiting for a core does not count, so other processes disturb the measurement little. As in a run, a second core is
-    busy: unless this runs ``beside_work`` of another thread, one is started that does the same.
+    Waiting for a core does not count, so other processes hardly disturb the measurement. A second core must be busy, as
+    in a run: unless the caller says that another thread works (``beside_work``), a second thread does the same.
     """
     import numpy as np
 
@@ -80,7 +80,7 @@ def processor_speed(seconds: float | None = None, beside_work: bool = False) -> 
     def sorted_each_second() -> float:
         began, count = time.thread_time(), 0
         while time.monotonic() < until or not count:
-            np.sort(numbers)  # other threads run meanwhile
+            np.sort(numbers)  # releases the GIL
             count += 1
         return count / (time.thread_time() - began)
 

@@ -1,13 +1,13 @@
-"""The process that cleans up after a driver, also one that was killed.
+"""The process that cleans up after a driver, even if the driver was killed (decision 0008).
 
     python -m asyncrl_cli.system.reaper FOLDER
 
-FOLDER has a driver's temporary files. The reaper reads its standard input, which closes when the driver is gone. Then
-it kills every process with ``ASYNCRL_RUN=FOLDER`` in its environment, and all descendants, and removes FOLDER. If
-driver and reaper were killed together, the next driver does so.
+FOLDER has a driver's temporary files. The reaper reads its standard input, which the kernel closes when the driver
+ends. Then it kills every process with ``ASYNCRL_RUN=FOLDER`` in its environment and all their descendants, and removes
+FOLDER. If driver and reaper were killed together, the next driver does this.
 
-Invariant: a driver locks the file ``driver`` in its folder for as long as it lives, so a folder with such a file that
-is not locked belongs to a dead driver.
+Invariant: a driver holds a lock on the file ``driver`` in its folder while it lives. So if the file exists and is not
+locked, the driver is dead.
 """
 
 from __future__ import annotations
@@ -32,41 +32,41 @@ from asyncrl_cli.system.process_tree import descendants
 
 MARK = "ASYNCRL_RUN"
 NAME = re.compile(r"asyncrl-(check-)?[0-9a-f]{8}")
-"""Names of drivers' folders. They are short, because paths of Ray's sockets are limited to about 100 characters."""
+"""Names of drivers' folders. They are short because the paths of Ray's sockets may have only about 100 characters."""
 LOCK = "driver"
 CLEAN_UP_S = 15.0
-"""Seconds for which it searches processes that are still starting, and files that they still write."""
+"""Limit in seconds for killing processes and for removing files: dying processes may still start and write others."""
 RESTART_S = 1.0
 """Seconds between two starts of a reaper."""
 
 
 def marked_processes(mark: str) -> Iterator[int]:
-    """Process ids of this user's processes that carry the mark, without this process."""
+    """The pids of this user's processes with the mark, except this process."""
     wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):  # of another user, or it has ended
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if wanted in (entry / "environ").read_bytes().split(b"\0"):
                     yield int(entry.name)
 
 
 def kill_marked(mark: str) -> None:
-    """Kill until none is left."""
+    """Kill the marked processes and their descendants until none is left."""
     deadline = time.monotonic() + CLEAN_UP_S
     while time.monotonic() < deadline:
         found = list(marked_processes(mark))
         if not found:
             return
-        # Processes that agents start may have another environment.
+        # Descendants, too: processes that agents start may have another environment, without the mark.
         for pid in (*found, *(process.pid for process in descendants(found))):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # A killed process stays in /proc until its parent has seen it; so does one that forks meanwhile.
+        # Look again: a killed process stays in /proc until it is reaped, and one may have forked during the search.
         time.sleep(0.05)
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with its contents; a dying process may still put something there meanwhile."""
+    """Remove a folder with its contents, again if a dying process puts a file there."""
     deadline = time.monotonic() + CLEAN_UP_S
     while folder.exists() and time.monotonic() < deadline:
         shutil.rmtree(folder, ignore_errors=True)
@@ -74,11 +74,11 @@ def remove(folder: Path) -> None:
 
 
 def remove_left_behind() -> None:
-    """End the processes and remove the folders of drivers that were killed together with their reapers."""
+    """Clean up after drivers that were killed together with their reapers."""
     for folder in Path(tempfile.gettempdir()).glob("asyncrl-*"):
-        with suppress(OSError):  # another driver removes it, or it has no lock
+        with suppress(OSError):  # its driver lives, another driver removes it, or it has no lock file
             found = folder.lstat()
-            # Any user can make a folder here: its name says which processes are killed.
+            # Other users can make folders here, and must not choose the processes that we kill.
             if not (NAME.fullmatch(folder.name) and stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()):
                 continue
             with (folder / LOCK).open("rb") as lock:
@@ -88,17 +88,17 @@ def remove_left_behind() -> None:
 
 
 def _make(folder: Path) -> int:
-    """Make a driver's folder, which only this user may enter; returns the open file with the lock."""
+    """Make a driver's folder, which only this user may enter; returns the open lock file."""
     folder.mkdir(mode=0o700)
     lock = os.open(folder / f".{LOCK}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    os.rename(folder / f".{LOCK}", folder / LOCK)  # only now: a file without a lock would tell that the driver is dead
+    os.rename(folder / f".{LOCK}", folder / LOCK)  # after locking: an unlocked file means that the driver is dead
     return lock
 
 
 @contextmanager
 def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
-    """A new temporary folder with a reaper, which is replaced whenever it dies, for the length of the block.
+    """A new temporary folder with a reaper, which is restarted whenever it dies.
 
     After the block, the folder is removed and no process has its path as mark, even if the reaper was killed.
     """
@@ -113,12 +113,13 @@ def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                # Without the mark and in another session: neither the mark nor Ctrl-C in the terminal ends it.
+                # The reaper must outlive the run: without the mark it does not kill itself, and in another session
+                # Ctrl-C in the terminal does not reach it.
                 env={key: value for key, value in os.environ.items() if key != MARK},
                 start_new_session=True,
             )
 
-    # Before the folder exists: neither a signal nor a kill, at any moment, must leave it behind (decision 0008).
+    # Before the folder exists: a kill between the two must not leave the folder behind (decision 0008).
     reaper, ended, changing = start(), Event(), Lock()
     lock: int | None = None
 
@@ -129,7 +130,7 @@ def running_reaper(log: Path, kind: str = "") -> Iterator[Path]:
             with changing:
                 if ended.is_set():
                     return
-                with suppress(OSError):  # no memory for a process: perhaps there is some a moment later
+                with suppress(OSError):  # no memory for a process; the next attempt may succeed
                     reaper = start()
             ended.wait(RESTART_S)
 

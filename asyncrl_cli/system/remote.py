@@ -1,4 +1,4 @@
-"""Waits for Ray calls; every failure of an actor is raised as one error that names the actor."""
+"""Waits for Ray calls, and raises every failure of an actor as an error that names the actor."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from asyncrl_cli.core.errors import RunError, UserError
 
 START_TIMEOUT_S = 600.0
 """Seconds that an actor may take for one part of its start."""
-
 SLOWEST_BYTES_PER_S = 200e6
-"""Of a disk or a network with which a run is still worth its time; what is slower counts as hanging."""
+"""A slower disk or network counts as hanging: a run would not be worth its time with it."""
 
 
 def seconds_for(nbytes: float) -> float:
-    """The number of seconds that a time limit has to allow for reading or writing this many bytes."""
+    """Seconds that a time limit must allow for reading or writing this many bytes."""
     return nbytes / SLOWEST_BYTES_PER_S
 
 
@@ -41,7 +40,7 @@ class NoAnswer(ActorLost):
 
 
 def on_node(node: str | None = None) -> Any:
-    """Schedules an actor on the Ray node with this id and on no other; by default on this process's own."""
+    """The scheduling strategy for an actor on the Ray node with this id, by default on this process's node."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -52,7 +51,7 @@ async def wait_for(call: Awaitable[Any], who: str, timeout_s: float | None = Non
     """The result of a Ray call to the actor ``who`` (the name of its log file).
 
     Raises the actor's own ``UserError`` unchanged, ``ActorDied``, ``NoAnswer`` after ``timeout_s`` seconds, and
-    ``RunError`` when the actor raised anything else.
+    ``RunError`` for any other error of the actor.
     """
     from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 

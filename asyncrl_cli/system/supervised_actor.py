@@ -1,4 +1,4 @@
-"""An actor that is kept running: it is restarted when it is lost, and too many recent restarts end the run."""
+"""Restarts lost actors. Too many recent restarts end the run (decision 0014)."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from asyncrl_cli.system.remote import ActorLost
 Part = Literal["engine", "trainer", "scorer", "episode-worker", "gateway", "host-agent"]
 
 WINDOW_S = 6 * 3600.0
-"""Seconds over which restarts are counted. A restart takes at most 10 minutes, so a part that never starts ends the
-run."""
+"""Seconds over which restarts are counted. An attempt takes at most 10 minutes, so a part that never starts ends the
+run; a part that fails rarely does not."""
 Answer = TypeVar("Answer")
 
 
 async def not_recorded(kind: str, part: str, message: str) -> None:
-    """Records no fault: for commands that write no journal."""
+    """Record no fault, for commands without a journal."""
 
 
 class RestartBudget:
-    """Counts recent restarts by the kind of part."""
+    """Counts recent restarts by kind of part."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class RestartBudget:
         self._record = record
         self.warn: Callable[[str], None] = lambda text: warn(hide(text))
         self._now = now
-        self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # by kind: when, and what it was
+        self._restarts: dict[str, list[tuple[float, str]]] = defaultdict(list)  # time and cause, by kind
 
     async def spend(self, kind: Part, name: str, cause: str) -> None:
-        """Count a failure of the part ``name``, which will be restarted. Raises ``RunError`` if there were too many."""
+        """Count a failure of the part ``name`` before its restart. Raises ``RunError`` if there were too many."""
         now, hours = self._now(), f"{WINDOW_S / 3600:g} hours"
         recent = [one for one in self._restarts[kind] if one[0] > now - WINDOW_S]
         self._restarts[kind] = recent = [*recent, (now, f"{name}: {cause}")]
@@ -67,15 +67,15 @@ class RestartBudget:
 
 
 class SupervisedActor:
-    """One Ray actor, and the actors that replace it.
+    """One Ray actor, through its restarts.
 
-    Invariants: ``running`` and ``call`` never use an actor that has not started; if several callers lose the same
-    actor, it is ended and counted once.
+    Invariants: ``running`` and ``call`` use only an actor that has started. If several callers lose the same actor, it
+    is killed and counted once.
 
     Attributes:
-        actor: the present one, asked of Ray; None when the next has yet to be asked for.
-        pid: of its process, if that is known and on this machine. ``kill`` ends that, too: it may be stopped.
-        started: whether ``actor`` can be called.
+        actor: the current actor, perhaps not started yet; None if the next one is not requested yet.
+        pid: its process, if known and on this machine; ``kill`` kills it directly, even if it is stopped.
+        started: True if ``actor`` can be called.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class SupervisedActor:
         start: Callable[[Any], Awaitable[object]],
         budget: RestartBudget,
     ) -> None:
-        """``make()`` creates an actor, ``start(actor)`` returns when it can be called. After an ``ActorLost`` of
-        either, another actor is started; other exceptions are raised to the caller. ``name``: also of the log file."""
+        """``make()`` creates an actor; ``start(actor)`` returns when it can be called. If either raises ``ActorLost``,
+        another actor is started; other exceptions are raised to the caller. ``name`` is also the log file's name."""
         self.name = name
         self.actor: Any = None
         self.pid: int | None = None
@@ -107,12 +107,12 @@ class SupervisedActor:
         """Wait until there is room for an actor. Only engines need room; the others have no resources in Ray."""
 
     async def running(self) -> Any:
-        """The present actor. Starts it if necessary, and again as long as it is lost during the start.
+        """The current actor, started if necessary. An actor that is lost during its start is replaced.
 
         Raises the other errors of ``start``, and ``RunError`` after too many restarts.
         """
         while True:
-            async with self._starting:
+            async with self._starting:  # concurrent callers wait for the same start
                 if self.started:
                     return self.actor
                 actor = self.actor
@@ -132,8 +132,8 @@ class SupervisedActor:
             await self.lose(actor, lost.message)
 
     async def call(self, work: Callable[[Any], Awaitable[Answer]]) -> Answer:
-        """The result of ``work(actor)``. A loss of the actor is raised once it is ended and counted; the next call
-        starts another."""
+        """The result of ``work(actor)``. If the actor is lost, it is killed and counted, and the error is raised; the
+        next call starts another."""
         actor = await self.running()
         try:
             return await work(actor)
@@ -142,13 +142,13 @@ class SupervisedActor:
             raise
 
     async def lose(self, actor: Any, cause: str) -> None:
-        """Note that ``actor`` is lost. Raises ``RunError`` after too many restarts."""
-        if actor is self.actor:
+        """Kill and count a lost actor. Raises ``RunError`` after too many restarts."""
+        if actor is self.actor:  # otherwise another caller has counted it
             self._drop()
             await self._budget.spend(self._part, self.name, cause)
 
     async def start_once(self) -> None:
-        """Start the present actor. Any error ends the actor and is raised; nothing is counted."""
+        """Start the actor without a retry. An error kills the actor and is raised; it is not counted."""
         async with self._starting:
             try:
                 await self.room()
@@ -160,11 +160,11 @@ class SupervisedActor:
             self.started = True
 
     def release(self) -> None:
-        """End the present actor, which is no longer needed; nothing is counted."""
+        """Kill the actor because it is no longer needed; this is not counted."""
         self._drop()
 
     def kill(self) -> None:
-        """End the present process, even if it hangs; later calls find the actor lost."""
+        """Kill the process, even if it hangs. Later calls find the actor lost."""
         import ray
 
         pid, self.pid = self.pid, None

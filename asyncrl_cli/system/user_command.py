@@ -1,4 +1,4 @@
-"""A shell command of the user's, such as one that sends a notice or copies a checkpoint."""
+"""Runs a user's shell command, which for example sends a notice or copies a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ COMMAND = "ASYNCRL_COMMAND"
 
 
 def run_command(command: str, environment: Mapping[str, str], stdin: bytes, log: Path, limit_s: float) -> None:
-    """Run a command and wait for its end; its output is appended to ``log``.
+    """Run a command to its end; its output is appended to ``log``.
 
-    Raises ``TimeoutError`` after ``limit_s`` seconds, when its processes are killed, and ``OSError`` if it fails.
+    After ``limit_s`` seconds its processes are killed. Raises ``TimeoutError`` then, and ``OSError`` if it fails.
     """
     log.parent.mkdir(exist_ok=True)
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:  # it may print a secret
         process = subprocess.Popen(
-            ["sh", "-c", f'eval "${COMMAND}"'],  # every user of the machine can read a process's arguments
+            ["sh", "-c", f'eval "${COMMAND}"'],  # not in the arguments, which every user of the machine can read
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,

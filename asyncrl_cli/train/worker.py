@@ -17,7 +17,7 @@ from typing import Any
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.core.files import require_folder
 from asyncrl_cli.core.imports import large_imports, set_environment
-from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, RankLocation, StepReport, TrainingBatch
 from asyncrl_cli.runs.checkpoints import Checkpoint, Digest
 from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.spec.sharing import engines_sleep, memory_share, shares_gpus
@@ -83,7 +83,7 @@ class TrainerWorker:
         self._listener: socket.socket | None = None
         self._base_logprobs: dict[tuple[int, ...], Any] = {}  # of the newest probe, without adapters
 
-    def visit(self, search_path: str) -> Seat:
+    def visit(self, search_path: str) -> RankLocation:
         """Where Ray has put this process; answers before anything is imported.
 
         Raises ``ConfigError`` when this host lacks the folder of the model or of the user's own functions.
@@ -98,7 +98,7 @@ class TrainerWorker:
             if ":" in getattr(algorithm, key):
                 require_folder(search_path, f"algorithm.{key}")
         gpus = tuple(map(str, ray.get_gpu_ids()))
-        return Seat(str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address(), gpus)
+        return RankLocation(str(ray.get_runtime_context().get_node_id()), ray.util.get_node_ip_address(), gpus)
 
     def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
         """Become this rank, and import what ``start`` needs. ``one_host``: all ranks are on this host.

@@ -1,8 +1,8 @@
-"""vLLM's end of a weight transfer that brings adapters alone: they take the place of the former ones in vLLM's slots.
+"""vLLM's end of a transfer that brings only adapters, which replace the previous ones in vLLM's slots.
 
-vLLM itself joins the matrices of layers that it fuses, and takes each worker's part under tensor parallelism. The slots
-keep their memory, so captured CUDA graphs see the new adapter, and so do requests that run: they name the one adapter
-that there is (decision 0057).
+vLLM itself joins the matrices of fused layers, and takes each worker's part under tensor parallelism. The slots keep
+their memory, so captured CUDA graphs and running requests use the new adapter: all requests name the same adapter
+(decision 0053).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ ADAPTER_ID = 1
 
 
 def adapter_request() -> LoRARequest:
-    """Goes with every request of the policy. vLLM would look for the path if it had no adapter of this id."""
+    """The LoRA request for every request to the policy. vLLM reads the path only if it has no adapter with this id."""
     return LoRARequest("policy", ADAPTER_ID, "published by the trainer")
 
 
 @dataclass
 class AdapterInitInfo(ReplicaInitInfo):
-    """With the spec's rank and alpha."""
+    """The layout, and the adapter's rank and alpha from the spec."""
 
     rank: int
     alpha: float
 
 
 class AdapterTransferEngine(ReplicaTransferEngine):
-    """Loads adapters from the host's replica, on any device: they are made ready while the engine generates."""
+    """Loads adapters from the host's replica, on any device. They are prepared while the engine generates."""
 
     init_info_cls = AdapterInitInfo
 
@@ -49,31 +49,31 @@ class AdapterTransferEngine(ReplicaTransferEngine):
         self.names = [part.name for slot in self.slots for part in slot.parts or (slot,)]
 
     def unserved(self) -> list[str]:
-        """The layers of adapters that vLLM would ignore."""
+        """The adapters' layers that vLLM would ignore."""
         manager = self._manager
         served = {part for name in manager.modules for part in manager.packed_modules.get(name, [name])}
         empty = dict.fromkeys(self.names, torch.empty(0))
         return sorted(self._adapter(empty).loras.keys() - served)
 
     def prepare(self, version: int, path: str) -> None:
-        """Begin to read the adapter of ``version``, while the engine generates."""
+        """Begin to read the adapter of ``version`` while the engine generates."""
         self.adapter = self.thread.submit(self._read, version, path)
 
     def prepared(self) -> bool:
-        """Whether it is there. Raises ``ReplicaGone`` when the memory is of another version by now."""
+        """True if the adapter is read. Raises ``ReplicaGone`` if the memory now has another version."""
         return self.adapter.done() and self.adapter.result() is not None
 
     def start_weight_update(self) -> None:
-        """Nothing: the model's own weights stay."""
+        """Do nothing: the model's own weights do not change."""
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
-        """Nothing yet: when vLLM ends an update it removes all adapters, which belong to other weights."""
+        """Do nothing yet: at the end of an update vLLM removes all adapters, because they belong to other weights."""
 
     def finish_weight_update(self) -> None:
-        """Nothing: ``install`` follows."""
+        """Do nothing: ``install`` follows."""
 
     def install(self) -> None:
-        """Have the model compute with the adapter that was prepared. Called while it computes nothing."""
+        """Have the model use the prepared adapter. Call it while the model computes nothing."""
         self._manager.add_adapter(self.adapter.result())
         self._manager.activate_adapter(ADAPTER_ID)
         if self.device.type != "cpu":
@@ -81,7 +81,7 @@ class AdapterTransferEngine(ReplicaTransferEngine):
 
     def _read(self, version: int, path: str) -> LoRAModel:
         with self.replica.open(path, version) as tensors:
-            # Copies: vLLM scales the matrices in place, and these are the replica's own.
+            # Copies: vLLM scales the matrices in place, which would change the replica.
             return self._adapter({name: tensor.clone() for name, tensor in self.loaded(tensors)})
 
     def _adapter(self, tensors: Mapping[str, torch.Tensor]) -> LoRAModel:

@@ -1,4 +1,4 @@
-"""The Ray actor that has a host's replica of the weights: trainer ranks write into it, agents of other hosts fetch from
+"""The Ray actor that owns a host's replica of the weights: trainer ranks write into it, other hosts' agents fetch from
 it, engines load from it. It does not import torch."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from asyncrl_cli.weights.transfer import Connection, WeightServer
 
 
 class HostAgent:
-    """One for each host that has an engine or a trainer rank. ``start`` comes first."""
+    """The agent of a host with an engine or a trainer rank. Call ``start`` first."""
 
     def __init__(self, name: str, log_folder: str) -> None:
         redirect_output(log_folder, name)
@@ -31,11 +31,8 @@ class HostAgent:
         self._node_id = ""
         self._streams = STREAMS
 
-    async def ping(self) -> None:
-        """Answers once the actor has started."""
-
     async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, interface_ip: str) -> Endpoint:
-        """Map the memory, and serve it on this address of the host from now on. Raises ``RunError``."""
+        """Map the memory, and serve it on this address of the host. Raises ``RunError``."""
         import ray
 
         self._replica = await asyncio.to_thread(Replica, slots, ranks)  # a large model's chunks take seconds
@@ -51,10 +48,10 @@ class HostAgent:
         return await asyncio.to_thread(self._replica.digest, version, ranks, self._threads)
 
     async def pull(self, manifest: Manifest, holders: Sequence[Endpoint], timeout_s: float) -> Pulled:
-        """Fetch the version to this host, from any of the holders; returns immediately when it is already here.
+        """Fetch the version from any of the holders, unless this host has it.
 
-        A call for the version that is being fetched waits for it; a call for a newer one ends the fetch. Raises
-        ``Superseded``, ``PullFailed``, and ``RunError`` when no memory is free.
+        If it is being fetched already, wait for it. A newer version cancels the running fetch. Raises ``Superseded``,
+        ``PullFailed``, and ``RunError`` if no memory is free.
         """
         path = await asyncio.to_thread(self._replica.path, manifest)
         if path is not None:
@@ -77,13 +74,13 @@ class HostAgent:
             timeout_s=timeout_s,
             streams=self._streams,
         )
-        # Shielded: a caller that does not wait any longer leaves the fetch to the next one.
+        # Shielded: if the caller gives up, the fetch continues, and the next call joins it.
         self._pulling = asyncio.create_task(self._run(self._pull, self._pulling))
         return await asyncio.shield(self._pulling)
 
     async def _run(self, pull: Pull, last: asyncio.Task[Pulled] | None) -> Pulled:
         if last is not None:
-            await asyncio.wait([last])  # it has been superseded, or has ended; two would write into the same memory
+            await asyncio.wait([last])  # a superseded pull needs a moment to stop writing into the memory
         return await asyncio.to_thread(pull.run)
 
     async def report(self) -> dict[int, int]:

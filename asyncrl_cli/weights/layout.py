@@ -1,7 +1,7 @@
-"""Where the bytes of a weight version lie in a host's memory, and the chunks that travel between hosts.
+"""The layout of a weight version in a host's memory, and its chunks, which travel between hosts.
 
-Pure functions of the tensors and the number of trainer ranks: every host computes the same layout. Importing this
-module does not import torch.
+It depends only on the tensors and the number of trainer ranks, so every host computes the same layout. This module does
+not import torch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Bytes. Tensors start on cache-line boundaries."""
 CHUNK_BYTES = 4 * 2**20
-"""The largest chunk: small enough to ask another holder for soon, large enough that a request costs little."""
+"""The largest chunk: small enough that another holder can soon take over, large enough that a request costs little."""
 PAGE = mmap.PAGESIZE
 FIRST_EXPERT = ".experts.0."
-"""In the name of a tensor in a checkpoint: it belongs to a layer's first expert."""
+"""Part of the checkpoint name of a tensor that belongs to a layer's first expert."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class TensorSlot:
     offset: int  # bytes
     itemsize: int
     parts: tuple[TensorSlot, ...] = ()
-    """The tensors that engines load from its bytes, if they are not the tensor itself: they cover it, without parts."""
+    """The tensors that engines load from its bytes, if not the tensor itself. They cover it, and have no parts."""
     groups: int = 1
     """See ``share_of``."""
 
@@ -65,7 +65,7 @@ class ByteRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """At most ``CHUNK_BYTES`` that one trainer rank has written, in ranges of ascending position."""
+    """At most ``CHUNK_BYTES`` bytes written by one trainer rank, in ascending ranges."""
 
     index: int
     rank: int
@@ -77,7 +77,7 @@ class Chunk:
 
 
 def plan_slots(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[TensorSlot, ...]:
-    """Lay tensors out one after another, each on an ``ALIGNMENT`` boundary."""
+    """Place tensors one after another, each on an ``ALIGNMENT`` boundary."""
     slots, offset = [], 0
     for name, dtype, shape in tensors:
         slot = TensorSlot(
@@ -93,19 +93,19 @@ def plan_slots(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> t
 
 
 def size_of(slots: tuple[TensorSlot, ...]) -> int:
-    """Bytes that the tensors need, up to the alignment boundary after the last one."""
+    """Bytes of all tensors, up to the alignment boundary after the last one."""
     return _aligned(slots[-1].offset + slots[-1].nbytes) if slots else 0
 
 
 def slot_from(fields: Mapping[str, Any]) -> TensorSlot:
-    """The slot with these fields, as ``dataclasses.asdict`` gives them."""
+    """The slot with these fields, which come from ``dataclasses.asdict``."""
     return TensorSlot(**{**fields, "parts": tuple(TensorSlot(**part) for part in fields["parts"])})
 
 
 def of_first_expert(slot: TensorSlot) -> tuple[TensorSlot, ...]:
-    """The first expert's parts of ``slot`` [experts, rows, columns]; none if its parts are not experts' matrices.
+    """The first expert's parts of ``slot`` [experts, rows, columns]; empty if its parts are not experts' matrices.
 
-    All experts have the same parts, under names that differ by the expert's number alone, and lie one after another.
+    Experts lie one after another. All have the same parts, with names that differ only in the expert's number.
     """
     own = slot.parts[: len(slot.parts) // slot.shape[0]] if len(slot.shape) == 3 else ()
     expected = [
@@ -118,19 +118,19 @@ def of_first_expert(slot: TensorSlot) -> tuple[TensorSlot, ...]:
 
 
 def share_of(rank: int, ranks: int, groups: int) -> int:
-    """Which of ``ranks`` equal parts of a tensor ``rank`` has: as DeepSpeed divides experts.
+    """The index of the part that ``rank`` has, of a tensor in ``ranks`` equal parts, as DeepSpeed divides experts.
 
-    Neighbouring ranks have different ones of ``groups`` large parts. Each part is divided over the ranks that have it.
-    So with 4 ranks and 2 groups, ranks 0 to 3 have the parts 0, 2, 1 and 3.
+    The tensor has ``groups`` large parts. Neighbouring ranks have different large parts, and ranks with the same large
+    part divide it. So with 4 ranks and 2 groups, ranks 0 to 3 have the parts 0, 2, 1 and 3.
     """
     return rank % groups * (ranks // groups) + rank // groups
 
 
 def shard_of(numel: int, rank: int, ranks: int, groups: int = 1) -> tuple[int, int]:
-    """The elements ``start`` to ``stop`` (exclusive) of a flat tensor that ``rank`` of ``ranks`` writes.
+    """The elements ``start`` to ``stop`` (exclusive) of a flat tensor that ``rank`` writes.
 
-    DeepSpeed's ZeRO-3 partition, used for every ZeRO stage. Of a tensor with fewer elements than ranks, some ranks have
-    none. ``groups``: see ``share_of``.
+    This is DeepSpeed's ZeRO-3 partition, used for every ZeRO stage. If a tensor has fewer elements than ranks, some
+    ranks write nothing. ``groups``: see ``share_of``.
     """
     share, index = -(-numel // ranks), share_of(rank, ranks, groups)
     return min(index * share, numel), min((index + 1) * share, numel)
@@ -138,7 +138,7 @@ def shard_of(numel: int, rank: int, ranks: int, groups: int = 1) -> tuple[int, i
 
 @lru_cache(maxsize=4)
 def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
-    """All chunks, rank by rank: together they have every byte of every tensor once, and no other byte."""
+    """All chunks, rank by rank. Together they have every byte of every tensor once, and no other byte."""
     chunks: list[Chunk] = []
     for rank in range(ranks):
         ranges: list[ByteRange] = []
@@ -163,9 +163,9 @@ def chunks_of(slots: tuple[TensorSlot, ...], ranks: int) -> tuple[Chunk, ...]:
 
 
 def pages_of(chunks: Iterable[Chunk]) -> tuple[ByteRange, ...]:
-    """The memory pages that have bytes of the chunks. The last range may end behind the end of the memory.
+    """The memory pages with bytes of the chunks. The last range may end after the end of the memory.
 
-    Neighbouring pages are in one range: a copy of bytes that follow each other lies within one.
+    Neighbouring pages share a range, because a copy of consecutive bytes must lie within one (``Copies.pin``).
     """
     found: list[ByteRange] = []
     for part in sorted(part for chunk in chunks for part in chunk.ranges):

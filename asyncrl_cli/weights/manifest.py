@@ -1,4 +1,4 @@
-"""Names weight versions and the hosts that have them."""
+"""Descriptions of weight versions and of the hosts that have them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from asyncrl_cli.weights.layout import TensorSlot, chunks_of
 
 
 class PullFailed(RunError):
-    """A host could not get a version; the message names the holders and what was wrong with each.
+    """A host could not get a version. The message has each holder's fault.
 
-    The chunks that it has got are kept: the next pull of the version continues from there.
+    The chunks that arrived are kept: the version's next pull continues with them.
     """
 
 
 class ReplicaGone(RunError):
-    """A path does not lead to the version's memory any more: its agent has ended or reused it."""
+    """A path no longer leads to the version's memory, because its agent has ended or has reused the memory."""
 
 
 class Superseded(PullFailed):
@@ -27,9 +27,9 @@ class Superseded(PullFailed):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where the agent of a host serves weights."""
+    """The address at which a host's agent serves weights."""
 
-    node_id: str  # Ray's
+    node_id: str  # Ray's node id
     url: str
 
     def __str__(self) -> str:
@@ -40,26 +40,26 @@ class Endpoint:
 class Pulled:
     """A version that is complete on this host."""
 
-    path: str  # opens its memory, in processes of this host
+    path: str  # of its memory, for processes on this host
     fetched_bytes: int = 0  # over the network
     seconds: float = 0.0  # from the call to the last checked chunk
-    faults: Mapping[str, str] = field(default_factory=dict)  # the last fault of each holder, by node id
+    faults: Mapping[str, str] = field(default_factory=dict)  # each holder's last fault, by node id
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version."""
+    """One version's layout and checksums."""
 
     version: int
     slots: tuple[TensorSlot, ...]
-    ranks: int  # trainer ranks that wrote it, on which the chunks depend
-    digests: tuple[str, ...]  # BLAKE3 (hex) of each chunk, by the chunk's index
+    ranks: int  # number of trainer ranks that wrote it; the chunks depend on it
+    digests: tuple[str, ...]  # BLAKE3 (hex) by chunk index
 
     @classmethod
     def of(
         cls, version: int, slots: tuple[TensorSlot, ...], ranks: int, parts: Iterable[Mapping[int, str]]
     ) -> Manifest:
-        """Join the digests that agents computed, by chunk index. Raises ``RunError`` when a chunk has none."""
+        """Join the digests from the agents, which are by chunk index. Raises ``RunError`` if a chunk has none."""
         digests = {index: digest for part in parts for index, digest in part.items()}
         count = len(chunks_of(slots, ranks))
         missing = count - len(digests)
@@ -73,8 +73,8 @@ class Manifest:
 
     @property
     def checksum(self) -> str:
-        """BLAKE3 (hex) of the layout and the digests. Equal for equal bytes written by the same number of ranks,
-        whichever version, and whichever hosts have them."""
+        """BLAKE3 (hex) of the layout and the digests. It depends only on the bytes and the number of ranks that wrote
+        them, not on the version or the hosts."""
         from blake3 import blake3
 
         layout = [(slot.name, slot.dtype, slot.shape, slot.offset, slot.itemsize) for slot in self.slots]

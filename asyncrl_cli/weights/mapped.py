@@ -1,4 +1,4 @@
-"""A version's tensors in a process of the host that has it: a trainer rank that writes, an engine that loads."""
+"""Maps a version's tensors from the host's replica, for trainer ranks that write and engines that load."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ from asyncrl_cli.weights.replica import VERSION_BYTES
 log = logging.getLogger(__name__)
 
 STAGED_BYTES = 64 * 2**20
-"""Bytes of whole rows that a GPU holds at a time where it keeps a part of them."""
+"""Bytes of whole rows that a GPU holds temporarily when it needs only some of their columns."""
 
 
 class Copies:
-    """On CPU: any memory will do, and a copy is made when the call returns."""
+    """Copies on a CPU: from any memory, and complete when the call returns."""
 
     def pin(self, memory: Tensor, parts: Iterable[ByteRange]) -> None:
-        """Prepare these bytes of ``memory`` [bytes, uint8] for copies, until ``unpin``. A copy lies within one part."""
+        """Prepare ``parts`` of ``memory`` [bytes, uint8] for copies until ``unpin``. Each copy lies within one part."""
 
     def unpin(self, memory: Tensor) -> None:
         """Undo ``pin``, before the memory is unmapped."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy ``source`` into ``target``, which has its shape, in the dtype of ``target``.
+        """Begin to copy ``source`` into ``target`` with the same shape and the dtype of ``target``.
 
         Neither may be written before ``wait`` returns.
         """
         target.copy_(source)
 
     def wait(self) -> None:
-        """Return when all copies are made. Raises ``RuntimeError`` when one has failed."""
+        """Wait until all copies are complete. Raises ``RuntimeError`` if one failed."""
 
     def loads(self) -> AbstractContextManager[object]:
-        """Inside the block vLLM's loaders copy out of pinned memory at its speed, and may return before ``wait``."""
+        """Inside the block, vLLM's loaders copy from pinned memory at full speed; the copies may need ``wait``."""
         return nullcontext()
 
 
 class CudaCopies(Copies):
-    """On a GPU: copies out of it are made during its computations, in a separate stream."""
+    """Copies on a GPU. Copies to the host run in a separate stream during the GPU's computations."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,10 +57,10 @@ class CudaCopies(Copies):
         self._pinned: dict[int, list[int]] = {}  # addresses of pinned parts, by the address of their memory
 
     def pin(self, memory: Tensor, parts: Iterable[ByteRange]) -> None:
-        """See ``Copies``. Memory that cannot be pinned is copied more slowly, and a warning says so."""
+        """See ``Copies``. If memory cannot be pinned, a warning says that copies are slow."""
         address = memory.data_ptr()
         pinned = self._pinned.setdefault(address, [])
-        with torch.cuda.device(self._device):  # else a thread uses the first GPU, which may be another engine's
+        with torch.cuda.device(self._device):  # a thread's default is the first GPU, perhaps another engine's
             for start, stop in parts:
                 error = self._cudart.cudaHostRegister(address + start, stop - start, 0).value
                 if error:
@@ -90,7 +90,7 @@ class CudaCopies(Copies):
         source.record_stream(self._stream)
 
     def wait(self) -> None:
-        """See ``Copies``. Waits for vLLM's own copies, too, which are in another stream."""
+        """See ``Copies``. Also waits for vLLM's own copies, which are in another stream."""
         torch.cuda.synchronize(self._device)
 
     def loads(self) -> AbstractContextManager[object]:
@@ -98,39 +98,38 @@ class CudaCopies(Copies):
         return PinnedLoads(self._device, {address: bool(parts) for address, parts in self._pinned.items()})
 
     def _forget_error(self) -> None:
-        # CUDA keeps the error of such a call for the next kernel, which would fail with it: this one does.
+        # CUDA reports the error of such a call again at the next kernel, so let a kernel fail here.
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
 
 class PinnedLoads(TorchDispatchMode):
-    """Copies parts of the replica to a device, wherever ``Tensor.copy_`` is asked to.
+    """Replaces ``Tensor.copy_`` from the replica to a device by faster copies.
 
-    Torch gathers a part that is not one piece on one CPU thread, and copies it from memory that is not pinned. That is
-    slower than to copy all columns from pinned memory and to keep the part on the device (decision 0109).
+    If a part is not contiguous, torch gathers it on one CPU thread, and copies it from memory that is not pinned. It is
+    faster to copy all columns from pinned memory and select the part on the device (decision 0052).
     """
 
     def __init__(self, device: torch.device, memories: Mapping[int, bool]) -> None:
-        """``memories``: addresses of mapped memory, and whether it could be pinned."""
+        """``memories``: True for pinned memory, by the address of the mapping."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._device, self._memories = device, memories
         self.staged_bytes = 0
-        """Bytes that went to the device as more than the part, and were divided there."""
+        """Number of bytes copied with all columns, from which the device selected a part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and self._is_load(args[0], args[1]):
-            self._load(args[0], args[1])
-            return args[0]
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[0], args[1]
+            same = (target.device.type, target.dtype, target.shape) == (self._device.type, source.dtype, source.shape)
+            if same and source.untyped_storage().data_ptr() in self._memories:
+                self._load(target, source)
+                return target
         return func(*args, **(kwargs or {}))
-
-    def _is_load(self, target: Tensor, source: Tensor) -> bool:
-        same = target.device.type == self._device.type and (target.dtype, target.shape) == (source.dtype, source.shape)
-        return same and source.untyped_storage().data_ptr() in self._memories
 
     def _load(self, target: Tensor, source: Tensor) -> None:
         if source.is_contiguous():
             target.copy_(source, non_blocking=True)
-        elif source.dim() > 2:  # experts: a part of each may be one piece
+        elif source.dim() > 2:  # experts: the part of each expert may be contiguous
             for own, part in zip(target, source, strict=True):
                 self._load(own, part)
         elif not self._memories[source.untyped_storage().data_ptr()]:
@@ -147,29 +146,31 @@ class PinnedLoads(TorchDispatchMode):
 
 
 def copies_of(device: torch.device) -> Copies:
-    """The copies of a process that computes on ``device``."""
+    """The copies for a process that computes on ``device``."""
     return CudaCopies(device) if device.type == "cuda" else Copies()
 
 
 class MappedReplica:
-    """Maps the two buffers of the host's replica, each once: mapping them again costs more than a copy."""
+    """Maps the two buffers of the host's replica, each only once: mapping costs more than a copy."""
 
     def __init__(
         self, slots: tuple[TensorSlot, ...], copies: Copies | None = None, parts: Sequence[ByteRange] | None = None
     ) -> None:
-        """``copies`` are made from and to this memory, from and to ``parts`` of it; by default to all of it, on CPU."""
+        """``copies``: how to copy from and to the memory, by default on a CPU. ``parts``: the bytes to pin for it, by
+        default all."""
         self._slots = slots
         self._nbytes = size_of(slots)
         self._copies = copies or Copies()
         self._parts = parts if parts is not None else (ByteRange(0, self._nbytes + VERSION_BYTES),)
-        self._mapped: dict[int, tuple[int, torch.Tensor]] = {}  # by inode, with the descriptor that keeps it
+        self._mapped: dict[int, tuple[int, torch.Tensor]] = {}  # descriptor and memory, by inode
 
     @contextmanager
     def open(self, path: str, version: int) -> Iterator[dict[str, torch.Tensor]]:
-        """The tensors of ``version`` by name, as views of the shared memory. It is not used for another version before
-        the context ends, which waits for all copies; a path that is outdated raises ``ReplicaGone``."""
+        """The tensors of ``version`` by name, as views of the shared memory, which is not reused within the block. The
+        block's end waits for all copies. Raises ``ReplicaGone`` if the path is outdated."""
         descriptor, memory = self._memory(path)
-        fcntl.flock(descriptor, fcntl.LOCK_SH)  # the agent holds its own lock for microseconds (replica.py)
+        # Keeps ``Buffer.begin`` from reusing the memory. The agent holds its own lock only for microseconds.
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
         try:
             found = int.from_bytes(bytes(memory[self._nbytes : self._nbytes + VERSION_BYTES].tolist()), "little")
             if found != version:
@@ -182,7 +183,7 @@ class MappedReplica:
                     for slot in self._slots
                 }
             finally:
-                self._copies.wait()  # before the memory may be of another version
+                self._copies.wait()  # before the lock is released
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -191,7 +192,7 @@ class MappedReplica:
         return self._copies.loads()
 
     def close(self) -> None:
-        """Give the descriptors back; the memory goes with the last tensor."""
+        """Close the descriptors. The memory is unmapped with the last tensor."""
         while self._mapped:
             self._release(next(iter(self._mapped)))
 
@@ -205,10 +206,10 @@ class MappedReplica:
             os.close(descriptor)
             return self._mapped[status.st_ino]
         needed = self._nbytes + VERSION_BYTES
-        if status.st_size < needed:  # mapping it would make it larger
+        if status.st_size < needed:  # mapping it would enlarge it
             os.close(descriptor)
-            raise ReplicaGone(f"there are {status.st_size} bytes of weights, expected are {needed}", location=path)
-        if len(self._mapped) == 2:  # the agent has replaced one, or is another process than before
+            raise ReplicaGone(f"the memory has {status.st_size} bytes, expected {needed}", location=path)
+        if len(self._mapped) == 2:  # the agent has replaced a buffer, or was restarted
             self._release(next(iter(self._mapped)))
         memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=needed, dtype=torch.uint8)
         self._copies.pin(memory, self._parts)

@@ -1,8 +1,8 @@
-"""Fetches a version from the hosts that have it: assigns chunks to holders, and handles their failures.
+"""Fetches a version from the hosts that have it (holders): assigns chunks to holders, and handles their failures.
 
-Each holder has its own threads, which take any missing chunk that the holder has: a fast holder takes more of them, and
-a dead one takes nothing. Chunks are taken in random order: hosts that fetch at the same time get different ones,
-and give them to each other.
+Each holder has its own threads, which take any missing chunk that the holder has. So a fast holder sends more chunks,
+and a dead holder delays none. Chunks are taken in random order: hosts that fetch at the same time get different chunks,
+and can then fetch from each other.
 """
 
 from __future__ import annotations
@@ -19,39 +19,37 @@ from asyncrl_cli.weights.replica import Buffer, Replica, digest_of
 from asyncrl_cli.weights.transfer import Connection, HolderFault
 
 STREAMS = 4
-"""Connections of one pull, at least; every holder has at least one."""
+"""Smallest number of connections of a pull. Every holder has at least one."""
 MOST_STREAMS = 16
 STREAM_MEGABITS = 10_000
-"""Megabits/s that a connection brings: its thread receives and checks 1.1 to 2 GB/s (docs/performance.md)."""
+"""Megabits/s of a connection: its thread receives and checks 1.1 to 2 GB/s (docs/performance.md)."""
 ASK_AGAIN_S = 0.5
-"""Seconds after which a holder that does not have everything is asked again."""
+"""Seconds after which an incomplete holder is asked again which chunks it has."""
 RETRY_S = 0.25
 MAX_RETRY_S = 5.0
-"""Seconds before a holder is asked again after a fault: doubled with each further one, up to the maximum."""
+"""First and longest delay in seconds after a holder's fault; the delay doubles with each further fault."""
 SLOW_S = 3.0
-"""Seconds that a chunk may take, besides three times what an idle holder needs for one, until that one is asked."""
+"""A chunk may take this many seconds plus three times an idle holder's time for a chunk; then that holder takes it."""
 ASK = -1
-"""In place of a chunk's index: ask the holder which chunks it has."""
+"""Used in place of a chunk's index: ask the holder which chunks it has."""
 
 
 def streams_for(megabits: int, cores: int) -> int:
-    """Connections that fill a link of this speed (megabits/s, 0: unknown) and leave half of the host's cores free."""
+    """Number of connections that fill a link (megabits/s, 0: unknown) and leave half of the host's cores free."""
     wanted = -(-megabits // STREAM_MEGABITS) if megabits else MOST_STREAMS
     return max(STREAMS, min(wanted, cores // 2, MOST_STREAMS))
 
 
 @dataclass(slots=True)
 class _Holder:
-    """One holder, as a pull knows it."""
-
     endpoint: Endpoint
-    held: bytes = b""
+    held: bytes = b""  # 1 for each chunk that it has, otherwise 0
     ask_at: float = 0.0
     retry_at: float = 0.0
-    faults: int = 0  # since its last chunk
-    fault: str = ""  # the last one
-    refused: bool = False  # it has sent wrong bytes, and is not asked any more
-    chunk_s: float = 0.0  # the time that its last chunk took
+    faults: int = 0  # number of faults since its last chunk
+    fault: str = ""  # the last fault
+    refused: bool = False  # it sent wrong bytes, and is not asked again
+    chunk_s: float = 0.0  # duration of its last chunk
 
     def has(self, index: int) -> bool:
         return bool(self.held) and self.held[index] == 1
@@ -59,20 +57,18 @@ class _Holder:
     def failed(self, fault: HolderFault) -> None:
         self.fault = str(fault)
         self.refused = self.refused or isinstance(fault, _WrongBytes)
-        self.held, self.ask_at = b"", 0.0  # it may be another process by now
+        self.held, self.ask_at = b"", 0.0  # a restarted agent has other chunks
         now = time.monotonic()
-        if now >= self.retry_at:  # else it is the same event, seen by another of its connections
+        if now >= self.retry_at:  # otherwise another of its connections has reported the same event
             self.retry_at = now + min(RETRY_S * 2**self.faults, MAX_RETRY_S)
             self.faults = min(self.faults + 1, 16)
 
 
 class _WrongBytes(HolderFault):
-    """A chunk does not have the digest of the manifest."""
+    """A chunk does not have the manifest's digest."""
 
 
 class _Transfer(NamedTuple):
-    """A chunk on its way."""
-
     connection: Connection
     since: float
 
@@ -89,7 +85,7 @@ class Pull:
         timeout_s: float,
         streams: int = STREAMS,
     ) -> None:
-        """``connect`` makes a connection to a holder's URL. ``streams``: how many, of all holders together."""
+        """``connect`` makes a connection to a holder's URL. ``streams``: the wanted number of connections in total."""
         self.manifest = manifest
         self._replica = replica
         self._connect = connect
@@ -104,16 +100,16 @@ class Pull:
         self._fetched_bytes = 0
         self._superseded = False
         self._ended = False
-        self._error: Exception | None = None  # of this code, not of a holder
+        self._error: Exception | None = None  # a bug or an error of this host, not of a holder
 
     def supersede(self) -> None:
-        """End the pull; ``run`` raises ``Superseded``. Called by another thread."""
+        """End the pull from another thread; ``run`` raises ``Superseded``."""
         with self._changed:
             self._superseded = True
             self._changed.notify_all()
 
     def run(self) -> Pulled:
-        """Fetch what is missing. Raises ``Superseded`` and ``PullFailed``; the chunks that have come are kept."""
+        """Fetch the missing chunks. Raises ``Superseded`` and ``PullFailed``; chunks that arrived are kept."""
         with self._replica.receiving(self.manifest) as buffer:
             self._missing = [i for i in range(len(self.manifest.digests)) if i not in buffer.digests]
             random.shuffle(self._missing)
@@ -127,7 +123,7 @@ class Pull:
                 for thread in threads:
                     thread.start()
                 with self._changed:
-                    self._changed.wait_for(self._over, max(0.0, self._deadline - time.monotonic()))
+                    self._changed.wait_for(self._is_over, max(0.0, self._deadline - time.monotonic()))
             finally:
                 with self._changed:
                     self._ended = True
@@ -139,7 +135,7 @@ class Pull:
                         thread.join()
         return self._result()
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         hopeless = all(holder.refused for holder in self._holders)
         return self._superseded or self._complete() or hopeless or self._error is not None
 
@@ -154,7 +150,7 @@ class Pull:
         if path is not None:
             faults = {holder.endpoint.node_id: holder.fault for holder in self._holders if holder.fault}
             return Pulled(path, fetched_bytes=self._fetched_bytes, seconds=seconds, faults=faults)
-        if self._superseded or self._complete():  # complete, but its memory was taken for a newer version
+        if self._superseded or self._complete():  # complete, but then a newer version took its memory
             raise Superseded(
                 f"pull of weight version {version} cancelled: a newer one superseded it", location="weights"
             )
@@ -167,7 +163,6 @@ class Pull:
         )
 
     def _stream(self, holder: _Holder, buffer: Buffer) -> None:
-        """Fetch from one holder until there is nothing more to fetch."""
         connection = self._connection(holder)
         try:
             while (job := self._next(holder, connection)) is not None:
@@ -197,7 +192,7 @@ class Pull:
         return connection
 
     def _next(self, holder: _Holder, connection: Connection) -> int | None:
-        """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits while there is nothing to do."""
+        """The next chunk to fetch from the holder, ``ASK``, or None at the end. Waits if there is nothing to do."""
         with self._changed:
             while not (self._ended or holder.refused or self._complete()):
                 now = time.monotonic()
@@ -210,7 +205,7 @@ class Pull:
                     holder.ask_at = now + ASK_AGAIN_S
                     return ASK
                 else:
-                    # End the transfers of other holders that this one would have made by now, three times over.
+                    # This holder is idle: take over chunks that it would have sent three times by now.
                     for index, transfer in self._transfers.items():
                         if holder.has(index) and now - transfer.since > SLOW_S + 3 * holder.chunk_s:
                             transfer.connection.abort()
@@ -220,7 +215,7 @@ class Pull:
     def _take(self, holder: _Holder) -> int | None:
         for position in reversed(range(len(self._missing))):
             if holder.has(self._missing[position]):
-                # The order does not matter, and to close the gap would cost as much as the list is long.
+                # Swap with the last one: the order is random anyway, and removal from the middle would copy the list.
                 self._missing[position], self._missing[-1] = self._missing[-1], self._missing[position]
                 return self._missing.pop()
         return None

@@ -1,9 +1,9 @@
-"""The weights in one host's memory: two versions at most, one that is served and one that arrives.
+"""The weights in one host's memory: at most two versions, one in use and one that arrives (decision 0002).
 
-The memory is anonymous (``memfd_create``), reached by other processes of the host as ``/proc/PID/fd/N``: it has no name
-that could be left behind, and the kernel frees it with the last process that maps it, however that ended. The two
-buffers get their pages once and are used in turn: to write to fresh pages takes several times as long as the copy. A
-host has pages for its ranks' shards, and for whole versions once it fetches.
+The memory is anonymous (``memfd_create``), and other processes of the host open it as ``/proc/PID/fd/N``. So no name
+can be left behind, and the kernel frees the memory with the last process that maps it, even if that is killed. The two
+buffers are used in turn and keep their pages, because a write to fresh pages takes several times as long as the copy. A
+host has pages for its ranks' shards, and for whole versions as soon as it fetches.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from asyncrl_cli.weights.layout import ALIGNMENT, ByteRange, TensorSlot, chunks_
 from asyncrl_cli.weights.manifest import Manifest
 
 VERSION_BYTES = 8
-"""After the weights: the version of the memory. A reader recognizes an outdated path by it."""
+"""Size of the version number that follows the weights. It shows a reader that a path is outdated."""
 GIB = 2**30
 
 
 class Buffer:
-    """The memory of one version, as the replica that owns it sees it."""
+    """The memory of one version."""
 
     def __init__(self, nbytes: int) -> None:
-        """Map memory without any pages. Raises ``RunError`` when it cannot be mapped."""
-        self.version: int | None = None  # None: nothing was written yet
-        self.serial = 0  # of two buffers with the same version, the one with the higher number was begun later
-        self.written_here = False  # by trainer ranks of this host, not by a pull
-        self.digests: dict[int, str] = {}  # BLAKE3 (hex) of each chunk that is checked, by index
+        """Map memory without pages. Raises ``RunError`` if it cannot be mapped."""
+        self.version: int | None = None  # None: nothing is written yet
+        self.serial = 0  # among buffers with the same version, the newer one has the higher number
+        self.written_here = False  # True if trainer ranks of this host write it, False for a pull
+        self.digests: dict[int, str] = {}  # BLAKE3 (hex) of each checked chunk, by index
         self.pins = 0  # number of threads that read or write its bytes now
         self.allocated = frozenset[int]()  # the ranks with memory for their shards
         self._nbytes = nbytes
@@ -53,19 +53,15 @@ class Buffer:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Of two buffers the older one has the lower value."""
+        """A sort key: older buffers first."""
         return (-1 if self.version is None else self.version, self.serial)
 
-    @property
-    def being_written(self) -> bool:
-        return self.written_here and not self.digests
-
     def begin(self, version: int, serial: int, written_here: bool) -> bool:
-        """Become the memory of ``version``, without a checked chunk; False when its bytes are in use."""
+        """Become the memory of ``version``, without checked chunks. False if its bytes are in use."""
         if self.pins:
             return False
         try:
-            # Readers hold a shared lock while they load (mapped.py): their weights must not change.
+            # Engines hold a shared lock while they load (mapped.py): the bytes must not change under them.
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
@@ -75,7 +71,7 @@ class Buffer:
         return True
 
     def duplicate(self) -> int:
-        """Another descriptor of the memory, which stays open when this buffer is closed. The caller closes it."""
+        """Another descriptor of the memory, which stays open when this buffer is closed. The caller must close it."""
         return os.dup(self._descriptor)
 
     def views(self, ranges: Iterable[ByteRange]) -> list[memoryview]:
@@ -83,21 +79,21 @@ class Buffer:
         return [self._bytes[start:stop] for start, stop in ranges]
 
     def agreeing(self, manifest: Manifest) -> int:
-        """How many chunks it has of the version that the manifest describes."""
+        """Number of chunks of the manifest's version that it has."""
         if self.version != manifest.version:
             return 0
         return sum(manifest.digests[index] == digest for index, digest in self.digests.items())
 
     def close(self) -> None:
-        """Give the descriptor back; the memory stays with those who have it mapped."""
+        """Close the descriptor. Processes that have mapped the memory keep it."""
         os.close(self._descriptor)
 
 
 class Replica:
-    """Two buffers, and what is known of their bytes. Any thread may call any method."""
+    """Two buffers and the state of their chunks. Any thread may call any method."""
 
     def __init__(self, slots: tuple[TensorSlot, ...], ranks: int) -> None:
-        """Map both buffers. Raises ``RunError`` when that is not possible."""
+        """Map both buffers. Raises ``RunError`` if they cannot be mapped."""
         self.slots = slots
         self.ranks = ranks
         self.chunks = chunks_of(slots, ranks)
@@ -107,10 +103,10 @@ class Replica:
         self._lock = RLock()
 
     def begin(self, version: int, keep: Manifest | None = None, ranks: Collection[int] | None = None) -> str:
-        """The path of a buffer into which ranks of this host (by default all) write their shards of ``version``.
+        """Take a buffer for ``version``; returns its path, to which ``ranks`` (by default all) write their shards.
 
-        ``keep``: the version that engines serve. The buffer that has it, or this host's part of it, is not taken, also
-        when it is of the same version. Raises ``RunError`` when the host does not have the memory.
+        ``keep``: the version that engines serve. A buffer with chunks of it is not taken, even for the same version.
+        Raises ``RunError`` if the host lacks the memory.
         """
         with self._lock:
             kept = None if keep is None else self._of(keep)
@@ -119,9 +115,10 @@ class Replica:
         return path
 
     def digest(self, version: int, ranks: Collection[int], threads: ThreadPoolExecutor) -> dict[int, str]:
-        """The digests of the chunks of these ranks, by index, once the ranks have written; from here on they are held.
+        """Compute the digests of these ranks' chunks, by index, after the ranks have written. From then on the host can
+        lend the chunks.
 
-        Raises ``RunError`` when the version was not begun here, or another one has begun in its place.
+        Raises ``RunError`` if the version was not begun here, or another version has taken its place.
         """
         replaced = RunError(f"weight version {version} is not being written on this host", location="weights")
         with self._lock:
@@ -142,10 +139,10 @@ class Replica:
 
     @contextmanager
     def receiving(self, manifest: Manifest) -> Iterator[Buffer]:
-        """The buffer to complete the version in: the one that has some of its chunks already, or a free one.
+        """The buffer in which to complete the version: a buffer with some of its chunks, or else a free buffer.
 
-        Chunks that it has with other bytes are forgotten. Those that the other buffer has with the same bytes are
-        copied from there. Raises ``RunError`` when no buffer is free, or the host does not have the memory.
+        Its chunks with other bytes are forgotten, and chunks with the same bytes in the other buffer are copied. Raises
+        ``RunError`` if no buffer is free, or the host lacks the memory.
         """
         with self._lock:
             buffer = self._of(manifest) or self._take(self._free(manifest.version), manifest.version, False)
@@ -165,19 +162,19 @@ class Replica:
             yield buffer
 
     def add(self, buffer: Buffer, index: int, digest: str) -> None:
-        """Note that the chunk's bytes are there, with this digest."""
+        """Record that the buffer has a chunk's bytes with this digest."""
         with self._lock:
             buffer.digests[index] = digest
 
     def path(self, manifest: Manifest) -> str | None:
-        """The path of the version, if all of its chunks are here."""
+        """The version's path if all its chunks are here."""
         with self._lock:
             buffer = self._of(manifest)
             complete = buffer is not None and buffer.agreeing(manifest) == len(self.chunks)
             return buffer.path if buffer is not None and complete else None
 
     def held(self, version: int) -> bytes:
-        """One byte for each chunk: 1 if it can be lent, else 0."""
+        """One byte for each chunk: 1 if it can be lent, otherwise 0."""
         with self._lock:
             held = bytearray(len(self.chunks))
             for buffer in self._buffers:
@@ -188,7 +185,7 @@ class Replica:
 
     @contextmanager
     def lent(self, version: int, index: int, digest: str) -> Iterator[list[memoryview] | None]:
-        """The bytes of a chunk, which do not change in this context; None when it is not here with this digest."""
+        """A chunk's bytes, which do not change within the block; None if it is not here with this digest."""
         with self._lock:
             having = (b for b in self._buffers if b.version == version and b.digests.get(index) == digest)
             buffer = next(having, None)
@@ -197,18 +194,18 @@ class Replica:
             yield None if buffer is None else buffer.views(self.chunks[index].ranges)
 
     def versions(self) -> dict[int, int]:
-        """How many chunks there are of each version."""
+        """Number of chunks by version."""
         with self._lock:
             return {b.version: len(b.digests) for b in self._buffers if b.version is not None}
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close both buffers."""
         with self._lock:
             for buffer in self._buffers:
                 buffer.close()
 
     def _of(self, manifest: Manifest) -> Buffer | None:
-        """The buffer that has most of the version's chunks, if one has any."""
+        """The buffer with the most chunks of the version; None if neither has any."""
         best = max(self._buffers, key=lambda b: b.agreeing(manifest))
         return best if best.agreeing(manifest) else None
 
@@ -216,7 +213,7 @@ class Replica:
         """The buffers that a pull may overwrite: not the newest complete version, not one that ranks write."""
         complete = [b for b in self._buffers if len(b.digests) == len(self.chunks)]
         kept = max(complete, key=lambda b: b.order, default=None)
-        free = [b for b in self._buffers if b is not kept and not b.being_written]
+        free = [b for b in self._buffers if b is not kept and not (b.written_here and not b.digests)]
         if not free:
             raise RunError(
                 f"the host has no free memory for weight version {version}: one buffer has a complete version, trainer "
@@ -226,13 +223,12 @@ class Replica:
         return free
 
     def _take(self, free: Iterable[Buffer], version: int, written_here: bool) -> Buffer:
-        """One of the free buffers for ``version``: an incomplete one before a complete one, an older one before a newer
-        one."""
+        """Take one of the free buffers for ``version``: incomplete before complete, older before newer."""
         taken = min(free, key=lambda b: (len(b.digests) == len(self.chunks), b.order))
         self._serial += 1
         if taken.begin(version, self._serial, written_here):
             return taken
-        # Its bytes are in use, by an engine that hangs while loading or a slow host that fetches, which keep them.
+        # An engine that hangs while loading, or a slow host that fetches, still uses its bytes, and keeps them.
         fresh = Buffer(self._nbytes)
         fresh.begin(version, self._serial, written_here)
         self._buffers[self._buffers.index(taken)] = fresh
@@ -240,10 +236,10 @@ class Replica:
         return fresh
 
     def _allocate(self, ranks: Collection[int]) -> None:
-        """Have memory for the shards of these ranks in both buffers: the next version finds its pages there.
+        """Allocate memory for these ranks' shards in both buffers, so the next version has its pages, too.
 
-        Missing memory is an error here; later it would be a signal that kills the writer halfway. Not under the lock:
-        for large weights this takes minutes, and others must be served.
+        If the memory is missing, this raises an error; a later write would be killed by a signal. For large weights it
+        takes minutes, so the lock is not held meanwhile: other hosts must be served.
         """
         size = self._nbytes + ALIGNMENT
         for buffer in list(self._buffers):
@@ -266,7 +262,7 @@ class Replica:
                 buffer.allocated = wanted
 
     def _pin(self, buffer: Buffer | None) -> ExitStack:
-        """Keeps the buffer's bytes from being overwritten until the context ends. Called with the lock held."""
+        """Keep the buffer's bytes from being overwritten until the stack is closed. Call it with the lock held."""
         pin = ExitStack()
         if buffer is not None:
             buffer.pins += 1
@@ -280,7 +276,7 @@ class Replica:
 
 
 def digest_of(views: Iterable[memoryview]) -> str:
-    """BLAKE3 (hex) of the views' bytes, one after another."""
+    """BLAKE3 (hex) of the views' bytes in order."""
     from blake3 import blake3
 
     hasher = blake3()

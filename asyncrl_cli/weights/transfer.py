@@ -1,11 +1,11 @@
-"""Moves chunks between hosts: HTTP/1.1 over TCP, under the run's token, from and into mapped memory (decision 0037).
+"""Moves chunks between hosts with HTTP/1.1, from and into mapped memory (decision 0002).
 
-    GET /weights/VERSION                        a byte for each chunk: 1 when it is here
+    GET /weights/VERSION                        a byte for each chunk: 1 if it is here
     GET /weights/VERSION/chunks/INDEX/DIGEST    the bytes of a chunk
 
-``WeightServer`` serves the checked chunks of a replica to clients with the run's token, and nothing else to anyone. A
-client without the token can cost it 2 KiB, ten seconds, and one of a fixed number of connections. ``Connection`` only
-moves bytes: ``pull.py`` chooses holders, checks what came, and retries.
+``WeightServer`` serves only the checked chunks of a replica, and only to clients with the run's token. A client without
+the token costs it at most 2 KiB, ten seconds, and one of a fixed number of connections. ``Connection`` only moves
+bytes; ``pull.py`` chooses holders, checks the bytes and retries.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from asyncrl_cli.system.network import family_of
 from asyncrl_cli.weights.replica import Replica
 
 CONNECT_S = 5.0
-"""Seconds that a connection may take."""
+"""Seconds to connect."""
 SILENCE_S = 10.0
 """Seconds that the other end may pause within a transfer."""
 ANSWER_S = 60.0
-"""Seconds that a client may take for an answer."""
+"""Seconds that a client may take to receive an answer."""
 IDLE_S = 60.0
-"""Seconds that a connection is kept without a request, once it has shown the token."""
+"""Seconds that a connection with the token is kept without a request."""
 CONNECTIONS = 512
-"""Connections at a time; more are closed immediately."""
+"""Largest number of open connections; further ones are closed immediately."""
 HEAD_BYTES = 2048
-"""The longest head of a request."""
+"""Largest head of a request."""
 VIEWS = 512
-"""Ranges in one system call; Linux takes 1024."""
+"""Ranges in one system call; Linux allows 1024."""
 REQUEST_LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]{0,255}) HTTP/1\.1")
 PATH = re.compile(r"/weights/(\d{1,12})(?:/chunks/(\d{1,9})/([0-9a-f]{64}))?")
 REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 405: "Method Not Allowed"}
@@ -45,11 +45,11 @@ REFUSALS = {401: "it refuses the run's token", 404: "it does not have the chunk"
 
 
 class HolderFault(Exception):
-    """A holder did not give what it was asked for; the text says why, in a few words."""
+    """A holder did not send the requested bytes; the text is a short reason."""
 
 
 class Connection:
-    """A connection to one holder, opened when it is needed and kept until a fault. One thread uses it, except
+    """A connection to one holder, opened when needed and kept until a fault. Only one thread may use it, except for
     ``abort``."""
 
     def __init__(self, url: str, token: str) -> None:
@@ -60,24 +60,24 @@ class Connection:
         self._aborted = False
 
     def held(self, version: int, count: int) -> bytes:
-        """Which of the ``count`` chunks of ``version`` the holder has: 1 or 0 for each. Raises ``HolderFault``."""
+        """One byte for each of the version's ``count`` chunks: 1 if the holder has it. Raises ``HolderFault``."""
         answer = bytearray(count)
         self._get(f"/weights/{version}", [memoryview(answer)])
         return bytes(answer)
 
     def fetch(self, version: int, index: int, digest: str, into: Sequence[memoryview]) -> None:
-        """Write a chunk's bytes into ``into``, a view for each of its ranges. They are not checked here.
+        """Write a chunk's bytes into ``into``, which has a view for each of its ranges, without checking them.
 
-        A holder that has other bytes than ``digest`` says does not send them. Raises ``HolderFault``.
+        A holder sends only bytes that have this ``digest``. Raises ``HolderFault``.
         """
         self._get(f"/weights/{version}/chunks/{index}/{digest}", into)
 
     def abort(self) -> None:
-        """End the request under way, and all later ones, with a ``HolderFault``; called by another thread."""
+        """From another thread: end the current request and all later ones with ``HolderFault``."""
         self._aborted = True
         if (connection := self._http.sock) is not None:
             with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits; ``close`` would not
+                connection.shutdown(socket.SHUT_RDWR)  # wakes the waiting thread; ``close`` would not
 
     def close(self) -> None:
         """Close the connection; the next request opens it again."""
@@ -93,7 +93,7 @@ class Connection:
             if answer.status != 200:
                 raise HolderFault(REFUSALS.get(answer.status, f"it answered with HTTP status {answer.status}"))
             if answer.length != expected:
-                raise HolderFault(f"it answered with {answer.length} bytes, expected are {expected}")
+                raise HolderFault(f"it answered with {answer.length} bytes, expected {expected}")
             _read(answer, into, expected)
         except (OSError, HTTPException, HolderFault) as error:
             self.close()
@@ -101,7 +101,7 @@ class Connection:
 
     def _connect(self) -> None:
         self._http.sock = connection = socket.socket(family_of(self._host), socket.SOCK_STREAM)
-        if self._aborted:  # checked once the socket is there, where ``abort`` finds it
+        if self._aborted:  # checked after the socket is set: a later ``abort`` finds it there
             raise HolderFault
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(CONNECT_S)
@@ -130,10 +130,10 @@ def _reason(error: Exception) -> str:
 
 
 class WeightServer:
-    """Serves from its creation until ``close``. Each connection has a thread."""
+    """Serves a replica until ``close``, with a thread for each connection."""
 
     def __init__(self, replica: Replica, token: str, address: str) -> None:
-        """Listen on a free port of the address. Raises ``RunError`` when the host does not have it."""
+        """Listen on a free port of the address. Raises ``RunError`` if the host does not have the address."""
         self._replica = replica
         self._authorization = f"Bearer {token}".encode()
         self._connections: set[socket.socket] = set()
@@ -167,7 +167,7 @@ class WeightServer:
             while not self._closed:
                 try:
                     connection, _ = self._listener.accept()
-                except OSError:  # a client that is gone already, or no file descriptors
+                except OSError:  # the client has gone, or there are no free file descriptors
                     time.sleep(0.01)
                     continue
                 with self._lock:
@@ -190,27 +190,27 @@ class WeightServer:
     def _serve(self, connection: socket.socket) -> None:
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            patience_s = SILENCE_S
-            while self._answer(connection, patience_s):
-                patience_s = IDLE_S
+            timeout_s = SILENCE_S
+            while self._answer(connection, timeout_s):
+                timeout_s = IDLE_S
         except OSError:
-            pass  # the client is gone, or too slow: it asks again, here or elsewhere
+            pass  # the client has gone or is too slow; it asks again, here or elsewhere
         finally:
             self._drop(connection)
 
-    def _answer(self, connection: socket.socket, patience_s: float) -> bool:
-        """Read one request and answer it; returns whether another may follow."""
+    def _answer(self, connection: socket.socket, timeout_s: float) -> bool:
+        """Read one request and answer it; True if another may follow."""
         try:
-            method, path, headers, has_more = _read_request(connection, patience_s)
+            method, path, headers, has_more = _read_request(connection, timeout_s)
         except ValueError:
             return self._refuse(connection, 400)
-        # Before anything else is looked at: without the token there is nothing to learn here.
+        # The token first: without it a client must not learn which versions and chunks exist.
         if not hmac.compare_digest(headers.get("authorization", "").encode(), self._authorization):
             return self._refuse(connection, 401, "WWW-Authenticate: Bearer\r\n")
         if method != "GET":
             return self._refuse(connection, 405, "Allow: GET\r\n")
         if has_more or headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-            return self._refuse(connection, 400)  # a request has no body, and waits for the last answer
+            return self._refuse(connection, 400)  # neither bodies nor pipelining are supported
         wanted = PATH.fullmatch(path)
         if wanted is None:
             return self._refuse(connection, 404)
@@ -228,10 +228,10 @@ class WeightServer:
 
 
 def _read_request(connection: socket.socket, timeout_s: float) -> tuple[str, str, dict[str, str], bool]:
-    """Method, path, headers with names in lower case, and whether anything came after them.
+    """The method, the path, the headers by name in lower case, and True if bytes follow them.
 
-    Raises ``ValueError`` when it is too long or not a request, ``OSError`` when the client closes or takes longer than
-    ``timeout_s`` seconds for all of it.
+    Raises ``ValueError`` if it is too long or not a request, ``OSError`` if the client closes the connection or takes
+    longer than ``timeout_s`` seconds in total.
     """
     deadline = time.monotonic() + timeout_s
     received = b""
@@ -258,7 +258,7 @@ def _read_request(connection: socket.socket, timeout_s: float) -> tuple[str, str
 
 
 def _send(connection: socket.socket, status: int, body: list[memoryview], headers: str = "") -> None:
-    """Send an answer. Raises ``OSError``, ``SILENCE_S`` after ``ANSWER_S`` at the latest."""
+    """Send an answer. Raises ``OSError``, at the latest after ``ANSWER_S + SILENCE_S`` seconds."""
     length = sum(len(view) for view in body)
     head = f"HTTP/1.1 {status} {REASONS[status]}\r\nContent-Length: {length}\r\n{headers}\r\n"
     views = [memoryview(head.encode()), *body]

@@ -1,8 +1,8 @@
 """The engine's end of a weight transfer, inside vLLM's worker process.
 
-vLLM imports this module as its ``worker_extension_cls``; importing it registers the transport and ties the
-process's life to its parent's. Loading goes through vLLM's own layerwise reload, so kernels that keep
-repacked copies of a weight are rebuilt too; on CPU before the pause, where that is possible (``next_layers``).
+vLLM imports this module as its ``worker_extension_cls``. The import registers the transport, and has the kernel kill
+the process when its parent ends. Weights are loaded with vLLM's own layerwise reload, which also rebuilds kernels with
+repacked weights; on CPU if possible before the pause (``next_layers``).
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ ADAPTER_BACKEND = "asyncrl_adapter"
 
 @dataclass
 class ReplicaInitInfo(WeightTransferInitInfo):
-    """The layout: the fields of each ``TensorSlot``, whose parts are what vLLM loads."""
+    """The layout: the fields of each ``TensorSlot``."""
 
     slots: list[dict[str, Any]]
 
 
 @dataclass
 class ReplicaUpdateInfo(WeightTransferUpdateInfo):
-    """A version that is complete on this host, and the path of its memory."""
+    """A complete version on this host, and the path of its memory."""
 
     version: int
     path: str
 
 
 class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateInfo]):
-    """Loads the model from the host's replica. The agent has checked the bytes: nothing is computed over them here."""
+    """Loads the model from the host's replica. It computes no checksums, because the agent has checked the bytes."""
 
     init_info_cls = ReplicaInitInfo
     update_info_cls = ReplicaUpdateInfo
@@ -69,11 +69,10 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.next: NextLayers | None = None
 
     def prepare(self, version: int, path: str) -> None:
-        """Begin the part of an update that is possible while the engine generates: make the version's layers, or map
-        its memory, which pins it."""
+        """Begin the part of an update that needs no pause: make the version's layers, or map and pin its memory."""
         from asyncrl_cli.weights.next_layers import NextLayers, can_be_made
 
-        self.next = None  # of an update that failed
+        self.next = None  # left by a failed update
         makes_next = can_be_made(self.model, self.device)
 
         def read() -> NextLayers | None:
@@ -83,7 +82,7 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.preparing = self.thread.submit(read)
 
     def prepared(self) -> bool:
-        """Whether that is done. Raises ``ReplicaGone`` when the memory is of another version by now."""
+        """True if ``prepare`` is complete. Raises ``ReplicaGone`` if the memory now has another version."""
         if self.preparing.done():
             self.next = self.preparing.result()
         return self.preparing.done()
@@ -95,9 +94,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
         if self.next is None:
             if self.device.type == "cpu":
-                # vLLM packs the weights of experts for its CPU kernel only while a layer has no kernel. With one, it
-                # would load new weights unpacked into the memory of the packed ones, and compute with numbers in the
-                # wrong order.
+                # vLLM packs experts' weights for its CPU kernel only if the layer has no kernel yet. Otherwise it would
+                # write unpacked weights into the packed memory, and compute with numbers in the wrong order.
                 for layer in self.model.modules():
                     method: Any = getattr(layer, "quant_method", None)
                     if hasattr(method, "moe_kernel"):
@@ -110,23 +108,23 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ReplicaUpdateInfo) -> None:
-        """Load every tensor; raises ``ReplicaGone`` when the memory is of another version by now."""
+        """Load every tensor. Raises ``ReplicaGone`` if the memory now has another version."""
         if self.next is not None:
             self.next.install()
             return
-        self.reading.close()  # of an update that failed
-        # Until ``finish_weight_update``: the layerwise reload reads some tensors no earlier, such as padded ones.
+        self.reading.close()  # left open by a failed update
+        # Open until ``finish_weight_update``, because the layerwise reload reads some tensors (padded ones) only there.
         tensors = self.reading.enter_context(self.replica.open(update_info.path, update_info.version))
-        # Views of the shared memory: a tensor-parallel loader takes its part before it copies to the device.
+        # Views, not copies: a tensor-parallel loader takes its part before it copies to the device.
         with self.replica.loads():
             self.model.load_weights(self.loaded(tensors))
 
     def loaded(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that vLLM loads, as views of the replica's ``tensors``, by name.
+        """The tensors that vLLM loads by name, as views of the replica's ``tensors``.
 
-        The matrices of this worker's experts are one tensor [experts, rows, columns], under the name of the first one.
-        vLLM's loaders take it as they take one matrix. 18,432 matrices of Qwen3-30B-A3B, one by one, cost 1.8 s of
-        Python in the pause (decision 0109).
+        The matrices of this worker's experts are one tensor [experts, rows, columns] with the first expert's name,
+        which vLLM's loaders accept like a single matrix. One by one, the 18,432 matrices of Qwen3-30B-A3B would cost
+        1.8 s of Python in the pause (decision 0052).
         """
         for slot in self.slots:
             whole = tensors[slot.name]
@@ -159,8 +157,8 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
         self.reading.close()
 
     def _repack_tied_head(self) -> None:
-        # vLLM's CPU linear keeps a packed copy of lm_head that the layerwise reload does not see when the
-        # weight is tied to the embedding: without this the engine answers with the old head.
+        # vLLM's CPU linear keeps a packed copy of lm_head. If the weight is tied to the embedding, the layerwise reload
+        # misses this copy, and the engine would answer with the old head.
         from asyncrl_cli.weights.next_layers import language_model
 
         head = getattr(language_model(self.model), "lm_head", None)
@@ -176,9 +174,9 @@ class ReplicaTransferEngine(WeightTransferEngine[ReplicaInitInfo, ReplicaUpdateI
 
 
 def _own_experts(model: nn.Module) -> dict[int, slice]:
-    """The numbers of the experts that this worker has in its layers' weights, by their number in the whole model.
+    """The indices of this worker's experts in a layer, by the layer's total number of experts.
 
-    Without an entry vLLM's loader must take each expert alone: it quantizes them, or keeps copies of some.
+    Without an entry, vLLM's loader must get each expert alone, because it quantizes experts or keeps copies of some.
     """
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -197,7 +195,7 @@ def _own_experts(model: nn.Module) -> dict[int, slice]:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker: calls of its transfer engine that vLLM's interface lacks."""
+    """Mixed into vLLM's worker: calls to its transfer engine that vLLM's interface lacks."""
 
     weight_transfer_engine: ReplicaTransferEngine
 
@@ -217,7 +215,7 @@ class WorkerExtension:
 
 
 die_with(os.getppid())
-# Else a progress bar of vLLM, shown or not, makes a named semaphore, which a killed process leaves in /dev/shm.
+# By default, vLLM's progress bars make a named semaphore, which a killed process leaves in /dev/shm.
 tqdm.set_lock(threading.RLock())
 WeightTransferEngineFactory.register_engine(BACKEND, ReplicaTransferEngine)
 WeightTransferEngineFactory.register_engine(ADAPTER_BACKEND, "asyncrl_cli.weights.adapter", "AdapterTransferEngine")

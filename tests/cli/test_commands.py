@@ -393,7 +393,7 @@ def test_a_journal_that_is_older_than_the_checkpoint_is_refused(tmp_path: Path) 
     run = resumable(tmp_path / "runs", step=3, checkpoint=5)
     before = (run.path / "spec.yaml").read_bytes()
     shown = refused(asyncrl("resume", "run-1", "--steps", "20", cwd=tmp_path), 2)
-    assert shown.startswith("error: the journal ends at step 3, and the newest checkpoint is of step 5: ")
+    assert shown.startswith("error: the journal ends at step 3, but the newest checkpoint has step 5: ")
     assert f"\n --> runs/run-1/{FILE}\nhint: " in shown
     assert shown.endswith("asyncrl resume run-1 --without-journal")
     assert (run.path / "spec.yaml").read_bytes() == before

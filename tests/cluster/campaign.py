@@ -2,8 +2,8 @@
 
     python -m tests.cluster.campaign --events 30 --seed 0
 
-Real runs on test hosts: the head with the driver and trainer rank 0, a host with rank 1, a host with two engines, and
-one more host for an engine that joins and leaves. During a run, hosts are killed, partitioned and slowed down, and
+Real runs on test hosts: the head with the driver and rank 0, a host with rank 1, a host with two engines, and
+another host for an engine that joins and leaves. During a run, hosts are killed, partitioned and slowed down, and
 engines join and are drained. A complete run is checked like the runs of `make faults`: its journal is audited and
 compared with all snapshots that were taken during the run, and its recorded batches are trained again. A run without
 staleness must equal a run without faults, bit for bit. Prints a line per event and a table; exits with 1 if any check
@@ -49,7 +49,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "journal": {"segment_seconds": 600.0},
     },
 }
-"""What each kind of run changes in the base spec. All have two ranks with ZeRO-3 and two or three engines."""
+"""Changes to the base spec, by kind of run. All runs have two ranks with ZeRO-3 and two or three engines."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Campaign:
 
     @property
     def events(self) -> int:
-        """Events so far."""
+        """Number of events so far."""
         return sum(len(run.kills) for _, run, _ in self.done)
 
     @property
@@ -82,7 +82,7 @@ class Campaign:
             event for _ in range(0, self.events_a_run, len(usable)) for event in chance.sample(usable, len(usable))
         ]
         started, before = time.monotonic(), leftover_files()
-        models = self.folder / "models"  # the initial model of all runs is made once
+        models = self.folder / "models"  # one initial model for all runs
         models.mkdir(exist_ok=True)
         (folder / "models").symlink_to(models)
         with Network(folder, kept=[models]) as network:
@@ -130,7 +130,7 @@ class Campaign:
         return differences(run.folder, undisturbed.folder)
 
     def table(self) -> Iterator[str]:
-        """How often each event came, and what was found."""
+        """The number of each event, and the findings."""
         back: dict[str, list[float]] = defaultdict(list)
         counts: dict[str, int] = defaultdict(int)
         for _, run, _ in self.done:
@@ -145,7 +145,7 @@ class Campaign:
 
 
 def _wrong_weights(run: HostedRun) -> Iterator[str]:
-    """Versions that an engine served with weights other than the trainer's, found by the log-probs of their tokens."""
+    """Versions that an engine served with other weights than the trainer's, found by their tokens' log-probs."""
     if (gap := run.ask("SELECT max(gap) FROM publishes")) > TOLERANCE:
         yield f"an engine that proved its weights differed by {gap:.3g} nats"
     for row in rows(run.folder, "metrics.jsonl"):

@@ -13,7 +13,7 @@ from tests.cluster.ray_cluster import RayCluster
 
 @pytest.fixture
 def network(tmp_path: Path) -> Iterator[Network]:
-    """A network for hosts; ``tmp_path`` is their shared folder. Tests are skipped where it cannot be created."""
+    """A network for hosts with ``tmp_path`` as shared folder. Skips the test if it cannot be created."""
     if reason := why_not():
         pytest.skip(reason)
     with Network(tmp_path) as made:
@@ -22,5 +22,5 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 @pytest.fixture
 def ray_cluster(network: Network) -> RayCluster:
-    """A Ray cluster over the network, still without a host."""
+    """A Ray cluster over the network, without a host yet."""
     return RayCluster(network)

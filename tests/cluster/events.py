@@ -1,7 +1,7 @@
-"""The events of a campaign, and the hosts that they happen to.
+"""The events of a campaign, and its hosts.
 
 An event happens while a run trains. Some time later the damage is repaired, as if a machine were replaced or a network
-repaired: otherwise a run that has lost its only host with engines could not continue.
+repaired: otherwise a run could not continue after the loss of its only host with engines.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JOINS = "SELECT count(*) FROM engine_changes WHERE change = 'join'"
 @dataclass(slots=True)
 class Site:
     """The hosts of a run: ``head`` and ``second`` with a trainer rank each, ``engines`` with two engines, and
-    ``guest``, which is only on while a third engine is wanted."""
+    ``guest``, which is on only while a third engine is wanted."""
 
     cluster: RayCluster
     head: Host
@@ -44,7 +44,7 @@ class Site:
         return site
 
     def join(self, host: Host) -> None:
-        """Start Ray on a host, with the CPUs and the labels of its role."""
+        """Start Ray on a host, with its role's CPUs and labels."""
         self.cluster.start(
             host,
             cpus=2 if host is self.engines else 1,
@@ -52,9 +52,9 @@ class Site:
         )
 
     def restore(self) -> None:
-        """Repair the network, replace hosts that are off, and start Ray where it has ended, as an operator does.
+        """Repair the network, replace hosts that are off, and start Ray where it has ended, like an operator.
 
-        Ray declares a host dead that was partitioned for a long time, and the host's Ray node ends.
+        After a long partition Ray declares the host dead, and the host's Ray node ends.
         """
         for host in (self.head, self.second, self.engines, self.guest):
             if host.alive:
@@ -68,7 +68,7 @@ class Site:
     def inject(self, run: HostedRun, name: str) -> bool:
         """Cause an event while a run trains. Returns False if the run was complete before.
 
-        If the driver ends with an error meanwhile, this is noted, and the run is resumed.
+        If the driver ends with an error, this is noted, and the run is resumed.
         """
         while True:
             try:
@@ -127,7 +127,7 @@ def _engines_partitioned(site: Site, run: HostedRun) -> None:
     site.engines.partition()
     run.pause(PARTITION_S)
     site.engines.heal()
-    # Ray's node ends when the head reports that it was declared dead, unless the partition ended before that.
+    # Ray's node ends when it learns that the head declared it dead, unless the partition ended before.
     run.pause(10)
 
 
@@ -171,6 +171,6 @@ PREPARED: dict[str, Callable[[Site, HostedRun], None]] = {
 }
 ALL = tuple(EVENTS)
 WITHOUT_EFFECT = ("engines killed", "engines without power", "engines at 5 MB/s", "engine added", "trainer killed")
-"""Events that do not change the result of a run without staleness: tokens of unfinished rollouts are not recorded, so
-these rollouts are generated again with the same random numbers. An engine that is drained hands over its tokens, and
+"""Events that do not change the result of a run without staleness. Unfinished rollouts' tokens are not recorded, so
+these rollouts are generated again with the same random numbers. A drained engine hands over its tokens, and
 another engine continues them with other random numbers (docs/decisions/0010-segments.md)."""

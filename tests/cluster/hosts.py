@@ -1,15 +1,15 @@
-"""Hosts on one machine: each has its own network, processes, /tmp, /dev/shm, IPC and name, as a machine has.
+"""Hosts on one machine. Like machines, each has its own network, processes, /tmp, /dev/shm, IPC and name.
 
     with Network(folder) as network:
         one, other = network.host("one"), network.host("other")
         one.run("sh", "-c", "hostname > /dev/shm/mine")
         other.kill()
 
-A host consists of unnamed namespaces, which exist as long as its first process. The switch that connects the hosts is
-one more namespace. When the process that created them ends, for whatever reason, the kernel kills them with SIGKILL. So
-nothing remains, and the machine's own network is neither used nor changed.
+A host consists of unnamed namespaces, which exist as long as its first process. The switch between the hosts is
+another namespace. When the process that created them ends, for any reason, the kernel kills them with SIGKILL. So
+nothing remains, and the machine's network is neither used nor changed.
 
-``folder`` is the hosts' shared file system, at the same path on every host and outside. Everything else below /tmp and
+``folder`` is the hosts' shared file system, with the same path on every host and outside. All else below /tmp and
 /dev/shm belongs to one host and is lost with it.
 """
 
@@ -30,7 +30,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SUBNET = "10.213.77"
-"""The hosts' addresses. Only the namespaces made here know them."""
+"""The hosts' addresses, which exist only in these namespaces."""
 START_S = 120.0
 COMMAND_S = 120.0
 
@@ -52,7 +52,7 @@ class HostError(Exception):
 
 @cache
 def why_not() -> str | None:
-    """Why this machine cannot have hosts; None when it can."""
+    """The reason why this machine cannot have hosts; None if it can."""
     limit = "tc qdisc add dev veth0 root tbf rate 5mbps burst 128kb latency 1s"
     probe = f"ip link add veth0 type veth peer name veth1 && {limit}"
     try:
@@ -71,7 +71,7 @@ def why_not() -> str | None:
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float) -> Any:
-    """The first true answer. Raises ``HostError`` when there is none in time."""
+    """The first true answer. Raises ``HostError`` if there is none in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if answer := condition():
@@ -90,7 +90,7 @@ class Command:
 
     @property
     def pid(self) -> int:
-        """Its process id outside the host's namespaces: that of the command itself, not that of nsenter."""
+        """The command's process id outside the host's namespaces (not the id of nsenter)."""
         found: int = until(lambda: next(iter(children(self.process.pid)), 0), f"the process of {self.argv[0]}", 10)
         return found
 
@@ -100,17 +100,17 @@ class Command:
         return self.process.poll()
 
     def printed(self) -> str:
-        """What it has printed."""
+        """Its output so far."""
         return self.output.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
-        """Send a signal to the command, unless it has ended."""
+        """Send it a signal, unless it has ended."""
         with suppress(ProcessLookupError, HostError):
             if self.code is None:
                 os.kill(self.pid, number)
 
     def wait(self, seconds: float) -> int:
-        """Its exit code. Raises ``HostError`` when it does not end in time."""
+        """Wait for its exit code. Raises ``HostError`` if it does not end in time."""
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -137,18 +137,18 @@ class Host:
 
     @property
     def card(self) -> str:
-        """The MAC address of its network card. It is the same after a restart."""
+        """The MAC address of its network card, the same after a restart."""
         return f"02:00:00:00:00:{self.index:02x}"
 
     @property
     def alive(self) -> bool:
-        """Whether it is on."""
+        """True if it is on."""
         return self.shell is not None and self.shell.poll() is None
 
     # -- on and off
 
     def boot(self) -> None:
-        """Turn it on. A host that was killed starts as it did the first time, without other processes."""
+        """Turn it on. A killed host starts as at first, without other processes."""
         if self.alive:
             raise HostError(f"{self.name} is on")
         network = self.network
@@ -174,7 +174,7 @@ class Host:
         self._configure("ip route add default dev eth0")
 
     def kill(self, *, silent: bool = False) -> None:
-        """Kill it with all its processes. ``silent``: without reset of its connections, as in a power failure."""
+        """Kill it with all its processes. ``silent``: without resetting its connections, like a power failure."""
         if silent:
             self.partition()
         self._end(signal.SIGKILL)
@@ -184,9 +184,9 @@ class Host:
         if shell is None:
             return
         with suppress(ProcessLookupError):
-            os.kill(self.pid, number)  # with the first process of a pid namespace the kernel ends all others
+            os.kill(self.pid, number)  # the kernel kills a pid namespace's processes with its first process
         shell.wait(START_S)
-        # A host of the same name may start at once; the kernel itself would remove the link only some time later.
+        # A host with the same name may start soon; the kernel itself would remove the link only later.
         self.network.at_switch(f"ip link delete {self.name}", check=False)
         self.shell, self.pid = None, 0
 
@@ -211,34 +211,34 @@ class Host:
             exec {shlex.quote(sys.executable)} -IS -c {shlex.quote(FIRST_PROCESS)}
         """
 
-    # -- what its network does
+    # -- its network
 
     def partition(self) -> None:
-        """It cannot reach other hosts, and they cannot reach it. Connections stay open."""
+        """Cut it off from all other hosts. Connections stay open."""
         self.network.at_switch(f"ip link set {self.name} down")
 
     def heal(self) -> None:
-        """End of a partition."""
+        """End a partition."""
         self.network.at_switch(f"ip link set {self.name} up")
 
     def slow(self, bytes_per_second: int) -> None:
-        """Limit what it sends and what it receives to this many bytes per second each."""
+        """Limit sent and received bytes per second, each to this number."""
         limit = f"root tbf rate {bytes_per_second}bps burst 128kb latency 1s"
         self.network.at_switch(f"tc qdisc replace dev {self.name} {limit}")
         self._configure(f"tc qdisc replace dev eth0 {limit}")
 
     def fast(self) -> None:
-        """End of ``slow``."""
+        """End ``slow``."""
         self.network.at_switch(f"tc qdisc delete dev {self.name} root", check=False)
         if self.alive:
             self._configure("tc qdisc delete dev eth0 root", check=False)
 
     def lose(self, other: Host) -> None:
-        """Packets to another host are lost silently; the opposite direction and all other hosts are not affected."""
+        """Drop packets to another host silently. The opposite direction and other hosts are not affected."""
         self._configure(f"ip neigh replace {other.address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
 
     def find(self, other: Host) -> None:
-        """End of ``lose``."""
+        """End ``lose``."""
         self._configure(f"ip neigh replace {other.address} lladdr {other.card} dev eth0 nud reachable")
 
     def _configure(self, command: str, *, check: bool = True) -> None:
@@ -247,7 +247,7 @@ class Host:
     # -- commands
 
     def entering(self, *argv: str, **environment: str) -> list[str]:
-        """The beginning of a command line with which this machine runs a command on the host. Raises ``HostError``."""
+        """The start of a command line that runs a command on the host. Raises ``HostError``."""
         if not self.alive:
             raise HostError(f"{self.name} is off")
         namespaces = ("--net", "--mount", "--pid", "--ipc", "--uts")
@@ -277,7 +277,7 @@ class Host:
         return Command(words, process, output)
 
     def run(self, *argv: str | Path, seconds: float = COMMAND_S, check: bool = True, **environment: str) -> str:
-        """Run a command on it to its end; returns what it printed. Raises ``HostError`` when it fails."""
+        """Run a command on it to its end; returns the output. Raises ``HostError`` if it fails."""
         command = self.start(*argv, **environment)
         try:
             code = command.wait(seconds)
@@ -291,11 +291,11 @@ class Host:
         return output
 
     def python(self, code: str, *argv: str, **settings: Any) -> str:
-        """Run Python code on it; returns what it printed."""
+        """Run Python code on it; returns the output."""
         return self.run(sys.executable, "-c", code, *argv, **settings)
 
     def processes(self) -> list[int]:
-        """Its processes by their ids outside the host's namespaces, in ascending order."""
+        """Its processes' ids outside the host's namespaces, in ascending order."""
         try:
             namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
         except OSError:
@@ -308,18 +308,18 @@ class Host:
         return sorted(found)
 
     def processes_titled(self, title: str) -> list[int]:
-        """Those whose command line begins with ``title``."""
+        """The processes with a command line that begins with ``title``."""
         return [pid for pid in self.processes() if _title(pid).startswith(title)]
 
 
 @dataclass(slots=True)
 class Network:
-    """Hosts in one network. A context manager: on exit all hosts are turned off.
+    """Hosts in one network. A context manager, which turns off all hosts at its exit.
 
     Args:
         folder: the hosts' shared file system. It must exist.
         kept: other folders below /tmp that every host has at the same path.
-        variables: environment variables of every process on a host.
+        variables: environment variables for every process on a host.
     """
 
     folder: Path
@@ -354,19 +354,19 @@ class Network:
         return self.folder / "names"
 
     def environment(self, more: Mapping[str, str]) -> list[str]:
-        """The beginning of a command line that sets the environment of processes on a host."""
+        """The start of a command line that sets the environment of processes on a host."""
         path = f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"
         settings = {"PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "120", **self.variables, **more}
         without = [word for name in ("RAY_AUTH_TOKEN", "RAY_ADDRESS", "TMPDIR") for word in ("-u", name)]
         return ["env", *without, *(f"{name}={value}" for name, value in settings.items())]
 
     def at_switch(self, command: str, *, check: bool = True) -> None:
-        """Run a command in the network namespace of the switch. Raises ``HostError``."""
+        """Run a command in the switch's network namespace. Raises ``HostError``."""
         assert self._switch is not None
         _call(["nsenter", "--target", str(self._switch.pid), "--net", *command.split()], check=check)
 
     def host(self, name: str) -> Host:
-        """A new host, which is on. ``name`` has at most 15 letters and digits (it names an interface)."""
+        """Start a new host. ``name``: at most 15 letters and digits, because it names an interface."""
         host = Host(self, name, len(self.hosts) + 1)
         with self.names.open("a") as names:
             names.write(f"{host.address} {name}\n")
@@ -376,7 +376,7 @@ class Network:
 
 
 def _killed_with_us() -> list[str]:
-    # The kernel sends the signal when the thread ends that started the process, so start hosts in the main thread.
+    # Start hosts in the main thread: the kernel sends the signal when the thread that started the process ends.
     return ["setpriv", "--pdeathsig", "KILL"]
 
 

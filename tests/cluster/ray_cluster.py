@@ -1,4 +1,4 @@
-"""A Ray cluster over test hosts: a node on each, with token authentication and pinned ports.
+"""A Ray cluster over test hosts, with a node on each host, token authentication and pinned ports.
 
 ray = RayCluster(network)
 head, other = ray.hosts(head=2, other=1)
@@ -21,7 +21,7 @@ for node in GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10).values(
     if node.state == GcsNodeInfo.ALIVE:
         print("node", node.node_manager_address, node.node_id.hex())
 """
-"""Asks the head without joining the cluster, which takes a tenth of the time and starts no worker."""
+"""Asks the head without joining the cluster: this takes a tenth of the time, and starts no worker."""
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_worker_niceness": "0",
-            # setproctitle would overwrite the environment by which tests find processes.
+            # setproctitle would overwrite the environment, where tests look for marks of processes.
             "SPT_NOENV": "1",
         }
 
@@ -62,7 +62,7 @@ class RayCluster:
         return host
 
     def hosts(self, **cpus: float) -> list[Host]:
-        """New hosts by name, each with a node of this many CPUs; they start at the same time."""
+        """New hosts by name, each with a node of this many CPUs. They start in parallel."""
         hosts = [self.network.host(name) for name in cpus]
         for host in hosts:
             self.start(host, cpus[host.name])
@@ -97,11 +97,11 @@ class RayCluster:
                 return "Ray runtime started" in command.printed()
 
             until(started, f"Ray to start on {host.name}", START_S)
-        # Not earlier: each query is a process that imports Ray, and would delay the nodes that start.
+        # Not earlier: each query is a process that imports Ray, and would delay the starting nodes.
         until(lambda: {host.address for host in hosts} <= set(self.nodes()), "Ray's nodes", START_S)
 
     def ended(self, host: Host) -> bool:
-        """Whether Ray's node on a host has ended, or was never started."""
+        """True if Ray's node on a host has ended, or was never started."""
         command = self.commands.get(host.name)
         return command is None or command.code is not None
 
@@ -111,7 +111,7 @@ class RayCluster:
         return dict(line.split()[1:] for line in answer.splitlines() if line.startswith("node "))
 
     def drain(self, host: Host, seconds: int = 30) -> None:
-        """Tell Ray that the host will be removed in this many seconds, as a cloud does before it reclaims a machine."""
+        """Tell Ray that the host will be removed in this many seconds, like a cloud that reclaims a machine."""
         self.head.run(
             *("ray", "drain-node", f"--address={self.address}", f"--node-id={self.nodes()[host.address]}"),
             *("--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=test"),

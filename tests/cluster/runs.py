@@ -1,4 +1,4 @@
-"""Runs of `asyncrl` over the hosts of a test. The commands run on the head, where a user enters them."""
+"""Runs of `asyncrl` over a test's hosts. The commands run on the head, where a user would enter them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.e2e.conftest import Runs
 from tests.e2e.faults.disturbed import DisturbedRun
 
 OF_EVERY_NODE = ("ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent")
-"""Titles of processes that Ray has on every node, with or without a run."""
+"""Titles of Ray's processes on every node, with or without a run."""
 
 
 @dataclass(frozen=True)
 class HostedRuns(Runs):
-    """A runs folder on the hosts' shared file system, and the commands for it, which run on the head."""
+    """A runs folder on the hosts' shared file system, with commands that run on the head."""
 
     cluster: RayCluster
 
@@ -36,11 +36,11 @@ class HostedRuns(Runs):
 
 @dataclass(slots=True)
 class HostedRun(DisturbedRun):
-    """A disturbed run whose driver is on the head."""
+    """A disturbed run with its driver on the head."""
 
     @property
     def pid(self) -> int:
-        """The driver's process id, not that of the command that entered the host."""
+        """The driver's process id, not the id of the command that entered the host."""
         assert self._process is not None
         entered = self._process.pid
         return until(lambda: next(iter(children(entered)), 0) or self.code is not None, "the driver's process", 10)
@@ -51,7 +51,7 @@ class HostedRun(DisturbedRun):
         return ""
 
     def living(self) -> list[int]:
-        """Processes of the run on any host: actors, and the processes that they have started."""
+        """The run's processes on any host: actors, and processes that they started."""
         return [pid for host in self._hosts() for title in ("ray::", "VLLM::") for pid in _of_run(host, title)]
 
     def _hosts(self) -> list[Host]:

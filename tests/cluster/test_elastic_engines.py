@@ -1,4 +1,4 @@
-"""Real Ray over the hosts: how a run is notified when a node is drained or dead, and that the node can join again."""
+"""Real Ray over the hosts: a run notices a drained or dead node, and the node can join again."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ while reason != "its node is gone":
 """
 
 
-def test_a_drain_notice_and_a_death_are_heard_and_the_host_comes_back_and_leaves(ray_cluster: RayCluster) -> None:
+def test_drain_notices_and_deaths_are_noticed_and_the_host_can_rejoin(ray_cluster: RayCluster) -> None:
     head, other = ray_cluster.host("head"), ray_cluster.host("other", labels={"role": "rollout"})
     first_id = ray_cluster.nodes()[other.address]
     watching = head.start(sys.executable, "-c", WATCHES, ray_cluster.address)
@@ -51,5 +51,5 @@ def test_a_drain_notice_and_a_death_are_heard_and_the_host_comes_back_and_leaves
     ray_cluster.start(other)
     ray_cluster.wait_for(other)
     assert ray_cluster.nodes()[other.address] != first_id
-    ray_cluster.drain(other)  # idle now, so Ray ends it
+    ray_cluster.drain(other)  # it is idle, so Ray ends it
     until(lambda: other.address not in ray_cluster.nodes(), "the drained host to leave", 60)

@@ -1,4 +1,4 @@
-"""The test hosts: each behaves like a separate machine, and nothing of it remains when it has ended."""
+"""Each test host behaves like a separate machine, and leaves nothing when it has ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def two(network: Network) -> tuple[Host, Host]:
 
 
 def connects(one: Host, other: Host, seconds: float = 5) -> bool:
-    """Whether a connection is made in time."""
+    """True if a connection is made in time."""
     try:
         return "connected" in one.python(CONNECTS.format(other.name, seconds))
     except HostError:
@@ -108,12 +108,12 @@ def test_a_slow_host_sends_and_gets_less(two: tuple[Host, Host]) -> None:
         "s, start, sent = socket.create_connection(('second', 7000), 60), time.monotonic(), 0\n"
         "while sent < 3_000_000: sent += s.send(bytes(1 << 16))\n"
         "s.shutdown(1)\n"
-        "s.recv(1)\n"  # returns once all has arrived
+        "s.recv(1)\n"  # returns when all bytes have arrived
         "print(time.monotonic() - start)"
     )
     limited = float(first.python(code))
     second.fast()
-    assert limited > 2.0  # 3 MB at 1 MB/s, whatever else the machine does
+    assert limited > 2.0  # 3 MB at 1 MB/s, on a machine under any load
     assert float(first.python(code)) < limited
 
 
@@ -139,7 +139,7 @@ with Network(Path(sys.argv[1])) as network:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_nothing_is_left_of_hosts_whose_maker_was_killed(network: Network, number: int) -> None:
+def test_hosts_end_with_their_killed_creator_and_leave_nothing(network: Network, number: int) -> None:
     def state() -> tuple[str, set[str]]:
         links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
         return Path("/proc/self/mounts").read_text(), {line.split(":")[1] for line in links.splitlines()}

@@ -25,7 +25,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 
 def doctor(host: Host, *options: str) -> dict[str, list[dict[str, Any]]]:
-    """The findings of `asyncrl doctor --cluster` there, by check. Its exit code says whether one is a failure."""
+    """The findings of `asyncrl doctor --cluster`, by check. Its exit code is 1 if any is a failure."""
     command = host.start("asyncrl", "doctor", "--cluster", "--json", *options)
     code = command.wait(120)
     document = json.loads(command.printed())
@@ -48,7 +48,7 @@ def test_hosts_that_can_work_together(hosts: list[Host]) -> None:
     assert not (hosts[0].network.folder / "runs").exists()
 
 
-def test_what_is_wrong_is_named_each_with_its_hosts(hosts: list[Host]) -> None:
+def test_each_fault_is_named_with_its_hosts(hosts: list[Host]) -> None:
     """Two hosts that lose packets, a slow host, and a folder that is not shared."""
     first, second, third = hosts
     first.slow(5_000_000)
@@ -67,7 +67,7 @@ def test_what_is_wrong_is_named_each_with_its_hosts(hosts: list[Host]) -> None:
 
     (slow,) = (finding for finding in links if finding["found"].startswith("slow: "))
     assert slow["status"] == "warning"
-    for arrow in (f"{far} -> {other}", f"{one} -> {far}"):  # each host gets bytes from the one before it
+    for arrow in (f"{far} -> {other}", f"{one} -> {far}"):  # each host gets bytes from the previous host
         (figure,) = (part for part in slow["found"].removeprefix("slow: ").split("; ") if part.startswith(arrow))
         assert float(figure.rpartition(": ")[2].removesuffix(" MB/s")) < 8
 
@@ -84,7 +84,7 @@ printf '%s\\0' "$@" > argv; env -0 > environment; touch started
 until [ -e code ]; do sleep 0.1; done
 exit "$(cat code)"
 """
-"""Writes the task's command to files; the test runs it on every host; ends with the exit code of the first host."""
+"""Stands for srun: writes the task's command to files, which the test runs on every host; ends with the first code."""
 
 
 @pytest.mark.nightly  # 90 s; `make cluster` runs it

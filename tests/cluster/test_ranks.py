@@ -1,4 +1,4 @@
-"""Trainer ranks on several hosts: they use the right interface, and train the same weights as on one host."""
+"""Trainer ranks on several hosts use the right interface, and train the same weights as on one host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_interface_is_the_one_that_leads_to_the_other_host(network: Network)
 
 
 def interface(host: Host, address: str) -> str:
-    """The interface over which a host reaches an address."""
+    """The interface through which a host reaches an address."""
     return host.python(INTERFACE, address).strip()
 
 
@@ -53,7 +53,7 @@ def test_two_ranks_on_two_hosts_train_the_weights_of_two_ranks_on_one(ray_cluste
 
 
 def trained(cluster: RayCluster, held: int) -> tuple[list[str], bytes]:
-    """The addresses of all ranks, in order, and the trained weights. ``held`` CPUs of the head are in use."""
+    """All ranks' addresses, in order, and the trained weights. ``held``: number of the head's CPUs in use."""
     folder = cluster.network.folder / f"held-{held}"
     program = Path(train_on_hosts.__file__)
     output = cluster.head.run(sys.executable, program, cluster.address, folder, str(held), seconds=200)

@@ -1,4 +1,4 @@
-"""Runs over several hosts, each with its own processes and memory: they train the same bits as on one host."""
+"""Runs over several hosts with separate processes and memory train the same bits as on one host."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TWO_AND_TWO: dict[str, Any] = {
 
 
 def test_without_staleness_three_hosts_give_the_weights_of_one(network: Network, tmp_path: Path) -> None:
-    """The head with rank 0, a host with rank 1, a host with two engines; none reads the memory of another."""
+    """The head with rank 0, a host with rank 1, a host with two engines. No host reads another host's memory."""
     sections = {**TWO_AND_TWO, "pipeline": {"max_staleness": 0}, "stop": {"steps": 6}}
     alone = tmp_path / "alone"
     alone.mkdir()

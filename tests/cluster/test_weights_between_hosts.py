@@ -1,4 +1,4 @@
-"""Weights between hosts that are killed, silent, disconnected or slow: the bytes that arrive must be the right ones."""
+"""Weights between hosts that are killed, silent, disconnected or slow: only correct bytes may arrive."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ pytestmark = pytest.mark.slow
 MIB = 40
 LIMIT_S = 90
 SLOW = 6 * 2**20
-"""Bytes a second: the transfer takes long enough to be interrupted."""
+"""Bytes per second: the transfer takes long enough to be interrupted."""
 
 
 class Weights:
-    """Hosts with a replica each; the first ``holder`` writes the version."""
+    """Hosts with a replica each. The first ``holder`` writes the version."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
         self.manifest = network.folder / "manifest"
 
     def holder(self, name: str) -> tuple[Host, str]:
-        """A new host that has the version, and the URL of it."""
+        """A new host that has the version, and its URL."""
         host = self.network.host(name)
         command = host.start(*self._words("serve", host))
         return host, str(_wait(command, "url")["url"])
@@ -54,7 +54,7 @@ def _lines(command: Command) -> list[dict[str, Any]]:
 
 
 def _wait(command: Command, key: str) -> dict[str, Any]:
-    """The first line that has this key."""
+    """The first line with this key."""
 
     def found() -> dict[str, Any] | None:
         assert command.code is None, command.printed()
@@ -78,7 +78,7 @@ def test_a_host_gets_the_version_from_two_and_gives_it_to_the_next(weights: Weig
     host, command = weights.puller("three", *holders)
     pulled = _wait(command, "equal")
     assert pulled["equal"] and pulled["fetched"] == MIB * 2**20
-    # On a busy machine one holder may be so slow that the other takes over its chunk.
+    # On a busy machine a holder may be so slow that the other takes over its chunk.
     assert set(pulled["faults"].values()) <= {"it was slower than another"}
     for other in list(weights.network.hosts.values())[:2]:
         other.kill()
@@ -88,7 +88,7 @@ def test_a_host_gets_the_version_from_two_and_gives_it_to_the_next(weights: Weig
 
 
 @pytest.mark.parametrize("how", ["killed", "silent", "disconnected"])
-def test_a_holder_that_goes_in_the_middle_is_named_and_the_other_one_gives_the_rest(weights: Weights, how: str) -> None:
+def test_a_holder_that_is_lost_in_the_middle_is_named_and_another_sends_the_rest(weights: Weights, how: str) -> None:
     dying, dying_url = weights.holder("one")
     _, other_url = weights.holder("two")
     host, command = weights.puller("three", dying_url, other_url)
@@ -105,7 +105,7 @@ def test_a_holder_that_goes_in_the_middle_is_named_and_the_other_one_gives_the_r
 def test_a_host_that_was_disconnected_continues_where_it_was(weights: Weights) -> None:
     _, url = weights.holder("one")
     host, command = weights.puller("two", url, timeout_s=8, attempts=20)
-    _moving(host, MIB / 2)  # more than the chunks that are transferred at the same time
+    _moving(host, MIB / 2)  # more than the chunks that are under way at a time
     host.partition()
     failed = _wait(command, "failed")
     assert url in failed["failed"] and 0 < failed["held"] < MIB // 4

@@ -1,4 +1,4 @@
-"""Train a few steps with ranks on selected hosts and save the model: the program that test_ranks.py runs on the head.
+"""Trains a few steps with ranks on selected hosts, and saves the model. test_ranks.py runs this program on the head.
 
 python train_on_hosts.py ADDRESS FOLDER CPUS_HELD_ON_THE_HEAD
 """
@@ -50,8 +50,8 @@ def main() -> None:
 
         holder = Holder.options(num_cpus=held, scheduling_strategy=on_node()).remote()
         ray.get(holder.ready.remote())
-        seats = asyncio.run(train(spec, folder)).seats
-    print(json.dumps([seat.address for seat in seats]))
+        locations = asyncio.run(train(spec, folder)).locations
+    print(json.dumps([location.address for location in locations]))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m tests.cluster.weights_host pull ADDRESS MIB MANIFEST TIMEOUT-S ATTEMPTS URL…
 
 ``serve`` writes version 1 and puts its manifest into the file; ``pull`` gets it from the URLs, reads the bytes back as
-an engine does, and serves them, too. Both print a JSON object per line, and run until they are killed.
+an engine does, and also serves them. Both print a JSON object per line, and run until they are killed.
 """
 
 from __future__ import annotations

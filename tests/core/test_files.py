@@ -42,7 +42,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_device_stays_one() -> None:
+def test_a_device_stays_a_device() -> None:
     ours, theirs = pty.openpty()
     path = Path(os.ttyname(theirs))
     write("a page\n", path)
@@ -53,7 +53,7 @@ def test_a_device_stays_one() -> None:
     os.close(theirs)
 
 
-def test_what_a_link_points_to_is_written_and_the_link_stays(tmp_path: Path) -> None:
+def test_a_link_stays_and_its_target_is_written(tmp_path: Path) -> None:
     """`/dev/stdout` is also a link."""
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)

@@ -22,7 +22,7 @@ def unused_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
-def test_what_no_run_uses_is_not_found_meanwhile() -> None:
+def test_unused_packages_are_hidden_within_the_block() -> None:
     assert importlib.util.find_spec("scipy") is not None
     with large_imports():
         assert importlib.util.find_spec("scipy") is None
@@ -31,7 +31,7 @@ def test_what_no_run_uses_is_not_found_meanwhile() -> None:
     assert importlib.util.find_spec("scipy") is not None
 
 
-def test_what_is_imported_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_imported_packages_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", gc)
     with large_imports():
         assert sys.modules["scipy"] is gc
@@ -71,7 +71,7 @@ def test_a_command_without_one_of_its_packages_ends_with_its_name(
 ) -> None:
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "yaml", None)  # the import system's mark of a module that cannot be found
+    monkeypatch.setitem(sys.modules, "yaml", None)  # the import system's mark for a module that cannot be found
     monkeypatch.delitem(sys.modules, "asyncrl_cli.convert.source", raising=False)
     monkeypatch.delitem(sys.modules, "asyncrl_cli.convert.files", raising=False)
     monkeypatch.setattr(sys, "argv", ["asyncrl", "convert", "verl", "a=b"])

@@ -1,4 +1,4 @@
-"""Confidence intervals of means over prompts, compared with textbook intervals and with simulated prompts."""
+"""Confidence intervals of means over prompts match textbook intervals and simulated prompts."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_few_prompts_have_no_interval_of_their_mean_and_a_wide_one_of_their_shar
     assert share_interval([[1.0] * 64]) == wilson(1.0, 1)
 
 
-def test_error_is_that_of_the_prompts_means_when_all_have_equally_many_answers() -> None:
+def test_error_equals_the_error_of_prompt_means_with_equal_numbers_of_answers() -> None:
     values = np.random.default_rng(0).random((40, 4))
     mean, error = clustered_error(values.tolist())
     assert (mean, error) == pytest.approx((values.mean(), values.mean(axis=1).std() / math.sqrt(40)))
@@ -81,7 +81,7 @@ def test_error_is_that_of_the_prompts_means_when_all_have_equally_many_answers()
 
 @pytest.mark.parametrize(("prompts", "samples", "hard"), [(20, 1, 0.5), (50, 4, 0.5), (100, 8, 0.05), (200, 4, 5.0)])
 def test_intervals_cover_the_true_mean_as_often_as_they_say(prompts: int, samples: int, hard: float) -> None:
-    """Prompts differ in difficulty (a beta distribution): intervals that ignored it would be far too narrow."""
+    """Prompts differ in difficulty (a beta distribution). Intervals that ignored this would be far too narrow."""
     rng = np.random.default_rng(prompts)
     covered = np.zeros(2)
     trials = 600

@@ -1,4 +1,4 @@
-"""Seeds and fractions: the values of earlier runs, which replays of these runs need."""
+"""Seeds and fractions have the values of earlier runs, which replays need."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from asyncrl_cli.core.seeds import derive_fraction, derive_seed
         ((99, 512), 1871419684119615842),
     ],
 )
-def test_seeds_are_those_of_earlier_runs(parts: tuple[object, ...], seed: int) -> None:
+def test_seeds_equal_the_seeds_of_earlier_runs(parts: tuple[object, ...], seed: int) -> None:
     assert derive_seed(*parts) == seed
 
 
-def test_fractions_are_those_of_earlier_runs() -> None:
+def test_fractions_equal_the_fractions_of_earlier_runs() -> None:
     assert derive_fraction(0, 3, "p-é") == 0.8957032434599882
     assert derive_fraction(1, 0, "u") == 0.38608927416377736
 

@@ -16,6 +16,6 @@ def test_swapped_and_missing_letters_are_recognized(word: str, meant: str) -> No
     assert did_you_mean(word, PRESETS) == f"did you mean `{meant}`?"
 
 
-def test_nothing_similar_is_nothing() -> None:
+def test_dissimilar_names_are_not_suggested() -> None:
     assert closest("xyzzy", PRESETS) == closest("grpo", []) == []
     assert did_you_mean("xyzzy", PRESETS, "use one of them") == "use one of them"

@@ -1,8 +1,8 @@
-"""A complete run without Ray, vLLM and DeepSpeed, in one thread: the driver's real code, the real buffer with its
+"""A complete run without Ray, vLLM and DeepSpeed in one thread: the driver's real code, the real buffer with its
 journal, and real checkpoints; simulated engines and trainer ranks, which die when ``Fate`` decides.
 
-A rank's weights are the digests of the batches it was trained on. A token depends only on its rollout's seed, its index
-and the weights that sample it, so every token of a batch can be computed afterwards from the journal alone.
+A rank's weights are the digests of its trained batches. A token depends only on its rollout's seed, its index
+and the weights that sample it. So every token of a batch can be computed afterwards from the journal.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from asyncrl_cli.records.generation import (
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.records.prompt import Prompt
 from asyncrl_cli.records.rewards import Scored
-from asyncrl_cli.records.training import Probe, Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import Probe, RankLocation, StepReport, TrainingBatch
 from asyncrl_cli.rollout.worker import EVALUATION
 from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.runs.recorder import Recorder
@@ -68,7 +68,7 @@ LIMIT_S = 120.0
 
 
 def number(*parts: object) -> int:
-    """A number that depends on all of these."""
+    """A number that depends on all arguments."""
     return zlib.crc32(repr(parts).encode())
 
 
@@ -89,13 +89,13 @@ def probe(weights: Weights) -> np.ndarray[Any, np.dtype[np.float32]]:
 
 RANK_0 = "host-0"
 TRAINING_TURNS = 5
-"""Iterations of the event loop that a step takes: enough for engines to generate meanwhile."""
+"""Iterations of the event loop that a step takes, enough for engines to generate during it."""
 LOADING_TURNS = 16
-"""Iterations of the event loop that an engine takes to load a version: enough for the next batch to be ready."""
+"""Iterations of the event loop that an engine takes to load a version, enough for the next batch to be ready."""
 
 
 class Fate:
-    """Decides which process dies and when; at most ``faults`` times, so that every run ends."""
+    """Decides which process dies and when, at most ``faults`` times, so every run ends."""
 
     def __init__(self, random: Random, faults: int, victims: Iterable[str] = ()) -> None:
         self.random = random
@@ -108,17 +108,17 @@ class Fate:
         self.driver = asyncio.Event()
         self.training = 0
         self.overlapped = False
-        """Whether an engine generated while a rank trained."""
+        """True if an engine generated while a rank trained."""
         self.loading = 0
         self.loaded_meanwhile = False
-        """Whether a rank trained while an engine that serves loaded the next version."""
+        """True if a rank trained while a serving engine loaded the next version."""
         self.saved_meanwhile = False
-        """Whether a rank trained while its checkpoint was written."""
+        """True if a rank trained while its checkpoint was written."""
         self.awake: set[Engine] = set()
-        """Engines that are using their GPU."""
+        """Engines that use their GPU now."""
 
     def strikes(self, victim: str, chance: float) -> bool:
-        """Whether the victim dies now."""
+        """True if the victim dies now."""
         struck = self.faults > 0 and victim in self.victims and self.random.random() < chance
         self.faults -= struck
         self.met += [victim] * struck
@@ -131,7 +131,7 @@ class Fate:
 
 
 class Engine(Actor):
-    """Generates a few tokens of some rollouts at a time. It may die with its node, and may be asked to leave."""
+    """Generates a few tokens of some rollouts at a time. It may die, also with its node, and may be asked to leave."""
 
     def __init__(self, fate: Fate, hosts: StandInHosts, node: str) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Engine(Actor):
         return found
 
     def _tail(self, name: str, rollout: Rollout) -> list[Segment]:
-        """The tokens of a rollout that were not reported yet."""
+        """The tokens of a rollout that are not reported yet."""
         start, self._reported[name] = self._reported[name], len(rollout.ids)
         return rollout.slice(start, None).segments(name, start)
 
@@ -267,7 +267,7 @@ class Engine(Actor):
 
 
 class Process(StandInProcess):
-    """An engine's actors; a further engine waits for room, and may not start."""
+    """An engine's actors. An additional engine waits for room, and may fail to start."""
 
     def __init__(self, fate: Fate, **more: Any) -> None:
         super().__init__(**more)
@@ -283,7 +283,7 @@ class Process(StandInProcess):
 
 
 class Cluster:
-    """Has room for more engines, each on its own node, and reclaims nodes; sometimes the run is scaled."""
+    """A cluster with room for more engines, each on its own node. It reclaims nodes, and sometimes scales the run."""
 
     def __init__(self, fate: Fate, make: Callable[[str, str, bool], Process]) -> None:
         """``make(name, node, started)``: an engine on a node."""
@@ -345,8 +345,8 @@ class Rank(Actor):
         self._saved: Weights = ()
 
     @remote
-    async def visit(self, search_path: str) -> Seat:
-        return Seat(f"host-{self._rank}", "127.0.0.1")
+    async def visit(self, search_path: str) -> RankLocation:
+        return RankLocation(f"host-{self._rank}", "127.0.0.1")
 
     @remote
     async def preload(self, rank: int, one_host: bool) -> tuple[str, int]:
@@ -399,7 +399,7 @@ class Rank(Actor):
 
     @remote
     async def write_checkpoint(self, folder: str) -> dict[str, Any]:
-        """Takes as long as some steps, and the rank may die meanwhile."""
+        """Takes as long as some steps; the rank may die during it."""
         for _ in range(self._fate.random.randint(1, 4)):
             await self._work(0.05)
             self._fate.saved_meanwhile |= self._weights != self._saved
@@ -448,7 +448,7 @@ class Encoder:
 
 
 def judged(texts: Sequence[str]) -> list[float | None]:
-    """The rewards of responses. The rewards of a group depend on its first one, and the longest of three has none."""
+    """The rewards of responses. A group's rewards depend on its first response; the longest of three has none."""
     rewards: list[float | None] = [float(number(text) % 3 + number(texts[0]) % 3) / 2 for text in texts]
     if len(texts) > 2:
         rewards[max(range(len(texts)), key=lambda index: len(texts[index]))] = None
@@ -456,7 +456,7 @@ def judged(texts: Sequence[str]) -> list[float | None]:
 
 
 class Scorer:
-    """Scores responses after a short time, those to prompts of odd numbers together with their group."""
+    """Scores responses after a short time, responses to odd prompts together with their group."""
 
     def sees_group(self, prompt: Prompt) -> bool:
         return int(prompt.uid[1:]) % 2 == 1
@@ -475,7 +475,7 @@ def loader_of(spec: ExperimentSpec) -> PromptLoader:
 
 
 class View(Monitor):
-    """Keeps what a user would see."""
+    """Keeps the user's output."""
 
     def __init__(self) -> None:
         self.shown: list[str] = []
@@ -491,7 +491,7 @@ class View(Monitor):
 
 
 class Simulation:
-    """A run in a folder, with one driver after another until it is finished."""
+    """A run in a folder, with one driver after another until it has finished."""
 
     def __init__(self, folder: Path, spec: ExperimentSpec, fate: Fate) -> None:
         self.run = RunDirectory.create(folder, "simulated")
@@ -513,7 +513,7 @@ class Simulation:
             start = prepare(self.run, self.spec, None, "", without_journal=False).carry_out(self.run)
 
     async def _drive(self, start: Start) -> bool:
-        """Run one driver; returns whether it reached the end."""
+        """Run one driver. True if it reached the end."""
         self.drivers += 1
         self.starts.append(start)
         self.fate.driver.clear()

@@ -1,4 +1,4 @@
-"""Host agents without Ray, memory or network: weights are any values, and a rank's shard is one chunk."""
+"""Host agents without Ray, memory or network. Weights are arbitrary values, and a rank's shard is one chunk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from asyncrl_cli.weights.layout import TensorSlot
 from asyncrl_cli.weights.manifest import Endpoint, Manifest, Pulled, PullFailed, ReplicaGone
 
 Shards = dict[int, Any]
-"""The data of each rank, by rank."""
+"""Each rank's data, by rank."""
 
 
 def layout(ranks: int) -> tuple[TensorSlot, ...]:
@@ -35,17 +35,17 @@ def digest(shard: Any) -> str:
 
 
 class StandInAgent(Actor):
-    """Has two versions at most. Pulls fetch missing chunks while ``may_fetch`` is set; ``works`` is called at every
+    """Has at most two versions. Pulls fetch missing chunks while ``may_fetch`` is set; ``works`` is called at every
     call."""
 
     def __init__(self, hosts: StandInHosts, node: str) -> None:
         super().__init__()
         self._hosts = hosts
         self._node = node
-        self.versions: dict[str, tuple[int, dict[int, str]]] = {}  # for each path: the version, and digests by rank
+        self.versions: dict[str, tuple[int, dict[int, str]]] = {}  # by path: the version, and the digests by rank
         self.may_fetch = asyncio.Event()
         self.may_fetch.set()
-        self._written = ""  # the last path that was given to ranks
+        self._written = ""  # the last path for ranks
 
     @remote
     async def start(self, slots: tuple[TensorSlot, ...], ranks: int, token: str, address: str) -> Endpoint:
@@ -95,7 +95,7 @@ class StandInAgent(Actor):
         self.versions = {}
 
     def _having(self, manifest: Manifest, chunks: int) -> str | None:
-        """The path of a version of which at least this many chunks are on this host."""
+        """The path of a version, if this host has at least this many of its chunks."""
         for path, (version, digests) in self.versions.items():
             same = sum(manifest.digests[rank] == found for rank, found in digests.items())
             if version == manifest.version and same >= chunks:
@@ -112,7 +112,7 @@ class StandInAgent(Actor):
 
 
 class StandInHosts:
-    """The memory of hosts by path, the agents by node, and the nodes that are gone."""
+    """The hosts' memory by path, the agents by node, and the lost nodes."""
 
     def __init__(self, budget: RestartBudget | None = None) -> None:
         self.gone: set[str] = set()
@@ -129,11 +129,11 @@ class StandInHosts:
         self.memory[path][rank] = shard
 
     def agent(self, node: str) -> StandInAgent:
-        """The newest agent of a node."""
+        """A node's newest agent."""
         return self.agents[node][-1]
 
     def lent(self, holders: Sequence[Endpoint], manifest: Manifest, rank: int) -> Iterator[Any]:
-        """The shard of a rank, for every holder that has it."""
+        """A rank's shard from every holder that has it."""
         for holder in holders:
             agent = self.agent(holder.node_id)
             for path, (version, digests) in agent.versions.items():
@@ -141,7 +141,7 @@ class StandInHosts:
                     yield self.memory[path][rank]
 
     def lose(self, node: str) -> None:
-        """A node dies with its agent."""
+        """Kill a node with its agent."""
         self.gone.add(node)
         if node in self.agents:
             self.agent(node).die()

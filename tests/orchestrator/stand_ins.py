@@ -1,4 +1,4 @@
-"""Actors without Ray: their methods have ``.remote()``, and they can die."""
+"""Stand-ins for actors: their methods have ``.remote()``, and they can die."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def run(test: Coroutine[Any, Any, T]) -> T:
 
 
 async def turns(count: int = 10) -> None:
-    """Run the event loop this many times, so that everything that can proceed does."""
+    """Run the event loop this many times: everything that can proceed does."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 class Actor:
-    """Calls begin in their order, and continue when their caller is cancelled. After ``die`` every call fails, also
+    """Calls begin in order, and continue when their caller is cancelled. After ``die`` every call fails, also
     running ones."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Actor:
         self._calls: dict[asyncio.Future[Any], asyncio.Future[Any]] = {}
 
     def begin(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-        """Begin a call; the answer can be awaited, as Ray's can."""
+        """Begin a call. The answer can be awaited like Ray's."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         call = self._calls[answer] = asyncio.ensure_future(work)
         call.add_done_callback(partial(self._ended, answer))
@@ -71,7 +71,7 @@ class Actor:
         return answer
 
     def die(self) -> None:
-        """End at once."""
+        """Die immediately."""
         self.dead = True
         calls, self._calls = self._calls, {}
         for answer, call in calls.items():
@@ -91,7 +91,7 @@ class Actor:
 def _fail(answer: asyncio.Future[Any], error: BaseException) -> None:
     if not answer.done():
         answer.set_exception(error)
-        answer.exception()  # retrieved here, because possibly no caller waits
+        answer.exception()  # retrieved here, because there may be no caller that waits
 
 
 class RemoteMethod:
@@ -107,7 +107,7 @@ class RemoteMethod:
 
 
 class remote:
-    """Makes an actor's method a remote one."""
+    """Gives an actor's method its ``.remote()``."""
 
     def __init__(self, function: Callable[..., Coroutine[Any, Any, Any]]) -> None:
         self._function = function
@@ -120,7 +120,7 @@ class remote:
 
 
 class StandInGateway(Actor):
-    """The real gateway without its server, in the test's own loop: agents find their sessions in ``sessions``."""
+    """The real gateway without its server, in the test's event loop. Agents find their sessions in ``sessions``."""
 
     def __init__(self, chat: ChatFormat) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class StandInGateway(Actor):
 
 
 class StandInEngine(Actor):
-    """Records its calls; ``deliver`` determines what ``collect`` returns."""
+    """Records its calls; ``collect`` returns the deliveries from ``deliver``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class StandInEngine(Actor):
         told_to_leave: bool = False,
         placements: Iterable[Placement] = (),
     ) -> None:
-        """Queue these for delivery, without their prompts, as a worker does."""
+        """Queue results for delivery, without their prompts, like a worker."""
         rollouts = [replace(entry, prompt_ids=()) for entry in ended if isinstance(entry, Rollout)]
         failures = [entry for entry in ended if isinstance(entry, RolloutFailure)]
         self._idle.clear()
@@ -209,17 +209,17 @@ class StandInEngine(Actor):
         self._deliveries.put_nowait(delivery)
 
     async def deliver(self, *ended: Rollout | RolloutFailure, **more: Any) -> None:
-        """Deliver these, and wait until the caller of ``collect`` has processed them."""
+        """Deliver results, and wait until the caller of ``collect`` has processed them."""
         self.put(*ended, **more)
         await self.processed()
 
     async def processed(self) -> None:
-        """Return when everything is delivered, ``collect`` is called again, and the resulting requests are sent."""
+        """Wait until everything is delivered, ``collect`` is called again, and the resulting requests are sent."""
         await self._idle.wait()
         await turns()
 
     def forget_collector(self) -> None:
-        """The caller of ``collect`` is gone and gets no more deliveries."""
+        """Deliver nothing more to the caller of ``collect``."""
         if self._collecting is not None:
             self._collecting.cancel()
 
@@ -230,7 +230,7 @@ class StandInEngine(Actor):
 
 
 class ReadyGroup(PlacementGroup):
-    """A placement group that is ready at once."""
+    """A placement group that is always ready."""
 
     def __init__(self, who: str, count: int = 1) -> None:
         super().__init__(who, {"CPU": 1}, selector=NodeSelector(), count=count)
@@ -265,10 +265,10 @@ class StandInProcess(SupervisedActor):
             self.started = True
 
     async def start(self, actor: Any) -> None:
-        """The actor is ready at once."""
+        """The actor is ready immediately."""
 
     async def replace(self) -> None:
-        """Replace the present actor with a new one."""
+        """Replace the current actor by a new one."""
         await self.lose(self.actor, "replaced")
         await self.running()
 
@@ -277,7 +277,7 @@ class StandInProcess(SupervisedActor):
             self.actor.die()
 
     async def end(self) -> None:
-        """End it permanently."""
+        """End the engine for good."""
         self.release()
 
 
@@ -290,7 +290,7 @@ def client_over(
     slots: int = 256,
     on_engine_request: Callable[[EngineRequest], None] = lambda _: None,
 ) -> GenerationClient:
-    """A client with serving engines, whose names are ``engine-0``, ``engine-1``, ..."""
+    """A client with serving engines, named ``engine-0``, ``engine-1``, ..."""
     processes: list[Any] = [StandInProcess(f"engine-{index}", make_actor) for index in range(engines)]
     client = GenerationClient(
         processes,
@@ -307,18 +307,18 @@ def client_over(
 
 
 def text_of(ids: Iterable[int]) -> str:
-    """A text in which every token can be recognized."""
+    """A text that shows every token."""
     return "".join(f"<{token}>" for token in ids)
 
 
 def actors(client: GenerationClient) -> list[Any]:
-    """The present actors of the engines."""
+    """The engines' current actors."""
     return [engine.process.actor for engine in client.engines]
 
 
 @asynccontextmanager
 async def collecting(client: GenerationClient) -> AsyncIterator[None]:
-    """Collects from every engine for the duration of the block."""
+    """Collect from every engine within the block."""
     async with asyncio.TaskGroup() as tasks:
         collectors = [tasks.create_task(client.collect(engine)) for engine in client.engines]
         yield
@@ -331,7 +331,7 @@ async def collecting(client: GenerationClient) -> AsyncIterator[None]:
 
 
 class Here(Disk):
-    """Reads and writes the journal at once in this thread, so that the order is deterministic."""
+    """Reads and writes the journal immediately in this thread, which makes the order deterministic."""
 
     def __init__(self, path: Path, limit_s: float) -> None:
         pass
@@ -344,12 +344,12 @@ class Here(Disk):
 
 
 def kill(buffer: Buffer) -> None:
-    """End a buffer as the death of its driver does: uncommitted data is lost."""
+    """End a buffer like its driver's death: uncommitted data is lost."""
     buffer._book.journal.close()
 
 
 class Notes(list[tuple[str, str, str]]):
-    """The recorded faults; ``warnings`` are the displayed ones."""
+    """The recorded faults; ``warnings`` has the displayed ones."""
 
     def __init__(self) -> None:
         super().__init__()

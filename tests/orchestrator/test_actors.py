@@ -1,4 +1,4 @@
-"""Engines and trainer start in parallel; what dies meanwhile is started again, and what fails is named."""
+"""Engines and trainer start in parallel. Actors that die are started again, and failures are named."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from asyncrl_cli.core.errors import ConfigError, RunError, UserError
 from asyncrl_cli.orchestrator.actors import start_all
 from asyncrl_cli.orchestrator.engines import EngineProcess
 from asyncrl_cli.orchestrator.trainers import TrainerLost
-from asyncrl_cli.records.training import Seat
+from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.system import supervised_actor
 
 
 class EngineActor(Actor):
-    """``fate`` is called at its start, and may kill it or raise an error."""
+    """``fate`` is called at the actor's start, and may kill it or raise an error."""
 
     def __init__(self, name: str, pid: int, fate: Callable[[EngineActor], None]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class EngineActor(Actor):
 
 
 class Factory:
-    """Creates the actors of engines; their process ids are 1001, 1002, ..."""
+    """Creates engines' actors, with the process ids 1001, 1002, ..."""
 
     def __init__(self, fate: Callable[[EngineActor], None] = lambda actor: None, address: str | None = None) -> None:
         self.spec = SimpleNamespace(
@@ -69,20 +69,20 @@ class Factory:
 
 
 class Trainers:
-    """Trainer ranks; ``dies_at`` lists the calls in which they die, one after another."""
+    """Trainer ranks that die in the calls ``dies_at``, one after another."""
 
     def __init__(self, *dies_at: str) -> None:
-        self.seats: tuple[Seat, ...] = ()
+        self.locations: tuple[RankLocation, ...] = ()
         self.calls: list[str] = []
         self._dies_at = list(dies_at)
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        return tuple(seat.node_id for seat in self.seats)
+        return tuple(location.node_id for location in self.locations)
 
     async def preload(self) -> None:
         self._note("preload")
-        self.seats = (Seat("node-0", "10.0.0.1"),)
+        self.locations = (RankLocation("node-0", "10.0.0.1"),)
 
     async def prepare_model(self, progress: Callable[[str], None]) -> str:
         self._note("prepare_model")
@@ -99,7 +99,7 @@ class Trainers:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Processes and actors that were killed."""
+    """The killed processes and actors."""
     found: list[Any] = []
 
     def kill(actor: EngineActor) -> None:
@@ -120,7 +120,7 @@ def started(
     notes: Notes | None = None,
     shared_gpus: bool = False,
 ) -> tuple[str, Notes, list[str]]:
-    """Start these actors; returns the model's folder, the recorded faults, and the displayed messages."""
+    """Start the actors; returns the model's folder, the recorded faults, and the displayed messages."""
 
     async def start() -> tuple[str, Notes, list[str]]:
         noted, shown = Notes() if notes is None else notes, list[str]()
@@ -153,7 +153,7 @@ def started(
 
 
 def once(name: str) -> Callable[[EngineActor], None]:
-    """An engine with this name dies at its first start."""
+    """Have the engine with this name die at its first start."""
     left = [name]
 
     def fate(actor: EngineActor) -> None:
@@ -174,8 +174,8 @@ def test_everything_starts_from_the_model_stub_and_the_checkpoint() -> None:
 
 
 @pytest.mark.parametrize("shared_gpus", [False, True])
-def test_ranks_load_after_the_engines_with_which_they_share_gpus(shared_gpus: bool, killed: list[Any]) -> None:
-    """Also after an engine that dies and starts again. Without shared GPUs they load at once."""
+def test_ranks_load_after_engines_that_share_their_gpus(shared_gpus: bool, killed: list[Any]) -> None:
+    """Also if an engine dies and starts again. Without shared GPUs they do not wait."""
     factory = Factory(once("engine-1"))
     up: list[bool] = []
 
@@ -222,7 +222,7 @@ def test_too_many_deaths_at_the_start_end_it(killed: list[Any]) -> None:
         ),
     ],
 )
-def test_an_error_that_would_come_back_is_not_retried(error: Exception, shown: str, killed: list[Any]) -> None:
+def test_an_error_that_would_recur_is_not_retried(error: Exception, shown: str, killed: list[Any]) -> None:
     def fails(actor: EngineActor) -> None:
         if actor.name == "engine-1":
             raise error
@@ -260,7 +260,7 @@ def test_a_process_is_killed_by_its_number_only_on_this_machine(killed: list[Any
 
 
 def test_a_process_is_killed_by_its_number_once(killed: list[Any]) -> None:
-    """The second time, the number may belong to another process."""
+    """After the first time, the number may belong to another process."""
 
     async def check() -> None:
         process = Factory().process("engine-0")

@@ -80,7 +80,7 @@ def names(run: RunDirectory) -> list[str]:
     return sorted(path.name for path in (run.path / "checkpoints").iterdir())
 
 
-def test_what_is_saved_comes_back(run: RunDirectory, ranks: StandInRanks) -> None:
+def test_a_saved_checkpoint_is_read_back(run: RunDirectory, ranks: StandInRanks) -> None:
     saved = save(run, ranks, 40)
     assert saved.folder == run.path / "checkpoints/step-000040"
     assert ranks.saves == [".saving-step-000040"]
@@ -167,7 +167,7 @@ def test_a_save_that_is_cancelled_stops_and_leaves_no_checkpoint(
     assert names(run) == [".saving-step-000040"]
 
 
-def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> None:
+def test_prune_keeps_checkpoints_by_the_specs_rules(run: RunDirectory, ranks: StandInRanks) -> None:
     checkpoints = checkpoints_of(run, ranks, keep_last=2, keep_every=4, keep_best=1)
 
     async def scenario() -> list[list[int]]:
@@ -183,7 +183,7 @@ def test_the_spec_says_what_is_kept(run: RunDirectory, ranks: StandInRanks) -> N
     assert list(itertools.chain(*removed)) == [1, 2, 3, 6, 7]
 
 
-def test_the_best_are_not_gone_before_they_are_known(run: RunDirectory, ranks: StandInRanks) -> None:
+def test_prune_keeps_checkpoints_that_are_still_evaluated(run: RunDirectory, ranks: StandInRanks) -> None:
     checkpoints = checkpoints_of(run, ranks, keep_last=1, keep_best=1)
 
     async def scenario() -> None:

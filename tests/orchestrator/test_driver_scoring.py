@@ -1,4 +1,4 @@
-"""Scoring continues whatever happens to the scorer: with stand-ins for the actor, then with real actors."""
+"""Scoring continues whatever happens to the scorer, first with stand-ins for the actor, then with real actors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def responses(*texts: str) -> list[Response]:
 
 
 class StandIn:
-    """An actor whose ``score`` returns ``answer(texts)``. As with Ray, no answer is ready at once."""
+    """An actor with a ``score`` that returns ``answer(texts)``, later like a Ray call."""
 
     def __init__(self, answer: Callable[[list[str]], Awaitable[list[Any]]], start: BaseException | None = None) -> None:
         self._answer = answer
@@ -52,7 +52,7 @@ class StandIn:
         return self._answered(self.calls[-1])
 
     async def _answered(self, texts: list[str]) -> list[Any]:
-        await asyncio.sleep(0)  # so that the other callers can call it
+        await asyncio.sleep(0)  # lets the other callers call it
         return await self._answer(texts)
 
     async def _started(self) -> None:
@@ -63,7 +63,7 @@ class StandIn:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The actors that were killed."""
+    """The killed actors."""
     actors: list[Any] = []
     monkeypatch.setattr("ray.kill", actors.append)
     return actors
@@ -115,7 +115,7 @@ def test_a_group_is_one_response_with_a_score_for_each_of_its_texts(killed: list
     assert plain(scored) == [3.0, 1.0, 4.0, *[RewardFailure("no")] * 3, 5.0]
 
 
-def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> None:
+def test_concurrent_callers_take_turns_and_get_their_own_scores_in_order(killed: list[Any]) -> None:
     actor = StandIn(lengths)
     many = [("x" * i) for i in range(2 * AT_ONCE + 1)]
 
@@ -128,8 +128,8 @@ def test_callers_take_turns_and_get_their_own_in_order(killed: list[Any]) -> Non
     assert killed == []
 
 
-def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) -> None:
-    """Six rewards that are ready once all six are requested: three workers run two rewards each."""
+def test_the_actor_gets_as_many_calls_as_it_has_places(killed: list[Any]) -> None:
+    """Three workers with two rewards each. The six rewards return when all are requested."""
     everything = asyncio.Event()
 
     async def when_all_are_there(texts: list[str]) -> list[Any]:
@@ -150,7 +150,7 @@ def test_as_many_calls_as_the_actor_has_places_are_under_way(killed: list[Any]) 
 
 
 def test_many_small_calls_share_the_room_of_the_actor(killed: list[Any]) -> None:
-    """One worker process, and callers with one response each, as with responses that engines deliver."""
+    """One worker process, and callers with one response each, like engines' deliveries."""
     most = asyncio.Event()
 
     async def when_the_room_is_full(texts: list[str]) -> list[Any]:
@@ -265,8 +265,8 @@ def test_actors_lost_while_they_start_count(killed: list[Any]) -> None:
 def cluster() -> Iterator[None]:
     import ray
 
-    folder = tempfile.mkdtemp(prefix="ray-")  # it contains sockets, whose paths must be short
-    # Killed actors do not remove their files, so these are written below the folder, too.
+    folder = tempfile.mkdtemp(prefix="ray-")  # paths of its sockets must be short
+    # Killed actors leave their files, which must be below the folder, too.
     environment = {"env_vars": {"TMPDIR": folder}}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=folder, runtime_env=environment)
     yield
@@ -300,7 +300,7 @@ def real(cluster: None, tmp_path: Path) -> tuple[Scoring, Notes]:
 
 
 @pytest.mark.stack
-def test_a_group_that_ends_its_process_costs_no_other_its_rewards(cluster: None, tmp_path: Path) -> None:
+def test_a_group_that_kills_its_process_costs_other_groups_no_reward(cluster: None, tmp_path: Path) -> None:
     source = """
         import os
         def rewards(prompt, responses):
@@ -378,7 +378,7 @@ def test_the_actor_itself_may_be_killed_at_any_time(
 
 
 @pytest.mark.stack
-def test_a_task_that_is_missing_is_known_at_the_start(cluster: None, tmp_path: Path) -> None:
+def test_a_missing_task_is_an_error_at_the_start(cluster: None, tmp_path: Path) -> None:
     task = TaskSpec(use="absent:reward")
     asked = Scoring(task, actors(task, tmp_path), budget=Notes().budget(), loaded=None)
     with pytest.raises(TaskError, match="no module 'absent'"):

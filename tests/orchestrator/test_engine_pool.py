@@ -1,4 +1,4 @@
-"""Engines join and leave while a run continues: no recorded token is lost, and other engines are not disturbed."""
+"""Engines join and leave while a run continues. No recorded token is lost, and other engines are not disturbed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ phases_by_number = st.dictionaries(st.integers(0, 9), st.sampled_from(PHASES), m
 
 
 @given(wanted=st.integers(1, 8), phases=phases_by_number)
-def test_the_pool_joins_and_leaves_until_as_many_stay_as_are_wanted(wanted: int, phases: dict[int, Phase]) -> None:
+def test_changes_reach_the_wanted_number_of_engines(wanted: int, phases: dict[int, Phase]) -> None:
     joins, leaves = changes(wanted, phases)
     staying = {number for number, phase in phases.items() if phase != Phase.LEAVING}
     assert len(staying) + len(joins) - len(leaves) == wanted
@@ -53,7 +53,7 @@ class OwnWeights:
 
 
 class Scene:
-    """A pool whose cluster has ``room`` for more engines, each on its own node."""
+    """A pool in a cluster with ``room`` for more engines, each on its own node."""
 
     def __init__(self, bounds: tuple[int, int], room: int, folder: Path = Path("nowhere")) -> None:
         self.notes = Notes()
@@ -87,7 +87,7 @@ class Scene:
         return process
 
     def further(self, name: str) -> StandInProcess:
-        """A further engine, which waits for room."""
+        """An additional engine, which waits for room."""
         process = self.process(name)
 
         async def join(waits: Callable[[str], None]) -> None:
@@ -118,7 +118,7 @@ class Scene:
         return found  # type: ignore[no-any-return]
 
     async def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition that the pool must fulfil."""
+        """Wait until the pool fulfils a condition."""
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -155,7 +155,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(engine_pool, name, 0.001)
 
 
-def test_engines_join_as_there_is_room_and_the_wait_is_reported_once() -> None:
+def test_engines_join_when_there_is_room_and_the_wait_is_reported_once() -> None:
     async def check(scene: Scene) -> None:
         await scene.until(lambda: len(scene.serving) == 2)
         await scene.ask("a", "b")
@@ -170,7 +170,7 @@ def test_engines_join_as_there_is_room_and_the_wait_is_reported_once() -> None:
     play(check, 1, 4, room=1)
 
 
-def test_what_a_run_was_scaled_to_is_what_its_next_driver_wants(tmp_path: Path) -> None:
+def test_the_next_driver_keeps_the_number_that_a_run_was_scaled_to(tmp_path: Path) -> None:
     folder = RunDirectory.create(tmp_path, "run")
     folder.update(phase="running")
 
@@ -190,7 +190,7 @@ def test_what_a_run_was_scaled_to_is_what_its_next_driver_wants(tmp_path: Path) 
     play(resumed, 1, 3, folder=folder.path)
 
 
-def test_scaled_down_the_last_engine_hands_its_rollouts_over_with_their_tokens() -> None:
+def test_scaling_down_moves_the_last_engines_rollouts_with_their_tokens() -> None:
     async def check(scene: Scene) -> None:
         await scene.until(lambda: len(scene.serving) == 2)
         await scene.ask("a", "b")
@@ -255,7 +255,7 @@ def test_an_engine_that_is_lost_with_its_node_costs_no_restart() -> None:
     play(check, 1, 1)
 
 
-def test_an_engine_that_dies_alone_does_cost_one() -> None:
+def test_an_engine_that_dies_alone_costs_a_restart() -> None:
     async def check(scene: Scene) -> None:
         scene.engine("engine-0").die()
         await asyncio.get_running_loop().create_future()
@@ -285,7 +285,7 @@ def test_an_engine_that_dies_while_it_leaves_loses_no_recorded_token() -> None:
     play(check, 1, 2)
 
 
-def test_an_engine_that_cannot_join_ends_no_run_and_is_asked_for_again() -> None:
+def test_an_engine_that_cannot_join_is_requested_again_and_the_run_continues() -> None:
     async def check(scene: Scene) -> None:
         scene.failing = 2
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Engines are kept serving: a lost engine is restarted alone, and its requests lose no token."""
+"""A lost engine is restarted alone, and its requests lose no token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROBE = np.zeros(3, np.float32)
 
 
 class LoadingEngine(StandInEngine):
-    """Also loads weights; its log-probs differ by ``off`` nats from the correct ones."""
+    """An engine that loads weights. Its log-probs are wrong by ``off`` nats."""
 
     def __init__(self, off: float = 0.0) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class LoadingEngine(StandInEngine):
 
 
 class FailingProcess(StandInProcess):
-    """Can be set to fail at its next starts, or to start engines that serve wrong weights."""
+    """May fail at its next starts, or start engines that serve wrong weights."""
 
     def __init__(self, name: str, budget: RestartBudget) -> None:
         self.offs: list[float] = []
@@ -182,7 +182,7 @@ def test_a_dead_engine_is_started_again_while_the_other_continues_its_requests()
     run(check())
 
 
-def test_the_only_engine_continues_its_own_requests_under_the_present_weights() -> None:
+def test_the_only_engine_continues_its_own_requests_under_the_current_weights() -> None:
     async def check() -> None:
         async with kept(1) as harness:
             await harness.ask("a")
@@ -255,7 +255,7 @@ def test_too_many_restarts_end_the_run_with_the_first_cause() -> None:
 
 
 class CrashingEngine(LoadingEngine):
-    """Dies at its first request; ``number`` is different for each process."""
+    """Dies at its first request. ``number`` is different for each process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Episodes in the driver: what is kept from one attempt to the next, what is retried, and the result."""
+"""Episodes in the driver: tokens kept between attempts, retries, and results."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Agent = Callable[[Session], Awaitable[Played]]
 
 
 class Model:
-    """Replies with letters that depend on the seed; it waits for ``held``."""
+    """A model that replies with letters that depend on the seed. It waits for ``held``."""
 
     def __init__(self) -> None:
         self.asked: list[RolloutRequest] = []
@@ -72,7 +72,7 @@ class Model:
 
 
 class Harness:
-    """Episodes whose attempts use these agents, one after another."""
+    """Episodes with attempts that use these agents, one after another."""
 
     def __init__(self, *agents: Agent, retries: int = 2, **limits: Any) -> None:
         self.agents = list(agents)
@@ -185,7 +185,7 @@ def test_turns_get_the_place_of_their_reply_also_after_a_restart() -> None:
 
 
 @pytest.mark.parametrize(("retry", "isolated"), [(Retry.RESUME, False), (Retry.ISOLATED, True)])
-def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, isolated: bool) -> None:
+def test_generated_tokens_are_kept_when_the_process_is_lost(retry: Retry, isolated: bool) -> None:
     async def test() -> None:
         expected, _ = await Harness(turns(3)).run()
         harness = Harness(turns(2, failed("lost", retry)), turns(3), retries=0)
@@ -199,7 +199,7 @@ def test_what_was_generated_is_kept_when_the_process_was_lost(retry: Retry, isol
     run(test())
 
 
-def test_a_reply_that_was_under_way_continues() -> None:
+def test_an_unfinished_reply_continues() -> None:
     async def test() -> None:
         async def lost(session: Session) -> Played:
             harness.model.held.clear()
@@ -221,7 +221,7 @@ def test_a_reply_that_was_under_way_continues() -> None:
     run(test())
 
 
-def test_an_agent_that_fails_is_tried_again_with_other_numbers() -> None:
+def test_a_failed_agent_restarts_with_other_random_numbers() -> None:
     async def test() -> None:
         harness = Harness(*(turns(1, failed(f"reason {attempt}", Retry.RESTART)) for attempt in range(3)), retries=2)
         _, score = await harness.run()
@@ -233,7 +233,7 @@ def test_an_agent_that_fails_is_tried_again_with_other_numbers() -> None:
     run(test())
 
 
-def test_what_has_its_time_is_not_tried_again() -> None:
+def test_an_episode_that_ran_out_of_time_is_not_retried() -> None:
     async def test() -> None:
         harness = Harness(turns(1, failed("late", Retry.NONE)))
         assert (await harness.run())[1] == RewardFailure("late")
@@ -241,7 +241,7 @@ def test_what_has_its_time_is_not_tried_again() -> None:
     run(test())
 
 
-def test_what_an_earlier_driver_recorded_is_not_generated_again() -> None:
+def test_tokens_that_an_earlier_driver_recorded_are_not_generated_again() -> None:
     async def test() -> None:
         before = Harness(turns(2))
         expected, _ = await before.run()
@@ -283,7 +283,7 @@ def test_without_a_reply_there_is_no_rollout() -> None:
     async def test() -> None:
         rollout, score = await Harness(turns(0)).run()
         assert rollout is None
-        assert score == RewardFailure("the episode of prompt 'row/1' got no reply of the model")
+        assert score == RewardFailure("the episode of prompt 'row/1' got no reply from the model")
         _, score = await Harness(too_long).run()
         assert isinstance(score, RewardFailure) and "maximum context length is 200 tokens" in score.reason
 
@@ -327,7 +327,7 @@ def test_a_gateway_that_dies_is_replaced_and_its_episodes_continue() -> None:
 
         async def killed(session: Session) -> Played:
             await turns(2)(session)
-            await turns_of_the_loop(20)  # the driver has been notified
+            await turns_of_the_loop(20)  # the driver knows of the death
             harness.actors[-1].die()
             return await asyncio.Event().wait()  # type: ignore[return-value]
 
@@ -364,7 +364,7 @@ def test_a_gateway_that_dies_too_often_ends_the_run() -> None:
     run(test())
 
 
-def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -> None:
+def test_requests_of_a_dead_gateway_are_not_generated_any_more() -> None:
     async def test() -> None:
         async def killed(session: Session) -> Played:
             harness.model.held.clear()
@@ -391,7 +391,7 @@ def test_what_was_asked_for_by_a_gateway_that_died_is_not_generated_any_more() -
     run(test())
 
 
-def test_what_is_recorded_grows_without_being_copied_and_what_is_reported_again_replaces_it() -> None:
+def test_known_tokens_grow_without_copies_and_repeated_tokens_replace_them() -> None:
     looked = 0
 
     class Counted:

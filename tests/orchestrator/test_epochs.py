@@ -1,4 +1,4 @@
-"""A start counts the steps of `stop.epochs` and records them; warnings about the number come with it."""
+"""A start converts `stop.epochs` to steps, records them, and shows the warnings that follow from the number."""
 
 from __future__ import annotations
 

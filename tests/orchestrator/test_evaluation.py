@@ -1,4 +1,4 @@
-"""Evaluations: which responses are requested, how they are counted, and what is stored."""
+"""Evaluations: the requested responses, the counts, and the stored results."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VERSIONS = (3, 3, 4)
 
 
 class Engine(StandInEngine):
-    """Answers at once."""
+    """A client that answers immediately."""
 
     @remote
     async def submit(self, requests: list[RolloutRequest]) -> None:
@@ -69,7 +69,7 @@ class Scorer:
 
 
 class Player:
-    """Plays an episode of two sequences; in every third episode the policy does not reply."""
+    """Plays episodes of two sequences. In every third episode the policy does not reply."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Sampling]] = []
@@ -83,7 +83,7 @@ class Player:
 
 
 class Journal:
-    """Keeps what is recorded."""
+    """Keeps the records."""
 
     def __init__(self) -> None:
         self.results: list[EvaluationResult] = []
@@ -148,7 +148,7 @@ def test_several_samples_of_each_prompt_are_counted_as_pass_at_k(tmp_path: Path)
     result = evaluated(parts, "sampled", 2)
     assert (result.prompts, result.samples, result.oldest, result.newest) == (3, 4, 3, 4)
     assert result.accuracy == result.mean_reward == pytest.approx(3 / 11)
-    # Two of 4 and none are correct; the first prompt has a response without a reward, so no pass@k.
+    # 2 of 4 and 0 are correct. The first prompt has a response without a reward, so it has no pass@k.
     assert result.pass_at == pytest.approx((2 / 4 / 2, 5 / 6 / 2, 1 / 2, 1 / 2))
     assert result.metrics == {"place": pytest.approx((66 - 1) / 11)}
     assert result.mean_length == 3.0
@@ -183,7 +183,7 @@ def test_without_a_reward_there_is_no_accuracy_and_some_failures_are_counted(tmp
     assert [row["failure"] for row in samples] == ["/my_reward.py:3: no reward"] * 3
     result, warning = outcome(evaluator(tmp_path, Scorer(right={0}, failed={2})), "greedy", 0)
     assert result is not None and (result.accuracy, result.mean_reward, result.prompts) == (0.5, 0.5, 2)
-    assert "1 of 3 rewards failed, the accuracy is that of the other 2; the first: " in warning
+    assert "1 of 3 rewards failed, the accuracy counts the other 2; the first: " in warning
     assert outcome(evaluator(tmp_path, Scorer(right={0})), "greedy", 0)[1] == ""
 
 
@@ -212,16 +212,16 @@ def test_the_samples_of_a_prompt_are_scored_together_if_the_reward_sees_the_grou
     assert [(uid, len(texts)) for uid, *texts in scorer.asked[3:]] == [("p0", 1), ("p1", 1), ("p2", 1)]
 
 
-def test_masked_responses_are_in_no_accuracy_and_named(tmp_path: Path) -> None:
+def test_masked_responses_count_in_no_accuracy_and_are_reported(tmp_path: Path) -> None:
     parts = evaluator(tmp_path, Scorer(right={0}, masked={1}))
     result, warning = outcome(parts, "greedy", 0)
     assert result is not None and (result.accuracy, result.mean_reward, result.prompts) == (0.5, 0.5, 2)
     assert warning == (
-        "held-out greedy at step 0: 1 of 3 responses could not be scored (None), the accuracy is that of the other 2"
+        "held-out greedy at step 0: 1 of 3 responses could not be scored (None), the accuracy counts the other 2"
     )
     assert [row["reward"] for row in rows(parts[2], "step-000000-greedy.jsonl")[1:]] == [1.0, None, 0.0]
     warning = outcome(evaluator(tmp_path, Scorer(right={0}, failed={2}, masked={1})), "greedy", 0)[1]
-    assert "1 of 3 rewards failed, 1 of 3 responses could not be scored (None), the accuracy is that of" in warning
+    assert "1 of 3 rewards failed, 1 of 3 responses could not be scored (None), the accuracy counts the" in warning
 
 
 def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_greedy_responses_need_no_seed_and_no_more_than_one(tmp_path: Path) -> N
     assert (whole.prompts, whole.pass_at) == (3, ()), "after training on all"
 
 
-def test_what_is_due_when(tmp_path: Path) -> None:
+def test_evaluations_are_due_at_their_steps(tmp_path: Path) -> None:
     def due(**evaluation: Any) -> dict[int, set[str]]:
         names = evaluation.get("sets", {})
         sets = {name: HeldOut([], Scorer(set())) for name in names}  # type: ignore[arg-type]
@@ -274,7 +274,7 @@ def test_a_rollout_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> No
         evaluated(evaluator(tmp_path, None), "greedy", 0)
 
 
-def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
+def test_context_tokens_have_no_versions(tmp_path: Path) -> None:
     class Silent(Player):
         async def play(self, rollout_id: str, prompt: Prompt, sampling: Sampling) -> tuple[Rollout | None, Any]:
             return rollout(rollout_id, (CONTEXT,)), RewardFailure("nothing was sampled")
@@ -286,7 +286,7 @@ def test_versions_of_given_tokens_are_none(tmp_path: Path) -> None:
         evaluated(parts, "x:greedy", 0)
 
 
-# -- pass@k compared with its definition: all ways to choose k of n responses
+# -- pass@k equals its definition: a share of all ways to choose k of n responses
 
 
 @given(st.data(), st.integers(1, 8))

@@ -1,4 +1,4 @@
-"""A run ends if the share of failures among its recent groups is too large, however long it has been running."""
+"""A run ends if the share of failures among its recent groups is too large, at any length of the run."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from asyncrl_cli.records.rewards import RewardFailure
 
 
 def ended(failures: RecentFailures, groups: int, every: int) -> int | None:
-    """After how many groups the run ends, if one in ``every`` fails."""
+    """The number of groups after which the run ends if one in ``every`` fails."""
     for number in range(1, groups + 1):
-        failures.failed(RewardFailure(f"group {number}")) if number % every == 0 else failures.finished()
+        failures.ended(RewardFailure(f"group {number}") if number % every == 0 else None)
         if failures.too_many():
             return number
     return None

@@ -1,4 +1,4 @@
-"""Messages between the driver and the gateway's process: in bulk, in order, and each answer for its own request."""
+"""Messages between the driver and the gateway's process: in bulk, in order, and each answer to its own request."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Harness:
         self.client = GatewayClient(setup, lambda: self.actor, self.model.generate, budget)
 
     async def _record(self, *fault: str) -> None:
-        """Nothing is made durable here."""
+        """A session without a journal."""
 
     def session(self, name: str) -> Any:
         opening = SessionOpening(name, name.partition("~")[0], SAMPLING, Limits(200, 8))
@@ -87,7 +87,7 @@ async def running() -> AsyncIterator[Harness]:
             await asyncio.gather(keeping, return_exceptions=True)
 
 
-def test_a_session_is_given_out_when_the_gateway_has_it() -> None:
+def test_a_session_opens_when_the_gateway_has_it() -> None:
     async def test() -> None:
         async with running() as harness:
             harness.actor.let.clear()
@@ -137,7 +137,7 @@ def test_an_abandoned_session_leaves_nothing_and_its_name_can_be_used_again() ->
     run(test())
 
 
-def test_an_unexpected_error_costs_its_call() -> None:
+def test_an_unexpected_error_fails_only_its_call() -> None:
     async def test() -> None:
         async with running() as harness:
             generate = harness.model.generate
@@ -164,7 +164,7 @@ def test_an_unexpected_error_costs_its_call() -> None:
     run(test())
 
 
-def test_an_answer_belongs_to_its_question_though_the_name_is_the_same() -> None:
+def test_an_answer_goes_to_its_own_request_if_names_are_equal() -> None:
     async def test() -> None:
         transfer = Transfer()
         first = asyncio.create_task(transfer.generate(0, request("1-0/0")))
@@ -221,7 +221,7 @@ def test_a_call_of_a_session_that_the_driver_no_longer_knows_is_refused() -> Non
     run(test())
 
 
-def test_an_error_of_the_link_is_a_lost_gateway_and_ends_nothing_else() -> None:
+def test_an_error_in_the_link_loses_the_gateway_and_nothing_else() -> None:
     async def test() -> None:
         async with running() as harness:
             link = harness.client._link.result()

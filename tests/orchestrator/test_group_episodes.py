@@ -1,4 +1,4 @@
-"""Groups of episodes: played instead of requested, recorded while they run, scored, and abandoned as a group."""
+"""Groups of episodes are played instead of requested, recorded while they run, scored, and abandoned as a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 
 
 class NoTokens:
-    """An encoder for a task whose rollouts are episodes."""
+    """An encoder for a task with episodes as rollouts."""
 
     sees_images = False
 
@@ -93,7 +93,7 @@ async def end(harness: Harness, episodes: Episodes, rollout_id: str, score: Scor
     await harness.settled()
 
 
-def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
+def test_each_rollout_of_a_group_is_an_episode(tmp_path: Path) -> None:
     async def test(harness: Harness, episodes: Episodes) -> None:
         assert sorted(episodes.asked) == [f"{group}-{place}" for group in range(4) for place in range(2)]
         assert harness.requests == []
@@ -109,7 +109,7 @@ def test_each_place_of_a_group_is_an_episode(tmp_path: Path) -> None:
     play(tmp_path, test, seed=7)
 
 
-def test_episodes_that_rest_take_room(tmp_path: Path) -> None:
+def test_resting_episodes_keep_their_slots(tmp_path: Path) -> None:
     async def test(harness: Harness, episodes: Episodes) -> None:
         assert sorted(episodes.open) == ["0-0", "0-1", "1-0", "1-1"]
         harness.client.room.set()
@@ -122,7 +122,7 @@ def test_episodes_that_rest_take_room(tmp_path: Path) -> None:
     play(tmp_path, test, rollout={"group_size": 2, "max_running_rollouts": 5}, pipeline={"groups_per_step": 8})
 
 
-def test_a_failed_episode_takes_its_group_with_it(tmp_path: Path) -> None:
+def test_a_failed_episode_rejects_its_group(tmp_path: Path) -> None:
     async def test(harness: Harness, episodes: Episodes) -> None:
         await end(harness, episodes, "0-0", Scored(1.0))
         await end(harness, episodes, "0-1", RewardFailure("it never returned"))

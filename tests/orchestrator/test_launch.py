@@ -1,4 +1,4 @@
-"""How a run is interrupted: running work ends, and a checkpoint is saved if there is time."""
+"""An interrupted run ends its work, and saves a checkpoint if there is time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_stop_cancels_the_work_and_waits_until_it_has_ended() -> None:
     run(check())
 
 
-def test_what_work_raises_while_it_ends_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_cancelled_work_are_ignored(caplog: pytest.LogCaptureFixture) -> None:
     async def works() -> None:
         try:
             await asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ def test_what_work_raises_while_it_ends_is_ignored(caplog: pytest.LogCaptureFixt
 
 
 class Orchestrator:
-    """Saves a checkpoint, or fails or hangs before."""
+    """Saves a checkpoint, or first fails or hangs."""
 
     def __init__(self, settle: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.settle = settle
@@ -150,7 +150,7 @@ class RecordingView(Monitor):
 def ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: Exception | None, notify: NotifySpec, hit: bool
 ) -> tuple[RunDirectory, RecordingView]:
-    """A run whose work ends with ``cause``; with ``hit``, Ctrl-C arrives while the cluster ends."""
+    """A run with work that ends with ``cause``. With ``hit``, Ctrl-C arrives while the cluster ends."""
 
     @contextmanager
     def cluster(*_: Any) -> Iterator[None]:
@@ -181,7 +181,7 @@ def ended(
 
 
 @pytest.mark.parametrize(("cause", "phase"), [(None, "finished"), (RunError("out of memory"), "failed")])
-def test_ctrl_c_after_the_work_leaves_its_result_what_it_is(
+def test_ctrl_c_after_the_work_does_not_change_its_result(
     cause: Exception | None, phase: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = ended(tmp_path, monkeypatch, cause, NotifySpec(), hit=True)

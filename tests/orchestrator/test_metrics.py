@@ -44,7 +44,7 @@ def window(
     journal: float,
     serving: float,
 ) -> dict[str, float]:
-    """Metrics of a window; the four before the last are shares."""
+    """Metrics of a window. The numbers are times, the four before the last are shares."""
     return {
         "tokens/generated": tokens,
         "tokens/generated_per_s": tokens / seconds,
@@ -61,7 +61,7 @@ def window(
 
 
 def steps_of(client: GenerationClient, processors: Iterable[tuple[float, HostTime]] = ()) -> StepClock:
-    """Metrics of steps with these readings of processor time; the last reading is repeated."""
+    """Metrics of steps with these readings of processor time. The last reading is repeated."""
     given, last = iter(processors), [(0.0, HostTime(0.0, 0.0))]
 
     def read() -> tuple[float, HostTime]:
@@ -71,11 +71,11 @@ def steps_of(client: GenerationClient, processors: Iterable[tuple[float, HostTim
     return StepClock(client, read)
 
 
-def test_windows_share_out_the_time_between_two_steps(clock: Clock) -> None:
+def test_windows_divide_the_time_between_two_steps(clock: Clock) -> None:
     client = client_over(2)
     one, other = client.engines
     one.activity = EngineActivity(900, 9.0, 9.0, 9.0)
-    steps = steps_of(client)  # earlier time does not count
+    steps = steps_of(client)  # time before the clock's creation does not count
     clock.now += 10.0
     one.activity = EngineActivity(1000, 15.0, 10.0, 19.0)
     other.activity = EngineActivity(50, 4.0, 1.0, 10.0)
@@ -174,12 +174,12 @@ def test_the_numbers_of_a_step() -> None:
 
 
 def episode(name: str, *sequences: tuple[int, ...]) -> Rollout:
-    """A rollout whose sequences have these versions."""
+    """A rollout with sequences of these versions."""
     root, *branches = (replace(rollout(branch_id(name, at), of), prompt_ids=()) for at, of in enumerate(sequences))
     return replace(root, branches=tuple(branches))
 
 
-def test_given_tokens_are_in_no_number_of_an_episode() -> None:
+def test_context_tokens_count_in_no_metric_of_an_episode() -> None:
     groups = (
         TrainingGroup(
             *(4, "sums/a", 1),
@@ -209,7 +209,7 @@ def test_given_tokens_are_in_no_number_of_an_episode() -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_masked_rollouts_are_counted_and_in_no_mean_of_rewards() -> None:
+def test_masked_rollouts_are_counted_but_not_in_reward_means() -> None:
     groups = (replace(GROUPS[0], uid="sums/a", rewards=(None, 0.5)), replace(GROUPS[1], rewards=(3.5, None)))
     metrics = step_metrics(TrainingBatch(7, 3, groups), StepReport(), None, WINDOW, COUNTS, ("sums",))
     assert (metrics["reward/mean"], metrics["reward/correct"], metrics["reward/masked_rollouts"]) == (2.0, 0.5, 2.0)
@@ -217,7 +217,7 @@ def test_masked_rollouts_are_counted_and_in_no_mean_of_rewards() -> None:
     assert metrics["response/tokens_mean"] == 2.5, "they were generated"
 
 
-def test_a_digest_knows_which_sequences_are_one_rollout() -> None:
+def test_the_digest_depends_on_which_sequences_form_a_rollout() -> None:
     one, other = (1, -1, 2), (-1, 2)
     pairs = [
         (episode("4-0", one, other), episode("4-1", one)),
@@ -286,7 +286,7 @@ def test_a_run_that_changes_no_weight_for_20_steps_has_one_fault_for_each_series
             recorder.report(Taken(batch, COUNTS, 0.0), StepReport({"train/updates": updates}), None, 0)
             asyncio.run(recorder.flush())
 
-    train(1, 24, 0.0)  # in the first 5 the critic alone is trained
+    train(1, 24, 0.0)  # in the first 5 steps only the critic is trained
     assert not faults
     train(25, 60, 0.0)
     ((kind, part, message),) = faults

@@ -1,4 +1,4 @@
-"""Which nodes a part of the run may use, what fits on them, and what the run reports as missing."""
+"""The nodes that a part of the run may use, the actors that fit on them, and reports of missing resources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def node(number: int, cpus: float = 8.0, gpus: float = 0.0, labels: dict[str, st
 
 
 def spec_with(engines: int, gpus: int, cluster: ClusterSpec | None = None, ranks: int = 1) -> ExperimentSpec:
-    """A spec of engines with this many GPUs, and of ranks on one CPU each."""
+    """A spec with this many GPUs per engine, and one CPU per rank."""
     base = spec()
     return base.model_copy(
         update={
@@ -83,7 +83,7 @@ SIZES = st.integers(0, 4)
     st.tuples(st.integers(0, 2), st.integers(0, 2)).filter(any),
 )
 @example([(4, 4, "both"), (4, 4, "both")], 2, (1, 3), (1, 2))
-def test_as_many_engines_fit_as_the_best_of_all_placements_has(
+def test_most_engines_equals_the_best_of_all_placements(
     sizes: list[tuple[int, int, str]], ranks: int, engine: tuple[int, int], rank: tuple[int, int]
 ) -> None:
     nodes = [node(number, cpus, gpus) for number, (cpus, gpus, _) in enumerate(sizes)]
@@ -118,7 +118,7 @@ def refusal(spec: ExperimentSpec, nodes: list[Node]) -> RunError:
     return error.value
 
 
-def test_enough_in_sum_and_no_node_that_fits_is_refused_as_that() -> None:
+def test_enough_resources_in_total_but_on_no_node_are_refused_with_the_reason() -> None:
     error = refusal(spec_with(1, 4), [node(1, 8, 2), node(2, 8, 2)])
     assert error.location == "cluster.engines"
     assert error.message == (
@@ -132,7 +132,7 @@ def test_a_cluster_with_room_for_some_engines_only_is_refused_with_their_number(
     assert error.location == "cluster"
     assert error.message == (
         "the run needs 3 engines of 1 CPU and 2 GPUs and 1 trainer rank of 1 CPU, and there is room for 2 of the "
-        "engines beside the ranks: 8 CPUs and 3 GPUs on host-1 (10.0.0.1); 8 CPUs and 3 GPUs on host-2 (10.0.0.2)"
+        "engines next to the ranks: 8 CPUs and 3 GPUs on host-1 (10.0.0.1); 8 CPUs and 3 GPUs on host-2 (10.0.0.2)"
     )
 
 
@@ -140,12 +140,12 @@ def test_ranks_that_do_not_fit_alone_are_refused() -> None:
     assert "there is room for fewer than 3 trainer ranks" in refusal(spec_with(1, 0, ranks=3), [node(1, 2)]).message
 
 
-def test_a_cluster_that_adds_nodes_is_not_refused_for_what_it_lacks() -> None:
+def test_an_autoscaling_cluster_is_not_refused_for_missing_resources() -> None:
     grows = ClusterSpec(address="auto", autoscaling=True, engines=NodeSelector(labels={"role": "rollout"}))
     assert "adds others" in check_resources(spec_with(3, 2, grows), [node(1, 1)], 3, 1)
 
 
-def test_only_what_a_command_starts_must_fit() -> None:
+def test_only_the_actors_that_a_command_starts_must_fit() -> None:
     assert check_resources(spec_with(1, 8), [node(1, 1)], 0, 1) == "room for 1 trainer rank of 1 CPU on 1 node"
     with pytest.raises(RunError, match="needs 1 CPU and 8 GPUs on one node"):
         check_resources(spec_with(1, 8), [node(1, 1)], 1, 0)
@@ -175,14 +175,14 @@ def test_labels_that_no_node_has_are_refused() -> None:
 
 def test_on_one_node_a_shortage_is_about_the_resources_that_are_wanted() -> None:
     there = Node("id", "10.0.0.1", total={"CPU": 1.0, "GPU": 2.0}, free={"GPU": 2.0})
-    assert shortage({"CPU": 2}, 1, [there]) == "it needs 2 CPUs; free are 0 of 1 CPUs"
-    assert shortage({"CPU": 2}, 3, [there]) == "it needs 3 × 2 CPUs; free are 0 of 1 CPUs"
+    assert shortage({"CPU": 2}, 1, [there]) == "it needs 2 CPUs; free: 0 of 1 CPUs"
+    assert shortage({"CPU": 2}, 3, [there]) == "it needs 3 × 2 CPUs; free: 0 of 1 CPUs"
 
 
 def test_on_several_nodes_a_shortage_is_shown_node_by_node() -> None:
     nodes = [node(1, 8, 2), Node("id2", "10.0.0.2", total={"CPU": 4.0, "GPU": 8.0}, free={"CPU": 1.0})]
     assert shortage({"CPU": 1, "GPU": 4}, 1, nodes) == (
-        "it needs 1 CPU and 4 GPUs, all on one node; free are 8 of 8 CPUs, 2 of 2 GPUs on host-1 (10.0.0.1); "
+        "it needs 1 CPU and 4 GPUs, all on one node; free: 8 of 8 CPUs, 2 of 2 GPUs on host-1 (10.0.0.1); "
         "1 of 4 CPUs, 0 of 8 GPUs on 10.0.0.2"
     )
 

@@ -72,7 +72,7 @@ def test_on_a_full_disk_the_cause_is_sent_first(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(launch, "_run", fails)
     run, out = RunDirectory.create(tmp_path, "test"), io.StringIO()
     (run.path / "state.json").unlink(missing_ok=True)
-    (run.path / "state.json").mkdir()  # a folder, which a file cannot replace
+    (run.path / "state.json").mkdir()  # a folder, so a file cannot replace it
     spec = SimpleNamespace(notify=NotifySpec(command="cat > ../sent"))
     experiment = cast("Experiment", SimpleNamespace(spec=spec, monitors=()))
     monkeypatch.chdir(run.path)

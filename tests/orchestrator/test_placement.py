@@ -1,4 +1,4 @@
-"""Placement groups: ranks are numbered by node and GPU; while Ray has no room, the run reports what is missing."""
+"""Placement groups: ranks are numbered by node and GPU, and missing resources are reported while Ray has no room."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl_cli.orchestrator import placement
 from asyncrl_cli.orchestrator.actors import ActorFactory
 from asyncrl_cli.orchestrator.nodes import Node, engine_wants, live_nodes, rank_wants
 from asyncrl_cli.orchestrator.placement import PlacementGroup, rank_order
-from asyncrl_cli.records.training import Seat
+from asyncrl_cli.records.training import RankLocation
 from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
 
 
@@ -26,20 +26,25 @@ from asyncrl_cli.spec.sections import ExperimentSpec, NodeSelector
     )
 )
 def test_ranks_are_numbered_by_node_and_by_gpu_on_a_node(places: list[tuple[int, int]]) -> None:
-    seats = [Seat(f"id{host}", f"10.0.0.{host}", (str(gpu),)) for host, gpu in places]
-    assert [places[index] for index in rank_order(seats)] == sorted(places)
+    locations = [RankLocation(f"id{host}", f"10.0.0.{host}", (str(gpu),)) for host, gpu in places]
+    assert [places[index] for index in rank_order(locations)] == sorted(places)
 
 
 def test_ranks_without_gpus_keep_the_order_of_their_bundles_on_a_node() -> None:
-    seats = [Seat("b", "10.0.0.10"), Seat("a", "10.0.0.9"), Seat("b", "10.0.0.10"), Seat("a", "10.0.0.9")]
-    assert rank_order(seats) == [1, 3, 0, 2]
+    locations = [
+        RankLocation("b", "10.0.0.10"),
+        RankLocation("a", "10.0.0.9"),
+        RankLocation("b", "10.0.0.10"),
+        RankLocation("a", "10.0.0.9"),
+    ]
+    assert rank_order(locations) == [1, 3, 0, 2]
 
 
 # -- waiting
 
 
 class Examiner:
-    """Refuses some nodes, one after another, when it is asked about them."""
+    """Refuses some nodes, one at each call."""
 
     def __init__(self, bad: set[str]) -> None:
         self.bad = bad
@@ -79,11 +84,11 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "live_nodes", lambda: nodes)
 
 
-NEEDS = "it needs 1 CPU and 2 GPUs; free are 3 of 8 CPUs, 0 of 4 GPUs"
+NEEDS = "it needs 1 CPU and 2 GPUs; free: 3 of 8 CPUs, 0 of 4 GPUs"
 
 
 @pytest.mark.usefixtures("one_node")
-def test_what_is_missing_is_reported_until_there_is_room() -> None:
+def test_missing_resources_are_reported_until_there_is_room() -> None:
     group, reported = FullGroup(), list[str]()
 
     def warn(text: str) -> None:
@@ -102,7 +107,7 @@ def test_a_wait_for_room_ends_with_the_numbers() -> None:
     assert error.value.hint
 
 
-def test_a_group_that_has_room_is_not_talked_about() -> None:
+def test_a_group_with_room_causes_no_warning() -> None:
     group = FullGroup()
     group.room = True
     run(group.held(pytest.fail))
@@ -180,7 +185,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         assert engine.nodes() == (worker,)
         first = Somewhere.options(**engine.options()).remote()
         assert await first.where.remote() == worker
-        # A restart uses the same group, because there is no room besides that of the killed actor.
+        # A restart must use the same group: only the killed actor's room is free.
         ray.kill(first)
         again = Somewhere.options(**engine.options()).remote()
         assert await again.where.remote() == worker
@@ -196,7 +201,7 @@ def test_groups_in_a_cluster(cluster: object) -> None:
 
         assert not await trainer.ready(0.0), "it was not requested"
         await trainer.held(warn, limit_s=60.0)
-        assert "it needs 3 × 1 CPU, each on one node; free are" in reported[0]
+        assert "it needs 3 × 1 CPU, each on one node; free:" in reported[0]
         assert reported[0].count(" of 1 CPUs on ") == reported[0].count(" of 2 CPUs on ") == 1
         assert sorted(trainer.nodes()) == sorted([head, worker, worker])
         actors = [Somewhere.options(**trainer.options(index)).remote() for index in range(3)]
@@ -214,12 +219,12 @@ def test_groups_in_a_cluster(cluster: object) -> None:
         await named.held(pytest.fail, limit_s=60.0)
         assert named.nodes() == (head,)
         named.remove()
-        # A node that the examination refuses is released, and another one is found.
+        # A node that the examiner refuses is released, and another node is found.
         elsewhere = PlacementGroup("engine-3", {"CPU": 1}, selector=NodeSelector(), examiner=Examiner({head}))
         await elsewhere.held(pytest.fail, limit_s=60.0)
         assert elsewhere.nodes() == (worker,)
         elsewhere.remove()
-        # A group whose wait is cancelled can be removed and requested again.
+        # After a cancelled wait, a group can be removed and requested again.
         full = PlacementGroup("engine-2", {"CPU": 3}, selector=NodeSelector())
         full.ask()
         waiting = asyncio.ensure_future(full.ready(60.0))

@@ -1,4 +1,4 @@
-"""The proof of weights in bfloat16 and float32: by how much a correct engine may differ, and how a wrong one does."""
+"""The proof of weights in bfloat16 and float32: correct engines differ a little, wrong ones are refused."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_in_float32_every_token_counts() -> None:
     assert not check().judge(answer, logprobs(0))[1]
 
 
-def test_in_bfloat16_the_first_gap_says_what_is_allowed_later() -> None:
+def test_in_bfloat16_the_first_gap_limits_later_gaps() -> None:
     judge, small = check(), np.float32(0.01)
     off = np.float32(0.3)
     assert judge.tolerance == TOLERANCE["bfloat16"]
     assert not judge.judge(logprobs(0) + small, logprobs(0))[1]
     assert judge.tolerance == LEAST
-    assert "in the median; allowed are 0.1" in judge.judge(logprobs(0) + off, logprobs(0))[1]
+    assert "in the median; at most 0.1 are allowed" in judge.judge(logprobs(0) + off, logprobs(0))[1]
     noisy = check()
     noisy.judge(logprobs(0) + np.float32(0.08), logprobs(0), None)
     assert noisy.tolerance == pytest.approx(0.4, abs=1e-3)
@@ -72,7 +72,7 @@ def test_in_bfloat16_an_engine_that_skipped_an_update_is_refused() -> None:
     versions = [logprobs(0) + np.float32(0.05 * version) for version in range(3)]
     assert not judge.judge(versions[0] + np.float32(0.01), versions[0])[1]
     assert not judge.judge(versions[1] + np.float32(0.01), versions[1], versions[0])[1]
-    assert "than from the last version's" in judge.judge(versions[1], versions[2], versions[1])[1]
+    assert "than from the previous version's" in judge.judge(versions[1], versions[2], versions[1])[1]
 
 
 @pytest.mark.parametrize(("dtype", "change"), [("float32", 2e-4), ("bfloat16", 0.04)])
@@ -82,6 +82,6 @@ def test_an_engine_without_the_adapter_is_refused_though_it_is_within_the_tolera
     judge = check(dtype)
     assert not judge.judge(base, base, base=base)[1], "new adapters have no effect"
     assert not judge.judge(base, adapted, last)[1]
-    assert "those of the model without adapters" in judge.judge(base, adapted, last, base)[1]
-    assert "those of the model without adapters" in judge.judge(base, adapted, base=base)[1], "after a resume"
+    assert "than from the log-probs without adapters" in judge.judge(base, adapted, last, base)[1]
+    assert "than from the log-probs without adapters" in judge.judge(base, adapted, base=base)[1], "after a resume"
     assert not judge.judge(adapted, adapted, last, base)[1]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow  # imports transformers' models
 
 
 def scaled(architecture: str, seed: int) -> Any:
-    """A model whose log-probs depend on all its weights, like a trained model's; small random weights would not do."""
+    """A model with log-probs that depend on all its weights, like a trained model's; small random weights do not."""
     model, generator = small_model(architecture), torch.Generator().manual_seed(seed)
     for name, tensor in model.state_dict().items():
         if tensor.dim() > 1:
@@ -42,7 +42,7 @@ def logprobs(model: Any) -> np.ndarray:
 
 
 def wrong_engines(engine: Any, other: Any) -> Iterator[tuple[str, Any]]:
-    """The engine with one tensor of another model; with two layers exchanged; with two experts exchanged."""
+    """Wrong engines: with a tensor of another model, with two layers exchanged, and with two experts exchanged."""
     for name, tensor in other.state_dict().items():
         wrong = copy.deepcopy(engine)
         wrong.state_dict()[name].copy_(tensor)

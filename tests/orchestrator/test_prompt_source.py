@@ -37,7 +37,7 @@ def test_chats_go_through_the_template() -> None:
     assert PromptEncoder(TOKENIZER, 1).encode(CHAT) is None
 
 
-def test_a_chat_without_a_template_is_the_users_to_hint() -> None:
+def test_a_chat_without_a_template_is_refused_with_a_hint() -> None:
     bare = character_tokenizer(256)
     bare.chat_template = None
     with pytest.raises(RunError, match="data: prompt chat is a chat, and the model's tokenizer has no chat template"):
@@ -60,7 +60,7 @@ def test_prompts_given_back_come_first() -> None:
     assert stream.skipped == 1
 
 
-def test_candidates_are_counted_and_know_where_the_loader_stands_after_them() -> None:
+def test_candidates_have_serials_and_the_loaders_position() -> None:
     stream = source(["1", "123456789", "2"], max_tokens=3, first=(Prompt("a", "4"),))
     candidates = [stream.candidate() for _ in range(4)]
     assert [candidate.serial for candidate in candidates] == [1, 2, 3, 4], "prompts that are too long do not count"
@@ -97,7 +97,7 @@ def test_only_long_prompts_end_the_search() -> None:
     assert len(asked) == stream.skipped == MAX_SKIPS_IN_A_ROW
 
 
-def test_what_is_skipped_is_warned_of_once() -> None:
+def test_skipped_prompts_cause_one_warning() -> None:
     warnings: list[str] = []
     rows = [Prompt("long", "123456789"), Prompt("short", "1")]
     stream = PromptSource(PromptLoader(rows, 0, shuffle=False), PromptEncoder(TOKENIZER, 3), warn=warnings.append)
@@ -126,7 +126,7 @@ def test_solved_prompts_are_skipped_until_all_are_solved() -> None:
         stream.visited(row.uid, solved=True)
     drawn = [stream.next()[0].uid for _ in range(8)]
     assert set(drawn) <= {row.uid for row in rows}, "training continues"
-    assert warnings == ["every training prompt is solved (data.filter): they are trained on again"]
+    assert warnings == ["every training prompt is solved (data.filter), so solved prompts are trained on again"]
 
 
 REFUSING = character_tokenizer(256)

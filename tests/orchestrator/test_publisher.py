@@ -1,4 +1,4 @@
-"""Publishing: an engine serves nothing before it has proved the new weights; an engine that cannot is reported.
+"""An engine serves new weights only after it has proved them; an engine that cannot prove them is reported.
 
 Hosts that are slow or lose their memory do not delay others."""
 
@@ -34,12 +34,12 @@ RANKS = 2
 
 
 def logprobs(version: int, step: float = 0.01) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The probe's log-probs under a version; every update changes them by ``step`` nats."""
+    """The probe's log-probs under a version. Every update changes them by ``step`` nats."""
     return np.full(len(PROBE) - 1, -1.0 - step * version, dtype=np.float32)
 
 
 class Engine:
-    """Serves weights with an error of ``off`` nats; or keeps a version, reports another one, or is dead."""
+    """Serves weights with an error of ``off`` nats, keeps a version, reports another version, or is dead."""
 
     def __init__(
         self, off: float = 0.0, stuck_at: int | None = None, says: int | None = None, dead: bool = False
@@ -91,7 +91,7 @@ class Harness:
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.step_now = -1
-        """The step of the trainer's weights; -1 is the step that is asked for."""
+        """The step of the trainer's weights; -1: always the requested step."""
         self.recorded: list[PublishRecord] = []
         self.notes = Notes()
         self.hosts = StandInHosts(self.notes.budget())
@@ -141,7 +141,7 @@ class Harness:
         return checksum(self.shard(version, rank) for rank in range(RANKS))
 
     async def at(self, step: int, work: Any, go_back: str) -> Any:
-        """As ``ResilientTrainer.at``."""
+        """Like ``ResilientTrainer.at``."""
         if self.step_now > step and not go_back:
             raise StepPassed
         self.went_back_for = go_back if self.step_now > step else ""
@@ -191,14 +191,14 @@ def publish(harness: Harness, versions: int) -> list[PublishRecord]:
 
 
 def loaded(harness: Harness, engine: int = 0) -> list[int]:
-    """The versions that an engine was given."""
+    """The versions that an engine got."""
     return list(harness.engines[engine].process.actor.loaded)
 
 
 # -- who serves
 
 
-def test_engines_that_agree() -> None:
+def test_engines_that_agree_serve() -> None:
     harness = Harness(Engine(), Engine(off=1e-4))
     reports = publish(harness, versions=3)
     assert [report.version for report in reports] == [0, 1, 2]
@@ -241,7 +241,7 @@ def test_an_engine_that_does_not_prove_them_is_reported_and_the_others_serve(
 
 def test_an_engine_that_keeps_weights_which_changed_little_is_reported() -> None:
     harness = Harness(Engine(), Engine(stuck_at=1))
-    harness.step = 5e-4  # a smaller change than the tolerance
+    harness.step = 5e-4  # smaller than the tolerance
     for engine in harness.engines:
         engine.process.actor.step = harness.step
     publish(harness, versions=2)
@@ -291,7 +291,7 @@ def test_the_same_version_with_other_bits_is_loaded() -> None:
     run(check())
 
 
-def test_after_the_same_weights_again_an_outdated_engine_is_still_found_out() -> None:
+def test_an_outdated_engine_is_found_after_the_same_weights_are_published_again() -> None:
     async def check() -> None:
         harness = Harness()
         harness.step = 5e-4
@@ -326,7 +326,7 @@ def test_a_new_engine_waits_for_the_first_weights_and_proves_them() -> None:
     run(check())
 
 
-def test_a_new_engine_on_any_host_gets_the_present_weights_while_the_trainer_is_lost() -> None:
+def test_a_new_engine_on_any_host_gets_the_current_weights_while_the_trainer_is_lost() -> None:
     async def check() -> None:
         harness, engine = Harness(Engine()), Engine()
         await harness.serve(3)
@@ -403,7 +403,7 @@ def test_a_slow_host_is_left_behind_and_its_engine_comes_back(monkeypatch: pytes
     run(check())
 
 
-NOT_IN_TIME = "its host has not got weight version 1 in time; it does not serve until then"
+NOT_IN_TIME = "its host did not get weight version 1 in time; it does not serve until then"
 
 
 def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,7 +418,7 @@ def test_a_fetch_that_a_newer_version_supersedes_is_not_a_fault(monkeypatch: pyt
                 fetches.append(1)
                 while harness.current == (0, harness.sum(0)):
                     await asyncio.sleep(0)
-                if len(fetches) == 1:  # in the same iteration of the event loop in which the version is replaced
+                if len(fetches) == 1:  # in the iteration of the event loop that replaces the version
                     raise Superseded("a newer version is fetched")
 
         harness.hosts.works = works
@@ -450,7 +450,7 @@ def test_an_engine_has_more_time_for_more_bytes(monkeypatch: pytest.MonkeyPatch)
     assert limits == [pytest.approx(usual, abs=1), pytest.approx(usual + 1000)]
 
 
-def test_the_only_host_that_has_to_fetch_is_given_the_time_that_it_needs() -> None:
+def test_the_only_fetching_host_gets_the_time_that_it_needs() -> None:
     async def check() -> None:
         harness = Harness(None, Engine())
         harness.engines[0].serving = False
@@ -467,7 +467,7 @@ def test_the_only_host_that_has_to_fetch_is_given_the_time_that_it_needs() -> No
 
 
 def dies_once(node: str, call: int) -> Any:
-    """The agent of a node dies at one of its calls."""
+    """A node's agent dies at one of its calls."""
     calls = 0
 
     async def works(agent: StandInAgent) -> None:
@@ -483,7 +483,7 @@ def dies_once(node: str, call: int) -> Any:
 
 @pytest.mark.parametrize("call", range(1, 5))
 @pytest.mark.parametrize("node", ["a", "b", "c1"])
-def test_whichever_agent_dies_when_all_engines_serve_in_the_end(
+def test_all_engines_serve_in_the_end_whichever_agent_dies(
     node: str, call: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``a`` has a rank and an engine, ``b`` a rank, ``c1`` an engine."""
@@ -555,10 +555,8 @@ def test_an_agent_that_is_lost_with_its_node_is_not_made_again_and_costs_no_rest
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_lost_connection_is_waited_for_until_it_is_known_what_became_of_the_node(
-    returns: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A host is disconnected: after some time Ray detects that it is dead, or the host is connected again."""
+def test_after_a_lost_connection_the_nodes_state_is_awaited(returns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host is disconnected. Later Ray reports it as dead, or it is connected again."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.nodes.LOOK_S", 0.0)
     monkeypatch.setattr("asyncrl_cli.orchestrator.nodes.NODE_DEATH_S", 0.0 if returns else LIMIT_S)
 
@@ -591,7 +589,7 @@ def test_a_lost_connection_is_waited_for_until_it_is_known_what_became_of_the_no
 def test_guard_restores_the_version_that_no_host_has(
     passed: bool, serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer returns to an earlier step only if no engine serves: there is no batch then, and no next publish."""
+    """The trainer returns to an earlier step only if no engine serves: otherwise the next publish comes anyway."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.publisher.GUARD_S", 0.0)
 
     async def check() -> None:
@@ -641,10 +639,10 @@ def test_publish_writes_a_version_again_that_is_lost_before_its_digests_are_know
         await harness.serve(0)
         await harness.publisher.publish(1)
         harness.hosts.agent("b").die()
-        harness.step_now = 2  # of publish_every 1: the trainer has trained on
+        harness.step_now = 2  # the trainer has trained on
         await harness.publisher.delivered()
         assert (harness.writes, loaded(harness)) == (3, [0, 1])
-        assert harness.went_back_for == "every host has lost version 1, and it has to be written again"
+        assert harness.went_back_for == "every host has lost version 1, so the trainer writes it again"
 
     run(check())
 

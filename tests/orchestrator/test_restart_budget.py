@@ -1,4 +1,4 @@
-"""Faults that a run survives are counted by kind, recorded and shown; too many end the run with the first cause."""
+"""Faults that a run survives are counted by kind, recorded and shown. Too many end the run with the first cause."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_one_too_many_ends_the_run_with_the_first_cause() -> None:
     assert notes[-1] == ("engine", "engine-2", "hangs"), "the last one is recorded, too"
 
 
-def test_kinds_are_counted_apart() -> None:
+def test_kinds_are_counted_separately() -> None:
     budget = Notes().budget(1)
     kinds: list[Part] = ["engine", "trainer", "gateway", "scorer"]
     for kind in kinds:
@@ -56,7 +56,7 @@ def test_kinds_are_counted_apart() -> None:
             restart(budget, kind, kind, "again")
 
 
-def test_no_restart_at_all_may_be_allowed() -> None:
+def test_a_budget_of_zero_allows_no_restart() -> None:
     notes = Notes()
     with pytest.raises(
         RunError, match="restarted 0 times in 6 hours, and it failed again; the first cause: scorer: gone"
@@ -65,7 +65,7 @@ def test_no_restart_at_all_may_be_allowed() -> None:
     assert notes == [("scorer", "scorer", "gone")]
 
 
-def test_what_needs_no_restart_is_noted_and_not_counted() -> None:
+def test_a_fault_without_a_restart_is_recorded_but_not_counted() -> None:
     notes = Notes()
     budget = notes.budget(1)
     for _ in range(3):

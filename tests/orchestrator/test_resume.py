@@ -1,4 +1,4 @@
-"""How a run is resumed from its files, and that a refusal does not change them."""
+"""A run is resumed from its files; a refusal does not change them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict[str, Any] | None = None) -> None:
-    """A journal of this many steps taken and trained, with a row of metrics for each step that was taken."""
+    """A journal with this many taken and trained steps, and a row of metrics for each taken step."""
     book = DurableLedger(run.path / FILE, buffer_settings(SPEC), base)
     first = book.ledger.step
     trained = taken if trained is None else trained
@@ -60,7 +60,7 @@ def record(run: RunDirectory, taken: int, trained: int | None = None, base: dict
 
 
 def save(run: RunDirectory, step: int) -> Checkpoint:
-    """An intact checkpoint."""
+    """Make an intact checkpoint."""
     checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
     (checkpoint.folder / "state").mkdir(parents=True)
     (checkpoint.folder / "state/shard").write_text(f"weights {step}")
@@ -72,7 +72,7 @@ def save(run: RunDirectory, step: int) -> Checkpoint:
 
 
 def finish(run: RunDirectory) -> None:
-    """The files of a finished run."""
+    """Make the files of a finished run."""
     (run.path / MODEL).mkdir()
     (run.path / MODEL / "config.json").write_text("{}")
     run.update(phase="finished")
@@ -90,7 +90,7 @@ def on_disk(run: RunDirectory) -> dict[str, bytes]:
 
 
 def refused(run: RunDirectory, **how: Any) -> RunError:
-    """Why the run cannot be resumed; checks that nothing has changed on disk."""
+    """The reason why the run cannot be resumed. Checks that nothing has changed on disk."""
     before = on_disk(run)
     with pytest.raises(RunError) as error:
         start(run, **how)
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_names_an_older_one(run: RunDirectory) -> None:
 
 
 def test_checkpoints_of_steps_that_are_trained_again_are_archived(run: RunDirectory) -> None:
-    """Otherwise a restarted trainer would load them, and a save would keep them instead of its own."""
+    """Otherwise a restarted trainer would load them, and a save would not replace them."""
     record(run, taken=6)
     for step in (2, 4, 6):
         save(run, step)
@@ -230,7 +230,7 @@ def test_a_journal_that_ends_before_the_checkpoint_is_an_older_copy(run: RunDire
     record(run, taken=3)
     save(run, 4)
     error = refused(run)
-    assert "the journal ends at step 3, and the newest checkpoint is of step 4" in error.message
+    assert "the journal ends at step 3, but the newest checkpoint has step 4" in error.message
     assert "--without-journal" in error.hint
 
 
@@ -241,8 +241,7 @@ def test_a_truncated_log_is_noticed_by_the_step_in_state_json(run: RunDirectory)
     run.update(step=7)
     error = refused(run)
     assert (
-        "the journal ends at step 6, and state.json is of step 7: journal.db-wal is missing or truncated"
-        in error.message
+        "the journal ends at step 6, but state.json has step 7: journal.db-wal is missing or truncated" in error.message
     )
     assert start(run, without_journal=True).checkpoint is None
     assert run.state.step == 0
@@ -405,7 +404,7 @@ def test_a_kill_while_a_journal_is_moved_leaves_it_complete(
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_without_the_journal_later_checkpoints_belong_to_another_course(run: RunDirectory, step: int) -> None:
+def test_without_the_journal_later_checkpoints_are_archived(run: RunDirectory, step: int) -> None:
     record(run, taken=6)
     for saved in (2, 4, 6):
         save(run, saved)

@@ -1,4 +1,4 @@
-"""A run does not continue at its position in data that was edited, unless the user accepts it."""
+"""A run does not continue at its position in edited data, unless the user accepts the edit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROWS = [{"prompt": f"question {row}", "answer": str(row), "uid": f"p{row}"} for 
 
 
 def admit(run: RunDirectory, experiment: Experiment, count: int) -> None:
-    """Admit prompts as a run does."""
+    """Admit prompts like a run."""
     book = DurableLedger(run.path / FILE, replace(buffer_settings(SPEC), max_staleness=100, total_steps=100))
     loader = PromptLoader(experiment.train_prompts, SPEC.seed, SPEC.data.shuffle)
     for serial in range(1, count + 1):
@@ -92,7 +92,7 @@ def test_prompts_that_a_checkpoint_kept_have_no_row_to_be_compared_with(run: Run
 
 
 def resumed_with(run: RunDirectory, experiment: Experiment, count: int) -> None:
-    """Resume with changed data that is accepted, and admit its next prompts."""
+    """Resume with accepted changed data, and admit its next prompts."""
     check_data(run, experiment, PLAN, accept_changed_data=True)
     PLAN.carry_out(run, accept_changed_data=True)
     book = DurableLedger.begin(

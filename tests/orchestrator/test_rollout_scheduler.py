@@ -1,6 +1,6 @@
 """Groups from admission to their end, with the real buffer and stand-in engines.
 
-Every prompt is trained on exactly once, whatever dies; recorded tokens are not generated again.
+Every prompt is trained on exactly once, whichever part dies. Recorded tokens are not generated again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from asyncrl_cli.records.rewards import RewardFailure, Scored
 from asyncrl_cli.workers.scoring import Response
 
 TURNS = 100
-"""Iterations of the event loop after which everything has happened that can happen."""
+"""Iterations of the event loop after which nothing more happens."""
 STEPS = 4
 """Steps of a run to its end."""
 
@@ -58,7 +58,7 @@ class Encoder:
 
 
 class Scorer:
-    """Scores by ``rule``, by default the last character of the response; it waits until ``held`` is set."""
+    """Scores by ``rule``, by default with the last character of the response. It waits until ``held`` is set."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -126,7 +126,7 @@ class Harness:
 
     @property
     def reasons(self) -> list[str]:
-        """Why groups were lost lately."""
+        """The reasons of the recently lost groups."""
         return [failure.reason for failure in self.groups.failures.recent]
 
     @property
@@ -138,7 +138,7 @@ class Harness:
         return [request.rollout_id for request in self.requests]
 
     async def end(self, *results: Any) -> None:
-        """Let engines deliver these: the names of rollouts, or rollouts and failures."""
+        """Have engines deliver results: names of rollouts, rollouts or failures."""
         for result in results:
             ended = rollout(result) if isinstance(result, str) else result
             for engine, state in zip(self.engines, self.client.engines, strict=True):
@@ -150,7 +150,7 @@ class Harness:
         await self.end(*(f"{group_id}-{place}" for group_id in group_ids for place in range(2)))
 
     async def take(self) -> Taken | Waiting:
-        """The batch of the next step, or why there is none."""
+        """The next step's batch, or the reason why there is none."""
         return await self.buffer.take(self.table("batches", "count(*)")[0][0], 0.0)
 
     async def train(self) -> list[int]:
@@ -227,14 +227,14 @@ def test_seeds_are_distinct_and_fit_into_63_bits(triples: list[tuple[int, int, i
     assert seeds == [rollout_seed(*triple) for triple in triples]
 
 
-def test_seeds_do_not_run_numbers_together() -> None:
+def test_seeds_depend_on_each_number_separately() -> None:
     triples = [(seed, group, index) for seed in range(12) for group in range(120) for index in range(12)]
     assert len({rollout_seed(*triple) for triple in triples}) == len(triples)
     assert rollout_seed(0, 0, 0) == 759540517790923586, "later releases must be able to repeat a run"
 
 
 @pytest.mark.parametrize("engines", [1, 3])
-def test_a_request_depends_on_what_it_is_not_on_where_it_runs(tmp_path: Path, engines: int) -> None:
+def test_a_request_is_the_same_wherever_it_runs(tmp_path: Path, engines: int) -> None:
     async def test(harness: Harness) -> None:
         requests = sorted(harness.requests, key=lambda request: request.rollout_id)
         assert [request.rollout_id for request in requests] == [f"{g}-{i}" for g in range(4) for i in range(2)]
@@ -309,7 +309,7 @@ def test_a_group_is_in_order_however_its_rollouts_end(
     play(tmp_path_factory.mktemp("run"), test, rollout={"group_size": 4}, pipeline=pipeline)
 
 
-def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
+def test_a_failed_rollout_rejects_its_group(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         await harness.end("0-0", RolloutFailure("0-1", "out of memory"))
         assert harness.states()[0] == "rejected"
@@ -324,7 +324,7 @@ def test_a_failed_rollout_takes_its_group_with_it(tmp_path: Path) -> None:
     play(tmp_path, test, rollout={"group_size": 3})
 
 
-def test_a_reward_that_fails_takes_the_group_with_it(tmp_path: Path) -> None:
+def test_a_failed_reward_rejects_its_group(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         harness.scorer.rule = lambda text: RewardFailure("reward failed") if "0-1" in text else float(text[-1])
         await harness.end("0-0", "0-1", "1-0")
@@ -349,7 +349,7 @@ def test_rollouts_that_arrive_while_others_are_scored_are_scored_together(tmp_pa
         play(tmp_path, test)
 
 
-def test_slow_rewards_hold_no_others_back(tmp_path: Path) -> None:
+def test_slow_rewards_do_not_delay_others(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         harness.scorer.held.clear()
         await harness.end("0-0")
@@ -361,7 +361,7 @@ def test_slow_rewards_hold_no_others_back(tmp_path: Path) -> None:
         play(tmp_path, test)
 
 
-def test_what_comes_of_a_group_that_is_gone_costs_no_reward(tmp_path: Path) -> None:
+def test_rollouts_of_an_ended_group_are_not_scored(tmp_path: Path) -> None:
     async def test(harness: Harness) -> None:
         harness.scorer.held.clear()
         await harness.end("0-0")
@@ -398,9 +398,9 @@ def test_a_reward_that_sees_the_group_is_called_once_after_its_last_rollout(tmp_
     play(tmp_path, test, rollout={"group_size": 3}, pipeline={"groups_per_step": 1, "max_staleness": 1})
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 5.0])
-def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(tmp_path: Path, patience_s: float) -> None:
-    """The first rollout is not recorded yet when the second one completes the group."""
+@pytest.mark.parametrize("timeout_s", [0.0, 5.0])
+def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(tmp_path: Path, timeout_s: float) -> None:
+    """The first rollout is not recorded yet when the second completes the group."""
 
     async def test(harness: Harness) -> None:
         harness.scorer.together = True
@@ -421,7 +421,7 @@ def test_tokens_of_a_group_are_recorded_no_later_than_its_last_reward(tmp_path: 
         ended = harness.table("rollouts", "rollout_index, finish_reason, tokens")
         assert ended == [(0, "stop", len(rollout("0-0").ids)), (1, "stop", len(rollout("0-1").ids))]
 
-    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", patience_s):
+    with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_TIMEOUT_S", timeout_s):
         play(tmp_path, test)
 
 
@@ -430,7 +430,7 @@ def test_a_resumed_group_is_scored_together_with_what_was_generated_before(tmp_p
         harness.scorer.together = True
         await harness.end("0-2", "1-1", "0-0")
         harness.scorer.held.clear()
-        with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", 0.0):
+        with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_TIMEOUT_S", 0.0):
             await harness.end("1-0", "1-2")
         assert harness.scorer.calls[-1] == 1, "the driver dies while this group is scored"
 
@@ -548,7 +548,7 @@ def test_a_group_needs_two_rewards_and_its_masked_rollouts_are_in_the_batch(tmp_
 
 @pytest.mark.parametrize("scored", [0, 2])
 def test_groups_without_rewards_end_the_run_as_failures_do(tmp_path: Path, scored: int) -> None:
-    """``scored``: the number of groups with rewards among four; with 2 the run ends although it makes batches."""
+    """``scored``: the number of groups with rewards among four. With 2 the run ends although it makes batches."""
 
     async def test(harness: Harness) -> None:
         def rule(text: str) -> float | None:
@@ -617,7 +617,7 @@ def test_a_resumed_run_asks_only_for_what_is_missing(tmp_path: Path) -> None:
         await harness.finish(1)
         await harness.end("0-0")
         harness.scorer.held.clear()
-        with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_PATIENCE_S", 0.0):
+        with patch("asyncrl_cli.orchestrator.rollout_scheduler.SCORE_TIMEOUT_S", 0.0):
             await harness.end("2-0")
         await harness.engines[0].deliver(segments=[segment("2-1", 0, 3), segment("2-1", 3, 1, version=1)])
         await harness.settled()
@@ -676,7 +676,7 @@ def test_every_prompt_is_trained_on_once_in_order_and_no_step_waits_without_end(
     play(tmp_path_factory.mktemp("run"), test, rollout=rollouts, stop={"steps": STEPS})
 
 
-def test_solved_prompts_are_known_as_soon_as_they_are_and_again_after_a_resume(tmp_path: Path) -> None:
+def test_solved_prompts_are_excluded_immediately_and_after_a_resume(tmp_path: Path) -> None:
     async def before(harness: Harness) -> None:
         prompt_filter = harness.stream.filter
         assert prompt_filter is not None

@@ -1,4 +1,4 @@
-"""Engines without a trainer: how long their users wait for one."""
+"""Engines without a trainer: the limit of the wait for an engine."""
 
 from __future__ import annotations
 

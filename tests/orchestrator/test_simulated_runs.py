@@ -1,6 +1,6 @@
-"""Complete simulated runs: whatever dies at any moment, the three promises of the design hold.
+"""Complete simulated runs: the design's first three promises hold whichever process dies, at any moment.
 
-Nothing finished is lost or trained twice, no group is staler than the bound, and every token is the one that the
+Nothing finished is lost or trained twice, no group is staler than the bound, and every token is the token that the
 weights of its version sample.
 """
 
@@ -40,7 +40,7 @@ STEPS = 6
 EXHAUSTIVE = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # not shrinking: a smaller number is not simpler
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # no shrinking: a smaller seed is not a simpler run
 )
 
 
@@ -62,7 +62,7 @@ class Finished:
             self.untrained = connection.execute("SELECT count(*) FROM batches WHERE trained_at IS NULL").fetchone()[0]
 
     def _batches(self, connection: sqlite3.Connection) -> Iterator[TrainingBatch]:
-        """The batches whose tokens the journal has: all, or those that checkpoints need."""
+        """The batches with tokens in the journal: all, or as many as checkpoints need."""
         for step in range(STEPS):
             try:
                 yield read_batch(connection, step)
@@ -81,7 +81,7 @@ class Finished:
         return tuple(self.digests)[: version * self.spec.pipeline.publish_every]
 
     def check(self) -> None:
-        """Everything that must hold for any run, whatever happened in it."""
+        """Check everything that must hold for any run."""
         assert self.weights == tuple(self.digests), "each batch is trained once, in order"
         assert len(self.digests) == STEPS
         assert self.untrained == 0
@@ -114,7 +114,7 @@ class Finished:
         self._check_evaluations()
 
     def _check_evaluations(self) -> None:
-        """Evaluations that were running when a driver died may be missing, if the run had trained later steps."""
+        """Evaluations that ran when a driver died may be missing if the run had trained later steps."""
         evaluation, every = self.spec.evaluation, self.spec.pipeline.publish_every
         intervals = {"greedy": evaluation.every, "sampled": evaluation.every if evaluation.samples > 1 else 0}
         intervals |= {f"{name}:greedy": chosen.every or 0 for name, chosen in evaluation.sets.items()}
@@ -145,7 +145,7 @@ class Finished:
 
 
 def simulated(folder: Path, of: ExperimentSpec, fate: Fate) -> Finished:
-    """A run to its end, with all checks."""
+    """Run to the end, with all checks."""
     simulation = Simulation(folder, of, fate)
     simulation.play()
     finished = Finished(simulation)
@@ -286,7 +286,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_leaves_the_last_on
 
 
 class LostWrite(Fate):
-    """The trainer dies while the checkpoint of step 2 is written, and has trained the next step by then."""
+    """The trainer dies while it writes the checkpoint of step 2, after it has trained the next step."""
 
     def strikes(self, victim: str, chance: float) -> bool:
         struck = victim == "writer" and not self.met and self.saved_meanwhile
@@ -302,10 +302,10 @@ def test_a_trainer_that_dies_while_it_writes_restarts_from_the_last_checkpoint(t
     assert "died while it was written" in warned
 
 
-def test_what_a_recovery_reads_is_not_deleted_when_a_newer_checkpoint_is_complete(
+def test_files_that_a_recovery_reads_are_not_deleted_for_a_newer_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer dies when it has written step 4, and loads step 2 before the driver has named step 4."""
+    """The trainer dies after it has written step 4, and loads step 2 before the driver has named step 4."""
     write, start, loading = TrainerRanks.write_checkpoint, TrainerRanks.start, asyncio.Event()
 
     async def die_after_it(ranks: TrainerRanks, folder: Path) -> Any:
@@ -353,7 +353,7 @@ def test_ctrl_c_while_engines_load_saves_a_checkpoint_that_the_run_resumes_from(
 
 
 def sharing(partial: bool = False, every: int = 1, engines: int = 1) -> ExperimentSpec:
-    """Mode sync with engines that share their GPUs with ranks. The simulated ranks check that no engine uses them."""
+    """Mode sync with GPUs shared by engines and ranks. The simulated ranks check that no engine uses the GPUs."""
     return small_spec(
         pipeline={"mode": "sync", "partial_rollouts": partial, "max_staleness": int(partial), "publish_every": every},
         rollout={"engines": engines, "gpus_per_engine": 0.5, "max_running_rollouts": 4},
@@ -381,7 +381,7 @@ def test_engines_sleep_while_the_trainer_trains_on_their_gpus(tmp_path: Path, pa
     victims=st.lists(st.sampled_from(["engine", "trainer", "driver", "agent"]), min_size=1, unique=True),
 )
 @settings(EXHAUSTIVE, max_examples=15)
-def test_whatever_dies_no_engine_uses_a_gpu_in_the_trainers_turn(
+def test_no_engine_uses_a_gpu_in_the_trainers_turn_whichever_process_dies(
     tmp_path_factory: pytest.TempPathFactory,
     partial: bool,
     every: int,
@@ -396,7 +396,7 @@ def test_whatever_dies_no_engine_uses_a_gpu_in_the_trainers_turn(
 @pytest.mark.slow
 @given(of=specs, fate=fates)
 @settings(EXHAUSTIVE, max_examples=100)
-def test_whatever_dies_when_the_promises_hold(
+def test_promises_hold_whichever_process_dies(
     tmp_path_factory: pytest.TempPathFactory, of: ExperimentSpec, fate: tuple[int, int, list[str]]
 ) -> None:
     seed, faults, victims = fate

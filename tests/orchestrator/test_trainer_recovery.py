@@ -1,4 +1,4 @@
-"""The trainer follows the ledger: whatever dies at any time, its weights are those of the batches in order."""
+"""The trainer follows the ledger: whichever rank dies, at any time, its weights follow from the batches in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def batch(step: int) -> TrainingBatch:
 
 
 class Ranks:
-    """Trainer ranks whose weights are the steps that they were trained on. ``dies(call)`` decides when they die.
+    """Trainer ranks with their trained steps as weights. ``dies(call)`` decides when they die.
 
     ``call`` is ``method:step`` before the call, and ``after method:step`` after it.
     """
@@ -71,7 +71,7 @@ class Ranks:
 
 
 class Harness:
-    """A trainer with such ranks; this object is also its buffer."""
+    """A trainer with these ranks. This object is also its buffer."""
 
     def __init__(self, ranks: Ranks, max_deaths: int = 100) -> None:
         self.ranks = ranks
@@ -93,7 +93,7 @@ class Harness:
         return Checkpoint(Path(str(newest)), newest) if newest else None
 
     async def at(self, step: int, method: str, go_back: str = "") -> Any:
-        """Call a method of the ranks with the weights after this many steps."""
+        """Call a method of the ranks when they have trained this many steps."""
         return await self.trainer.at(step, lambda: self.ranks.call(method), go_back)
 
     @property
@@ -111,7 +111,7 @@ class Harness:
 
 @pytest.fixture(autouse=True)
 def checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are those of the harness instead of the run folder's."""
+    """Use the harness's checkpoints instead of the run folder's."""
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.newest_undamaged", Harness.newest)
 
 
@@ -128,7 +128,7 @@ def once(*calls: str) -> Callable[[str], bool]:
     return dies
 
 
-def test_a_trainer_that_is_level_just_works() -> None:
+def test_a_trainer_at_the_ledgers_step_repeats_nothing() -> None:
     async def check() -> None:
         harness = Harness(Ranks())
         for step in range(3):
@@ -255,7 +255,7 @@ def test_weights_of_a_step_that_was_cancelled_are_not_used() -> None:
     run(check())
 
 
-def test_a_death_while_nothing_is_asked_of_the_ranks_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_finds_the_death_of_an_idle_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.orchestrator.trainer_recovery.GUARD_S", 0.0)
 
     async def check() -> None:
@@ -278,7 +278,7 @@ def test_work_at_an_earlier_step_is_refused_or_returns_to_a_checkpoint_before_it
     async def check() -> None:
         harness = Harness(Ranks(weights=(0, 1, 2, 3)))
         harness.ranks.checkpoints = {1: (0,), 4: (0, 1, 2, 3)}
-        with pytest.raises(StepPassed, match="the weights are those after 4 steps, not after 2"):
+        with pytest.raises(StepPassed, match="the weights are at step 4, past step 2"):
             await harness.at(2, "save")
         assert (harness.losses, 2 in harness.ranks.checkpoints) == ([], False)
         await harness.at(2, "save", go_back="every host has lost them")
@@ -309,7 +309,7 @@ def test_one_piece_of_work_at_a_time() -> None:
 
 @given(st.data())
 @settings(deadline=None, max_examples=200)
-def test_whatever_dies_when_the_weights_are_those_of_the_batches_in_order(data: st.DataObject) -> None:
+def test_weights_follow_from_the_batches_in_order_whichever_call_dies(data: st.DataObject) -> None:
     deaths_left = data.draw(st.integers(0, 6))
 
     def dies(call: str) -> bool:

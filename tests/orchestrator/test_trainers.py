@@ -1,4 +1,4 @@
-"""All trainer ranks get the same calls and fail together; a death and an error are distinguished in any order."""
+"""All trainer ranks get the same calls and fail together. Deaths and errors are told apart in any order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from stand_ins import Actor, ReadyGroup, run
 from asyncrl_cli.core.errors import RunError
 from asyncrl_cli.orchestrator.placement import PlacementGroup
 from asyncrl_cli.orchestrator.trainers import TrainerLost, TrainerRanks, weight_bytes
-from asyncrl_cli.records.training import Seat, StepReport, TrainingBatch
+from asyncrl_cli.records.training import RankLocation, StepReport, TrainingBatch
 from asyncrl_cli.system.remote import START_TIMEOUT_S, NoAnswer
 
 Behaviour = Callable[["Rank", str, tuple[Any, ...]], Awaitable[Any]]
 
 
 class Rank(Actor):
-    """One rank; the test defines what its methods do."""
+    """A rank with methods from the test."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Remote:
 
 
 class Ranks:
-    """The ranks, and the calls that they received."""
+    """The ranks, and their calls."""
 
     def __init__(self, behaviour: Behaviour, count: int = 3, limit_s: float = 600.0) -> None:
         self.behaviour = behaviour
@@ -68,12 +68,12 @@ class Ranks:
 
 
 async def never() -> Any:
-    """A rank whose peer is gone waits without end."""
+    """A rank without its peer waits forever."""
     return await asyncio.get_running_loop().create_future()
 
 
 async def placed(behaviour: Behaviour, limit_s: float = 600.0) -> Ranks:
-    """Three ranks that have their places and received no other calls."""
+    """Three ranks with their locations, without other calls."""
 
     async def first_places(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         return await starts(rank, method, arguments)
@@ -86,7 +86,7 @@ async def placed(behaviour: Behaviour, limit_s: float = 600.0) -> Ranks:
 
 
 def raised_by(behaviour: Behaviour, limit_s: float = 600.0) -> Exception:
-    """What a call of all ranks raises."""
+    """The error of a call to all ranks."""
 
     async def call() -> Exception:
         with pytest.raises(Exception) as error:  # noqa: PT011
@@ -137,7 +137,7 @@ def test_a_death_is_the_loss_of_all_though_the_others_never_end() -> None:
 
 
 @pytest.mark.parametrize("errors_first", [True, False])
-def test_what_the_others_say_of_a_death_does_not_hide_it(errors_first: bool) -> None:
+def test_errors_of_other_ranks_do_not_hide_a_death(errors_first: bool) -> None:
     async def closed(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
         comes_later = (rank.rank == 2) == errors_first
         for _ in range(10 if comes_later else 0):
@@ -188,9 +188,9 @@ def test_no_answer_in_time() -> None:
 
 
 async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
-    """A rank that can be started; each has its own address."""
+    """A rank that can be started, with its own address."""
     if method == "visit":
-        return Seat(f"node-{rank.rank}", f"10.0.0.{rank.rank}")
+        return RankLocation(f"node-{rank.rank}", f"10.0.0.{rank.rank}")
     if method == "preload":
         number = len(rank.ranks.made)
         return f"10.0.0.{rank.rank}", 1000 * number + rank.rank
@@ -203,7 +203,7 @@ async def starts(rank: Rank, method: str, arguments: tuple[Any, ...]) -> Any:
 
 @pytest.fixture
 def killed(monkeypatch: pytest.MonkeyPatch) -> list[Rank]:
-    """The ranks that were killed."""
+    """The killed ranks."""
     ranks: list[Rank] = []
 
     def kill(rank: Rank) -> None:
@@ -218,7 +218,7 @@ def test_ranks_meet_at_rank_0_and_again_at_the_new_one_after_a_restart(killed: l
     async def check() -> None:
         ranks = Ranks(starts, count=2)
         await ranks.trainer.preload()
-        assert [seat.node_id for seat in ranks.trainer.seats] == ["node-0", "node-1"]
+        assert [location.node_id for location in ranks.trainer.locations] == ["node-0", "node-1"]
         assert ranks.calls[-2:] == [(0, "preload", (0, False)), (1, "preload", (1, False))]
         assert await ranks.trainer.prepare_model(print) == "/models/one"
         assert [call for call in ranks.calls if call[1] == "prepare_model"] == [(0, "prepare_model", ("/search",))]
@@ -311,7 +311,7 @@ def test_a_rank_that_dies_while_the_model_is_made_is_lost(heard_of_in: str) -> N
     run(check())
 
 
-def test_a_look_at_idle_ranks_finds_a_dead_one() -> None:
+def test_check_finds_a_dead_idle_rank() -> None:
     async def check() -> None:
         ranks = await placed(starts)
         await ranks.trainer.check()

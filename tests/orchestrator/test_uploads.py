@@ -1,4 +1,4 @@
-"""Checkpoints are uploaded during a run: done or failed with the reason in its journal, and never in its way."""
+"""Checkpoints are uploaded during a run. The journal has each result, and training is never delayed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from asyncrl_cli.spec.sections import CheckpointSpec
 
 
 class Driver:
-    """A run with a real journal, whose checkpoints are uploaded as its driver does it; one call is one process."""
+    """A run with a real journal. It uploads checkpoints like the driver; each call stands for a process."""
 
     def __init__(self, folder: Path, target: str) -> None:
         self.run = RunDirectory.create(folder, "test")
@@ -53,7 +53,7 @@ class Driver:
         await buffer.close()
 
     def recorded(self) -> dict[int, str]:
-        """By step: `done`, or the reason of the failure."""
+        """`done` or the reason of the failure, by step."""
         with reading(self.run.path / FILE) as connection:
             found = list(events.Checkpoint.read(connection))
         return {one.after_step: one.upload_failure or ("done" if one.uploaded_at else "-") for one in found}

@@ -1,6 +1,6 @@
-"""The watchdog: a warning at half the limit, and an error at the limit that names who waits for what, and since when.
+"""The watchdog warns at half the limit, and at the limit raises an error with all waits and their starts.
 
-The tests do not wait: a wait begins in the past, and the watchdog checks in every iteration of the event loop.
+The tests do not sleep: a wait begins in the past, and the watchdog checks in every iteration of the event loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from asyncrl_cli.orchestrator.watchdog import GENERATION, Wait, Watchdog
 
 LIMIT_S = 1000.0
 LOOKS = 20
-"""Iterations of the event loop in which the watchdog checks more than once."""
+"""Enough iterations of the event loop for several checks of the watchdog."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ class Harness:
 
 
 def look(*waits: tuple[str, str, float]) -> list[str]:
-    """The warnings about these waits; the numbers are the elapsed fractions of the limit."""
+    """The warnings about waits. The numbers are elapsed fractions of the limit."""
 
     async def check() -> list[str]:
         harness = Harness()
@@ -97,7 +97,7 @@ def test_at_the_limit_the_run_ends_with_all_waits_the_oldest_first() -> None:
     assert "asyncrl resume" in error.value.hint
 
 
-def test_what_takes_longer_with_a_larger_model_has_longer() -> None:
+def test_waits_that_depend_on_the_models_size_have_longer_limits() -> None:
     async def check() -> None:
         harness = Harness()
         with harness.dog.waiting("the trainer", "a checkpoint", extra_s=LIMIT_S) as wait:
@@ -150,7 +150,7 @@ def test_progress_starts_the_clock_again_and_is_reported_again() -> None:
     asyncio.run(check())
 
 
-def test_tokens_are_progress_for_those_who_wait_for_generation_only() -> None:
+def test_tokens_are_progress_only_for_waits_for_generation() -> None:
     async def check() -> None:
         harness = Harness()
         with harness.waiting(GENERATION, "a batch", 2 * LIMIT_S):
@@ -176,7 +176,7 @@ def test_a_step_that_is_trained_again_is_progress_for_all() -> None:
     asyncio.run(check())
 
 
-def test_what_is_waited_for_may_change_its_name() -> None:
+def test_a_wait_may_change_its_text() -> None:
     async def check() -> None:
         harness = Harness()
         with harness.waiting("the trainer", "a batch", 2 * LIMIT_S) as wait:

@@ -85,7 +85,7 @@ def test_context_may_be_anywhere(versions: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("versions", [(4, 3), (4, CONTEXT, 3)])
 def test_versions_never_fall(versions: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="falls from weight version 4 to 3"):
+    with pytest.raises(ValueError, match="goes back from weight version 4 to 3"):
         TokenSequence.join(of_versions(*versions))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: complete or absent, damage is named, and only checkpoints without a reason are removed."""
+"""Checkpoints on disk are complete or absent, damage is named, and only checkpoints without a reason are removed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def make(run: RunDirectory, step: int) -> Checkpoint:
-    """An intact checkpoint with a shard that is different for each step."""
+    """An intact checkpoint with a different shard for each step."""
     folder = run.path / "checkpoints" / checkpoint_name(step)
     (folder / "state").mkdir(parents=True)
     (folder / SHARD).write_bytes(b"shard of %d" % step)
@@ -53,7 +53,7 @@ def make(run: RunDirectory, step: int) -> Checkpoint:
     return Checkpoint(folder, step)
 
 
-def test_shards_are_digested_beside_each_other(tmp_path: Path) -> None:
+def test_shards_are_digested_in_parallel(tmp_path: Path) -> None:
     """files.json lists each shard under its own name."""
     contents = {f"shard-{rank}": f"of rank {rank}".encode() for rank in range(4)}
     for name, content in contents.items():
@@ -61,7 +61,7 @@ def test_shards_are_digested_beside_each_other(tmp_path: Path) -> None:
     together, threads = Barrier(len(contents), timeout=20.0), set[int]()
 
     def check() -> None:
-        if get_ident() != main and get_ident() not in threads:  # files are synced by the main thread
+        if get_ident() != main and get_ident() not in threads:  # the main thread syncs files
             threads.add(get_ident())
             together.wait()
 
@@ -86,7 +86,7 @@ def test_a_seal_that_is_cancelled_ends(tmp_path: Path) -> None:
 
 
 @given(parts=st.lists(st.binary(max_size=2000), max_size=5))
-def test_a_checksum_made_while_writing_is_the_files(
+def test_a_checksum_made_while_writing_equals_the_files_checksum(
     parts: list[bytes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("digested") / "file"
@@ -98,7 +98,7 @@ def test_a_checksum_made_while_writing_is_the_files(
     assert digest == Digest(path.stat().st_size, blake3(path.read_bytes()).hexdigest())
 
 
-def test_what_torch_saves_is_digested(tmp_path: Path) -> None:
+def test_torch_saves_through_a_digested_file(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from asyncrl_cli.train.checkpoints import save_file
 
@@ -110,7 +110,7 @@ def test_what_torch_saves_is_digested(tmp_path: Path) -> None:
         assert torch.equal(loaded["weights"], state["weights"]) and loaded["step"] == 3
 
 
-def test_what_ranks_have_digested_is_not_read_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_ranks_have_digested_are_not_read_again(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run.path / "checkpoints" / checkpoint_name(40)
     (folder / "state").mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"step": 40, "trainer": TRAINER}))
@@ -170,7 +170,7 @@ def test_an_empty_run_file_is_damage(run: RunDirectory, text: str | None) -> Non
         checkpoint.trainer()
 
 
-def test_an_undamaged_one_is_undamaged_also_with_other_files_beside_its_own(run: RunDirectory) -> None:
+def test_other_files_in_its_folder_do_not_damage_a_checkpoint(run: RunDirectory) -> None:
     checkpoint = make(run, 40)
     (checkpoint.folder / "notes.txt").write_text("mine")
     assert verify(checkpoint) == []
@@ -283,7 +283,7 @@ def test_archiving_that_a_kill_interrupts(run: RunDirectory, monkeypatch: pytest
     assert len(list(folder.glob("archived-*/*"))) == 3
 
 
-def test_what_is_sealed_is_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sealed_files_are_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
 
     def fsync(descriptor: int) -> None:
@@ -320,7 +320,7 @@ def kept(
     keep_every=st.integers(0, 7),
     keep_best=st.integers(0, 4),
 )
-def test_what_is_kept(
+def test_checkpoints_are_kept_by_the_rules(
     steps: set[int], accuracies: dict[int, float], awaited: set[int], keep_last: int, keep_every: int, keep_best: int
 ) -> None:
     stays = kept(steps, accuracies, keep_last, keep_every, keep_best, awaited)
@@ -333,7 +333,7 @@ def test_what_is_kept(
     for_accuracy = stays - newest - every - pending
     assert len(for_accuracy) <= keep_best
     assert for_accuracy <= accuracies.keys()
-    # No removed checkpoint is better than one that is kept only for its accuracy, and `best` checkpoints are kept.
+    # No removed checkpoint is better than a checkpoint kept only for its accuracy, and `best` checkpoints are kept.
     gone = [accuracies[step] for step in steps - stays if step in accuracies]
     assert all(accuracies[step] >= max(gone, default=0.0) for step in for_accuracy)
     assert len([step for step in stays if step in accuracies]) >= min(keep_best, len(steps & accuracies.keys()))

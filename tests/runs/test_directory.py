@@ -47,7 +47,7 @@ while True:
 
 @contextmanager
 def process(script: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A Python process that has printed its first line."""
+    """Start a Python process, and wait for its first line."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:
@@ -121,7 +121,7 @@ def test_the_lock_within_one_process(run: RunDirectory) -> None:
     assert run.is_driven
 
 
-def test_looking_never_keeps_a_driver_out(run: RunDirectory) -> None:
+def test_checks_of_the_lock_never_keep_a_driver_out(run: RunDirectory) -> None:
     stop = threading.Event()
 
     def look() -> None:
@@ -325,9 +325,9 @@ def test_lines_are_read_back_without_the_broken_ones(run: RunDirectory) -> None:
     assert run.read("metrics.jsonl") == []
     run.append("metrics.jsonl", {"step": 1, "reward/mean": 0.25})
     with (run.path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 2, "rew')  # the disk was full
+        file.write(b'{"step": 2, "rew')  # a full disk
     run.append("metrics.jsonl", {"step": 2})
     run.append("metrics.jsonl", {"step": 3})
     with (run.path / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 4, "caf\xc3')  # the process was killed
+        file.write(b'{"step": 4, "caf\xc3')  # a killed process
     assert run.read("metrics.jsonl") == [{"step": 1, "reward/mean": 0.25}, {"step": 3}]

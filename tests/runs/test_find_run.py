@@ -73,7 +73,7 @@ def test_an_id_wins_over_a_prefix(runs_dir: Path, name: str, found: str) -> None
 
 
 def test_an_ambiguous_prefix_lists_the_matches(runs_dir: Path) -> None:
-    with pytest.raises(RunError, match=r"'a-' matches 2 runs: a-12, a-1 \(give more of the id\)"):
+    with pytest.raises(RunError, match=r"'a-' matches 2 runs: a-12, a-1 \(give more characters of the id\)"):
         find_run(runs_dir, "a-")
 
 

@@ -1,4 +1,4 @@
-"""Waiting for actors: every failure becomes one error that names the actor."""
+"""Every failure of an actor becomes one error that names it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ BOUNDS = 1, 4
 
 @contextmanager
 def driver(run: RunDirectory) -> Iterator[list[int]]:
-    """Answers one request; returns the numbers that it accepts."""
+    """Answer one request; returns the accepted numbers."""
     accepted: list[int] = []
 
     def answer() -> None:
@@ -77,7 +77,7 @@ def test_without_an_answer_the_request_is_withdrawn(run: RunDirectory) -> None:
     assert answer_request(run, BOUNDS) is None
 
 
-def test_a_new_driver_forgets_what_was_not_answered(run: RunDirectory) -> None:
+def test_a_new_driver_forgets_unanswered_requests(run: RunDirectory) -> None:
     run.write_json(REQUEST, {"id": "a", "engines": 2})
     run.write_json(ANSWER, {"id": "b", "accepted": True, "message": ""})
     forget_requests(run)
@@ -100,7 +100,7 @@ def test_the_number_asked_for_last_outlives_the_driver_unless_the_bounds_change(
     for engines in (3, 2):
         run.write_json(REQUEST, {"id": str(engines), "engines": engines})
         assert answer_request(run, (1, 4)) == engines
-    forget_requests(run)  # as in the next driver
+    forget_requests(run)  # like the next driver
     assert wanted_engines(run, (1, 4)) == 2
     assert wanted_engines(run, (1, 8)) is None
     for text in ("", "[]", '{"engines": 9, "bounds": [1, 4]}', '{"engines": "2", "bounds": [1, 4]}'):

@@ -1,4 +1,4 @@
-"""The keeper ends the processes that its command has left, and then exits like the command."""
+"""The keeper kills the processes that its command left, and exits like the command."""
 
 from __future__ import annotations
 

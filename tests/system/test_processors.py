@@ -1,4 +1,4 @@
-"""The measured processor time is that of the work, and belongs to the processes that do it."""
+"""The measured processor time equals the work, and belongs to the processes that do it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_work_of_children_is_counted_once(monkeypatch: pytest.MonkeyPatch) -
     assert processors.read() >= 0, "a process that has ended keeps what it had used"
 
 
-def test_two_looks_have_some_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_reads_have_a_minimum_time_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
     processors = ProcessorTime()
     monkeypatch.setattr(processors, "total", lambda: 1e6)
     assert processors.read() == 0.0

@@ -1,4 +1,4 @@
-"""The reaper: after the driver's end it ends everything that the driver started, and nothing else."""
+"""After the driver's end, the reaper ends everything that the driver started, and nothing else."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TIMEOUT_S = 60.0
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process is running; a zombie is not."""
+    """True if a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -81,7 +81,7 @@ def start() -> Iterator[Start]:
     yield begin
     for process in started:
         left = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-        for each in (process, *left):  # a child of the program above ignores SIGTERM and is in a separate session
+        for each in (process, *left):  # the child of the program above ignores SIGTERM, in a separate session
             each.kill()
         process.wait()
         for pipe in (process.stdin, process.stdout):
@@ -91,7 +91,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(autouse=True)
 def _temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A temporary folder for each test: nothing that other tests have there is removed."""
+    """A temporary folder for each test: other tests' folders must not be removed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -172,7 +172,7 @@ def test_a_killed_driver_takes_everything_with_it(start: Start, tmp_path: Path) 
 def test_a_driver_removes_what_a_driver_killed_with_its_reaper_left(start: Start, tmp_path: Path) -> None:
     living, lived_in, others = drive(start, tmp_path / "log")
     driver, folder, (reaper, *marked) = drive(start, tmp_path / "log")
-    os.kill(driver.pid, signal.SIGSTOP)  # or it would start another reaper
+    os.kill(driver.pid, signal.SIGSTOP)  # otherwise it would start another reaper
     os.kill(reaper, signal.SIGKILL)
     driver.kill()
     driver.wait()
@@ -226,12 +226,12 @@ def test_marked_processes_leaves_itself_out(start: Start, mark: str) -> None:
 def is_reaper(process: psutil.Process) -> bool:
     try:
         return "asyncrl_cli.system.reaper" in process.cmdline()
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return False
 
 
 def children(but: int = 0) -> list[int]:
-    """The reapers of this process, except one."""
+    """This process's reapers, except one."""
     return [process.pid for process in psutil.Process().children() if process.pid != but and is_reaper(process)]
 
 

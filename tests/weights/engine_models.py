@@ -1,11 +1,11 @@
-"""Loads small models into vLLM's own classes, from a folder and from a published version, and compares all tensors.
+"""Loads small models into vLLM's classes, from a folder and from a published version, and compares all tensors.
 
     python -m tests.weights.engine_models ARCHITECTURE...
     python -m tests.weights.engine_models --rank R --world FOLDER [--experts] ARCHITECTURE     for R = 0 and 1
 
-The second form is one of two tensor-parallel workers, which load as workers on GPUs do; with ``--experts`` each has
+The second form is one of two tensor-parallel workers, which load like workers on GPUs; with ``--experts`` each has
 half of the experts. No engine runs: the classes are made in this process, with vLLM's loaders and the project's
-transfer engine. One line of JSON for each architecture: its differences, which are none, and what was compared.
+transfer engine. Prints a line of JSON for each architecture: the differences, which must be empty, and the comparison.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ POSITION = 4000
 
 
 class Worker(NamedTuple):
-    """One of the workers of an engine."""
+    """One of an engine's workers."""
 
     rank: int = 0
     size: int = 1
@@ -58,7 +58,7 @@ class Worker(NamedTuple):
 
 
 class PinnedOnCpu(Copies):
-    """Stands for a GPU's: all memory counts as pinned, and the device is the CPU."""
+    """Stands for a GPU's copies: all memory counts as pinned, and the device is the CPU."""
 
     def __init__(self) -> None:
         self.addresses: dict[int, bool] = {}
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("architectures", nargs="+")
     given = parser.parse_args()
     worker = Worker() if given.world is None else Worker(given.rank, 2, given.world, given.experts)
-    os.environ["VLLM_DIST_IDENT"] = str(given.rank)  # different ones: no shared memory, which would remain
+    os.environ["VLLM_DIST_IDENT"] = str(given.rank)  # different names: no shared memory, which would remain
     torch.set_num_threads(1)
     for architecture in given.architectures:
         with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def compared(architecture: str, folder: Path, worker: Worker) -> dict[str, Any]:
     slots = engine_layout(model, torch.float32)
     transfer.init_transfer_engine(ReplicaInitInfo([asdict(slot) for slot in slots]))
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    # Nothing may remain of the first version, or of the random weights with which an engine starts.
+    # Nothing may remain of the first version, or of an engine's random first weights.
     publish(transfer, config, {name: tensor + 1 for name, tensor in weights.items()}, model, slots, 1, folder)
     publish(transfer, config, weights, model, slots, 2, folder)
     ours, theirs = dict(held(served)), dict(held(loaded))
@@ -126,7 +126,7 @@ def compared(architecture: str, folder: Path, worker: Worker) -> dict[str, Any]:
 
 
 def engine_model(folder: Path, load_format: str, worker: Worker) -> tuple[VllmConfig, nn.Module]:
-    """vLLM's model for the folder ``model``, as its CPU worker creates it."""
+    """vLLM's model for the folder ``model``, created like in its CPU worker."""
     images = (folder / "model/processor_config.json").is_file()
     latent = hasattr(AutoConfig.from_pretrained(folder / "model").get_text_config(), "kv_lora_rank")
     config = AsyncEngineArgs(
@@ -136,7 +136,7 @@ def engine_model(folder: Path, load_format: str, worker: Worker) -> tuple[VllmCo
         max_num_batched_tokens=2 * POSITION,
         load_format=load_format,
         enforce_eager=True,
-        skip_tokenizer_init=not images,  # a processor of images has one
+        skip_tokenizer_init=not images,  # an image processor has a tokenizer
         limit_mm_per_prompt={"image": 1} if images else {},
         mm_device_do_normalize=False,
         language_model_only=not images,
@@ -148,7 +148,7 @@ def engine_model(folder: Path, load_format: str, worker: Worker) -> tuple[VllmCo
         enable_chunked_prefill=False,
         enable_prefix_caching=False,  # models with linear attention need chunked prefill
         use_tqdm_on_load=False,
-        attention_backend="CPU_MLA" if latent else None,  # the other one, for CPUs with AMX, has no float32
+        attention_backend="CPU_MLA" if latent else None,  # the other kernel, for CPUs with AMX, has no float32
     ).create_engine_config()
     with set_current_vllm_config(config):
         meeting = f"file://{(worker.world or folder) / 'world'}"
@@ -165,7 +165,7 @@ def publish(
     version: int,
     folder: Path,
 ) -> None:
-    """Write the memory of a version like a trainer rank, and load it with the engine's transfer engine."""
+    """Write a version's memory like a trainer rank, and load it with the engine's transfer engine."""
     model.load_state_dict(weights)
     path, size = folder / "memory", size_of(slots)
     path.write_bytes(bytes(size) + version.to_bytes(VERSION_BYTES, "little"))
@@ -187,7 +187,7 @@ KERNEL = " kernel"
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer, and the output of each packed kernel for the same input."""
+    """Every parameter and buffer, and each packed kernel's output for the same input."""
     yield from model.named_parameters()
     yield from model.named_buffers()
     for name, layer in model.named_modules():
@@ -205,12 +205,12 @@ def loads_of(transfer: ReplicaTransferEngine) -> list[str]:
 
 def rotary_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers():
-        if name.endswith("cos_sin_cache") and not name.startswith("vis"):  # only of language models
+        if name.endswith("cos_sin_cache") and not name.startswith("vis"):  # only for language models
             yield name, buffer[POSITION].chunk(2)[0].float()
 
 
 def trainers_rotary(model: Any) -> list[torch.Tensor]:
-    """The cosines of the trainer's rotary embeddings, for each kind of layer that has its own."""
+    """The cosines of the trainer's rotary embeddings, for each kind of layer with separate ones."""
     rotary = getattr(model.base_model, "language_model", model.base_model).rotary_emb
     states, positions = torch.zeros(1, 1, 1), torch.tensor([[POSITION]])
     kinds = {name.removesuffix("_inv_freq") for name, _ in rotary.named_buffers()} - {"inv_freq"}

@@ -1,8 +1,8 @@
-"""Hosts that hold version 1, each in a separate process, correct or faulty.
+"""Hosts that hold version 1, correct or faulty, each in a separate process.
 
     python -m tests.weights.holders KIND        prints a URL, and serves until it is killed
 
-The bytes of a version are a function of its number, so that each process can compute them.
+A version's bytes are a function of its number, so each process can compute them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STEP = 64 * 1024
 
 @cache
 def content(version: int) -> bytes:
-    """The bytes of a version, from offset 0."""
+    """A version's bytes, from offset 0."""
     size = SLOTS[-1].offset + SLOTS[-1].nbytes
     block = bytes((version * 37 + i) % 256 for i in range(2**16 + version))
     return (block * (size // len(block) + 1))[:size]
@@ -45,7 +45,7 @@ def chunk_bytes(version: int, index: int) -> bytes:
 
 
 def hold(replica: Replica, version: int, ranks: Iterable[int] = range(RANKS)) -> dict[int, str]:
-    """Write the version's shards of these ranks, as the ranks would; returns their digests."""
+    """Write these ranks' shards of the version, like the ranks; returns the digests."""
     descriptor = os.open(replica.begin(version), os.O_RDWR)
     os.pwrite(descriptor, content(version), 0)
     os.close(descriptor)
@@ -111,7 +111,7 @@ class BadHolder(http.server.BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def wait(self) -> None:
-        sys.stdout.write("waiting\n")  # in one call, because other threads write to it, too
+        sys.stdout.write("waiting\n")  # in one call, because other threads also write to it
         sys.stdout.flush()
         time.sleep(3600)
 

@@ -1,4 +1,4 @@
-"""The agent as in a run: an actor of Ray that the driver calls, with ranks and engines in other processes."""
+"""The agent as in a run: a Ray actor that the driver calls, with ranks and engines in other processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 class Agents:
-    """Agents of one test. All are on this host, which is sufficient for what they do for the driver."""
+    """Agents of one test. All are on this host, which is enough for the driver's calls."""
 
     def __init__(self, ray: Any, folder: Path) -> None:
         self.ray = ray
@@ -40,7 +40,7 @@ class Agents:
         actor = self.ray.remote(HostAgent).options(num_cpus=0).remote(f"agent-{len(self.actors)}", str(self.folder))
         self.actors.append(actor)
         endpoint = self.ray.get(actor.start.remote(SLOTS, RANKS, TOKEN, "127.0.0.1"), timeout=120)
-        # The test's hosts are one node of Ray; they are distinguished by their names.
+        # The test's hosts are one Ray node; their names tell them apart.
         return actor, Endpoint(f"host-{len(self.actors)}", endpoint.url)
 
     def publish(self, actor: Any, version: int, keep: Manifest | None = None) -> Manifest:
@@ -102,7 +102,7 @@ def test_calls_for_one_version_share_a_fetch_and_a_newer_one_ends_it(agents: Age
             get(call)
 
 
-def test_a_caller_that_does_not_wait_any_longer_leaves_the_fetch_to_the_next(agents: Agents) -> None:
+def test_a_fetch_continues_for_the_next_caller_when_its_caller_gives_up(agents: Agents) -> None:
     trainer, trainers = agents.start()
     engine, _ = agents.start()
     first = agents.publish(trainer, 1)
@@ -111,12 +111,12 @@ def test_a_caller_that_does_not_wait_any_longer_leaves_the_fetch_to_the_next(age
         call = asyncio.ensure_future(engine.pull.remote(first, [trainers], 60.0))
         await asyncio.sleep(0)
         call.cancel()
-        return await engine.pull.remote(first, [], 60.0)  # without holders, so it can only wait for the other fetch
+        return await engine.pull.remote(first, [], 60.0)  # without holders: it can only wait for the other fetch
 
     assert asyncio.run(cancelled_caller()).path
 
 
-def test_of_a_killed_agent_nothing_is_left(agents: Agents) -> None:
+def test_a_killed_agent_leaves_nothing(agents: Agents) -> None:
     trainer, trainers = agents.start()
     path = Path(agents.ray.get(trainer.begin.remote(1, None, range(RANKS))))
     assert path.exists()
@@ -125,7 +125,7 @@ def test_of_a_killed_agent_nothing_is_left(agents: Agents) -> None:
     os.kill(int(path.parts[2]), signal.SIGKILL)
     with pytest.raises(agents.ray.exceptions.RayActorError):
         agents.ray.get(trainer.report.remote())
-    assert not os.path.exists(path)  # Path.exists raises for the files of another user's or a dead process
+    assert not os.path.exists(path)  # Path.exists raises for the files of dead processes and of other users
     assert not list(Path("/dev/shm").glob("*asyncrl*"))
     engine, _ = agents.start()
     with pytest.raises(RunError, match="Connection refused"):

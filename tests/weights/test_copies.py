@@ -1,4 +1,4 @@
-"""Copies from and to the replica: on CPU as in a run, and for CUDA the calls to the driver, which is a stand-in here.
+"""Copies from and to the replica: on CPU as in a run, for CUDA with a stand-in for the driver.
 
 `make gpu` makes the same calls to a real driver.
 """
@@ -28,13 +28,13 @@ GPU = torch.device("cuda", 1)
 
 
 class Answer(NamedTuple):
-    """A return code like CUDA's."""
+    """CUDA's return code."""
 
     value: int
 
 
 class Driver:
-    """The memory that the driver has pinned, by address; like a real one it refuses memory that is already pinned."""
+    """The memory that the driver has pinned, by address. Like a real driver it refuses to pin memory twice."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -85,7 +85,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def published(replica: Replica, mapped: MappedReplica, version: int, value: float, on: Copies) -> dict[str, Any]:
-    """The tensors of a version that has ``value`` everywhere."""
+    """A version's tensors, with ``value`` everywhere."""
     path = replica.begin(version)
     with mapped.open(path, version) as tensors:
         for tensor in tensors.values():
@@ -109,7 +109,7 @@ def test_each_buffer_is_pinned_once_and_given_back(driver: Driver) -> None:
     with closing(Replica(SLOTS, 1)) as replica:
         mapped = MappedReplica(SLOTS, on)
         for version in range(4):
-            # Tensors on CPU, as for a rank with ``offload: all``.
+            # Tensors on CPU, like a rank's with ``offload: all``.
             tensors = published(replica, mapped, version, version, on)
             assert all(bool((tensor == version).all()) for tensor in tensors.values())
             assert driver.synchronized == 2 * (version + 1), "no copy is running when the memory is unpinned"
@@ -164,7 +164,7 @@ def test_parts_that_are_pinned_before_one_fails_are_given_back(
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory, and a part of a tensor in it: every dimension may be cut, and experts may be skipped."""
+    """Memory, and a part of a tensor in it. Every dimension may be cut, and experts may be skipped."""
     shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     memory = torch.arange(7 + math.prod(shape), dtype=torch.float32)
     part = memory[7:].view(shape)
@@ -195,9 +195,7 @@ def test_loaders_get_the_part_and_no_other_bytes_change(
 
 
 @pytest.mark.parametrize("staged_bytes", [64 * 2**20, 1000])
-def test_of_rows_that_are_divided_each_goes_to_the_device_once(
-    monkeypatch: pytest.MonkeyPatch, staged_bytes: int
-) -> None:
+def test_divided_rows_go_to_the_device_once(monkeypatch: pytest.MonkeyPatch, staged_bytes: int) -> None:
     monkeypatch.setattr(mapped_module, "STAGED_BYTES", staged_bytes)
     memory = torch.randn(3, 40, 20)
     target = torch.zeros(3, 40, 5)

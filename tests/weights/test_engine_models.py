@@ -1,4 +1,4 @@
-"""After a publish vLLM's own classes have the same tensors as after loading the folder, for each architecture."""
+"""After a publish, vLLM's classes have the same tensors as after loading the folder, for each architecture."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.stack
 
 LIMIT_S = 280.0
 OFTEN = ("qwen3_moe", "gemma3_text")
-"""They cover fused experts that are loaded in the pause, dense layers that are prepared, a tied and an untied head."""
+"""They cover fused experts (loaded in the pause), dense layers (prepared), a tied and an untied head."""
 PART = (63 * 128 + 64) * 4
 """Bytes from the first to the last of the 64 × 64 numbers that one of two workers has of a layer's ``o_proj``
 [64, 128]. The 4 experts' [64, 32] together span as many."""
 REFUSED = {"gpt_oss"}
-"""Refused before a run starts (`architecture_is_served`)."""
+"""Architectures that are refused before a run starts (`architecture_is_served`)."""
 NEED_TORCHVISION = {"qwen3_5_text"}
 RARELY = sorted(ARCHITECTURES.keys() - {*OFTEN, *REFUSED})
 
@@ -51,7 +51,7 @@ def results(process: subprocess.Popen[str], architectures: Sequence[str]) -> lis
     return found
 
 
-def test_a_published_version_is_what_the_folder_is() -> None:
+def test_a_published_version_equals_the_folder() -> None:
     found = compare(*OFTEN)
     check(found)
     assert found[0]["experts"] == 2 * 3, "the experts of each of 2 layers are loaded together"
@@ -59,7 +59,7 @@ def test_a_published_version_is_what_the_folder_is() -> None:
 
 @pytest.mark.parametrize(("options", "staged"), [([], 2 * 2 * PART), (["--experts"], 2 * PART)])
 def test_workers_of_one_engine_get_their_parts_as_on_gpus(tmp_path: Path, options: list[str], staged: int) -> None:
-    """Of weights that they divide by columns whole rows go to the device: of ``o_proj``, and of the experts' down
+    """If workers divide a weight by columns, whole rows go to the device: ``o_proj``, and the experts' down
     projection unless each worker has whole experts."""
     ranks = [started("--rank", str(rank), "--world", str(tmp_path), *options, "qwen3_moe") for rank in range(2)]
     for process in ranks:
@@ -69,12 +69,12 @@ def test_workers_of_one_engine_get_their_parts_as_on_gpus(tmp_path: Path, option
 
 
 @pytest.mark.skipif(find_spec("torchvision") is None, reason="vLLM's models for images import torchvision")
-def test_a_published_version_is_what_the_folder_is_for_models_that_see_images() -> None:
+def test_a_published_version_equals_the_folder_for_models_that_see_images() -> None:
     check(compare(*IMAGE_MODELS))
 
 
 @pytest.mark.nightly
-def test_a_published_version_is_what_the_folder_is_for_the_other_architectures() -> None:
+def test_a_published_version_equals_the_folder_for_the_other_architectures() -> None:
     missing = NEED_TORCHVISION if find_spec("torchvision") is None else set()
     check(compare(*(name for name in RARELY if name not in missing)))
 

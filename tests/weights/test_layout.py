@@ -1,4 +1,4 @@
-"""The layout: tensors at their offsets, and chunks that contain every byte of every tensor once."""
+"""The layout: offsets of tensors, and chunks that have every byte of every tensor once."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_slots_are_aligned_in_order_and_never_overlap(tensors: Tensors) -> None:
 def test_shards_of_a_tensor_follow_one_another_and_are_those_of_zero_3(numel: int, ranks: int) -> None:
     shards = [shard_of(numel, rank, ranks) for rank in range(ranks)]
     assert [position for start, stop in shards for position in range(start, stop)] == list(range(numel))
-    # DeepSpeed pads the tensor to a multiple of the number of ranks, and gives each rank the same share.
+    # DeepSpeed pads the tensor to a multiple of the number of ranks, and gives each rank an equal share.
     padded = numel + -numel % ranks
     for rank, (start, stop) in enumerate(shards):
         assert (start, stop) == (
@@ -78,7 +78,7 @@ def test_experts_are_divided_over_neighbours_before_they_are_sharded(groups: int
     shards = [range(*shard_of(numel, rank, ranks, groups)) for rank in range(ranks)]
     assert sorted(position for shard in shards for position in shard) == list(range(numel))
     for rank, shard in enumerate(shards):
-        # DeepSpeed's AutoEP: rank r has part r % groups, of which the ranks r, r + groups, … have one share each.
+        # DeepSpeed's AutoEP: rank r has a share of part r % groups, like the ranks r + groups, r + 2 groups, …
         part = range(numel)[rank % groups * sharing * share :][: sharing * share]
         assert shard == part[rank // groups * share :][:share]
 
@@ -146,7 +146,7 @@ def test_a_large_tensor_is_split_at_the_size_of_a_chunk() -> None:
     assert third.ranges == ((2 * CHUNK_BYTES, 2 * CHUNK_BYTES + 64),)
 
 
-def test_of_a_small_tensor_some_ranks_have_nothing() -> None:
+def test_some_ranks_have_nothing_of_a_small_tensor() -> None:
     chunks = chunks_of((TensorSlot("scale", "float32", (3,), 0, 4),), 5)
     assert [(chunk.rank, chunk.ranges) for chunk in chunks] == [(0, ((0, 4),)), (1, ((4, 8),)), (2, ((8, 12),))]
 
@@ -158,7 +158,7 @@ def test_an_agent_does_not_load_torch(module: str) -> None:
 
 
 def experts_slot(experts: int, rows: list[int], width: int) -> TensorSlot:
-    """A layer's experts as ``with_checkpoint_parts`` describes them."""
+    """A layer's experts, like the result of ``with_checkpoint_parts``."""
     (whole,) = plan_slots([("mlp.experts.joined", torch.bfloat16, (experts, sum(rows), width))])
     parts, offset = [], whole.offset
     for number in range(experts):

@@ -1,4 +1,4 @@
-"""The tensors in other processes of the host: the same bytes, one version at a time, and no memory remains."""
+"""The tensors in other processes of the host have the same bytes, one version at a time, and no memory remains."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_memory_that_is_too_small_is_refused_and_not_grown(mapped: MappedReplica
     try:
         os.ftruncate(small, 10)
         with (
-            pytest.raises(ReplicaGone, match="there are 10 bytes of weights, expected are"),
+            pytest.raises(ReplicaGone, match="the memory has 10 bytes, expected "),
             mapped.open(f"/proc/{os.getpid()}/fd/{small}", 1),
         ):
             pass
@@ -155,7 +155,7 @@ def test_another_process_reads_the_same_tensors_while_the_next_version_is_writte
     ) as reader:
         tell([replica.path(first), 1])
         check(1)
-        # It is still loading, so the memory of its version is not reused.
+        # It still loads, so its version's memory is not reused.
         third = publish(replica, mapped, 3, publish(replica, mapped, 2, first))
         tell("it has loaded")
         assert reader.stdout is not None
@@ -166,7 +166,7 @@ def test_another_process_reads_the_same_tensors_while_the_next_version_is_writte
 
 
 @pytest.mark.slow
-def test_when_the_agent_is_killed_what_is_mapped_stays_and_nothing_else() -> None:
+def test_only_mapped_memory_survives_a_killed_agent() -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         path = owner.stdout.readline().strip()

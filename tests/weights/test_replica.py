@@ -1,4 +1,4 @@
-"""A host's replica: at most two versions, and only verified bytes are given to others."""
+"""A host's replica has at most two versions, and lends only checked bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def small_chunks() -> Iterator[None]:
 
 @cache
 def content(version: int) -> bytes:
-    """The bytes of a version. The second half of the tensors changes only with every third version."""
+    """A version's bytes. The second half of the tensors changes only with every third version."""
     half = size_of(SLOTS) // 2
     return bytes((version * 31 + i) % 256 for i in range(half)) + bytes(
         (version // 3 * 7 + i) % 256 for i in range(size_of(SLOTS) - half)
@@ -71,14 +71,14 @@ def has_bytes_of(memory: bytes, version: int) -> bool:
 
 @dataclass
 class Reader:
-    """An engine that is loading: it holds the shared lock."""
+    """An engine that loads: it holds the shared lock."""
 
     descriptor: int
     version: int
 
 
 class ReplicaMachine(RuleBasedStateMachine):
-    """A host with some of the trainer's ranks, engines that load at any time, and hosts that fetch from it."""
+    """A host with some trainer ranks, engines that load at any time, and other hosts that fetch from it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The server of weights: without the token it serves nothing, and with it only weights."""
+"""The server of weights serves nothing without the token, and only weights with it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def request(path: str, token: str = TOKEN, method: str = "GET", more: str = "") 
     return f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n{more}\r\n".encode()
 
 
-def test_a_chunk_is_given_to_who_has_the_token(server: WeightServer, manifest: Manifest) -> None:
+def test_a_client_with_the_token_gets_a_chunk(server: WeightServer, manifest: Manifest) -> None:
     answer = ask(server, request(f"/weights/7/chunks/0/{manifest.digests[0]}"))
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK\r\nContent-Length: 1000")
@@ -137,7 +137,7 @@ def test_requests_are_bounded_in_size(server: WeightServer) -> None:
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"GET /weights/7 HTTP/1.1\r\n", b"GET "]))
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_whatever_comes_gets_no_weights_and_ends_nothing(
+def test_malformed_requests_get_no_weights_and_end_nothing(
     server: WeightServer, manifest: Manifest, data: bytes, start: bytes
 ) -> None:
     answer = ask(server, start + data + b"\r\n\r\n")
