@@ -1,10 +1,10 @@
 """The buffer: a run's ledger and journal, in the driver's process.
 
-A call is answered after everything that it noted has been committed (decision 0013). Commits run one after another in a
-separate thread, and calls that arrive during a commit share the next one, so a higher load needs fewer commits a call.
-When a commit fails, its calls and all later ones raise its ``JournalError``.
+A call returns after everything that it noted has been committed (decision 0013). Commits run one after another in a
+separate thread, and calls that arrive during a commit share the next commit, so a higher load needs fewer commits per
+call. When a commit fails, its calls and all later calls raise its ``JournalError``.
 
-Invariant: after ``open`` the event loop alone uses the ledger and the notes, and the journal's thread alone uses the
+Invariant: after ``open`` only the event loop uses the ledger and the notes, and only the journal's thread uses the
 file. So a slow disk does not stop the loop, and no lock is needed (decision 0090).
 """
 
@@ -45,11 +45,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LAZY_S = 0.1
-"""Delay (s) of a commit that nothing waits for. Several calls can share it."""
+"""Longest delay (s) of a commit that is not urgent. The delay lets more calls share the commit."""
 MANY = 500
-"""With this many notes, a commit is not delayed."""
+"""From this number of notes on, a commit starts without delay."""
 PATIENCE_S = 2.0
-"""Seconds after which ``take`` reports what the batch waits for."""
+"""Seconds after which ``take`` reports why there is no batch yet."""
 CLOSE_S = 10.0
 """Seconds that closing the journal may take."""
 
@@ -57,7 +57,7 @@ CLOSE_S = 10.0
 class Disk:
     """A thread that runs functions one after another, each for at most ``limit_s`` seconds.
 
-    It is a daemon: a process must be able to end although its disk hangs.
+    The thread is a daemon: the process must be able to end although its disk hangs.
     """
 
     def __init__(self, path: Path, limit_s: float) -> None:
@@ -67,7 +67,7 @@ class Disk:
         Thread(target=self._work, name="journal", daemon=True).start()
 
     async def run(self, function: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """The result of a function that reads or writes the journal. Raises ``JournalError`` after ``limit_s``."""
+        """Run a function that reads or writes the journal. Raises ``JournalError`` after ``limit_s`` seconds."""
         job: Future[T] = Future()
         self._jobs.put((job, partial(function, *arguments, **named)))
         try:
@@ -81,7 +81,7 @@ class Disk:
             ) from None
 
     def stop(self) -> None:
-        """End the thread after the jobs it has."""
+        """End the thread once its jobs are done."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -92,11 +92,11 @@ class Disk:
                     job.set_result(function())
                 except BaseException as error:
                     job.set_exception(error)
-            del item, job, function  # a result may be a large batch
+            del item, job, function  # otherwise a large batch stays in memory while the thread waits for its next job
 
 
 class Buffer:
-    """Admits groups, records their rollouts and results, and gives batches. Every answer follows its commit."""
+    """Admits groups, records their rollouts and results, and returns batches. Every answer follows its commit."""
 
     @classmethod
     async def open(
@@ -111,7 +111,7 @@ class Buffer:
     ) -> tuple[Self, Opening]:
         """Open the journal as ``kind`` (``train``, ``resume``), and read the run's state. Raises ``JournalError``.
 
-        ``limit_s``: seconds that one operation of the disk may take.
+        ``limit_s``: seconds that one operation on the disk may take.
         """
 
         def begin() -> tuple[DurableLedger, Opening]:
@@ -131,9 +131,9 @@ class Buffer:
         self._path = path
         self._book = book
         self._disk = disk
-        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._next: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done after the next commit
         self._committing: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
+        self._changed = asyncio.Event()  # a waiting ``take`` must look again
         self._asked = False
         self._urgent = asyncio.Event()
         self._broken: Exception | None = None
@@ -146,7 +146,7 @@ class Buffer:
     async def admit(self, candidates: Sequence[Candidate]) -> tuple[Group, ...]:
         """Admit these prompts. Raises ``LedgerError`` if there is no ``room`` for all of them."""
         groups = self._book.admit(candidates)
-        # Commit before the answer: no token may be generated for a group that a kill could remove (decision 0013).
+        # Commit before returning: otherwise tokens could be generated for a group that a kill removes (decision 0013).
         await self._commit()
         return groups
 
@@ -156,20 +156,20 @@ class Buffer:
         segments: Sequence[Segment] = (),
         outcomes: Sequence[Outcome] = (),
     ) -> Settled:
-        """Record finished rollouts, new tokens of unfinished ones, and rewards and failures of recorded rollouts.
+        """Record finished rollouts, new tokens of unfinished rollouts, and rewards and failures of recorded rollouts.
         Returns the groups that the outcomes have ended."""
         self._book.grown(segments)
         settled = self._book.record(rollouts, outcomes)
         self._changed.set()
-        await self._commit(LAZY_S)
+        await self._commit(urgent=False)
         return settled
 
     def note_request(self, request: EngineRequest) -> None:
-        """Have a request that has left its engine recorded with the next commit."""
+        """Note a request that has left its engine. It is written with the next commit, and nothing waits for it."""
         self._book.journal.requested(request)
 
     async def take(self, step: int, patience_s: float = PATIENCE_S) -> Taken | Waiting:
-        """The batch of a step, or after ``patience_s`` seconds what it waits for."""
+        """Take a step's batch. Returns the reason if there is none after ``patience_s`` seconds."""
         deadline = time.monotonic() + patience_s
         while (waiting := self._book.take(step)) is not None:
             left = deadline - time.monotonic()
@@ -184,12 +184,13 @@ class Buffer:
         return Taken(await self.batch(step), self._book.ledger.counts(), self._busy_s)
 
     async def batch(self, step: int) -> TrainingBatch:
-        """A batch that was taken, from the journal."""
-        await self._commit()  # before it is trained: no other file may have a later step than the journal
+        """Read a taken batch from the journal."""
+        # Commit before it is trained: otherwise a checkpoint could have a later step than the journal after a kill.
+        await self._commit()
         return await self._disk.run(self._book.batch, step)
 
     async def requeue(self, group_ids: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Abandon overdue groups and start their prompts again; returns (old index, new index, version) for each."""
+        """Abandon overdue groups and start their prompts again. Returns (old index, new index, version) for each."""
         started = self._book.requeue(group_ids)
         self._changed.set()
         await self._commit()
@@ -198,7 +199,7 @@ class Buffer:
     async def trained(self, record: StepRecord) -> None:
         """Record a trained step."""
         self._book.journal.trained(record)
-        await self._commit(LAZY_S)
+        await self._commit(urgent=False)
 
     async def publish(self, record: PublishRecord) -> None:
         """Record that every serving engine has proved a version."""
@@ -207,49 +208,49 @@ class Buffer:
         await self._commit()
 
     async def fallback(self, step: int) -> dict[str, Any]:
-        """The state that the checkpoint of ``step`` stores, to resume from it without the journal."""
+        """Return the state that the checkpoint of ``step`` stores to resume without the journal."""
         await self._commit()
         return await self._disk.run(self._book.fallback, step)
 
     async def checkpointed(
         self, step: int, folder: str, seconds: float, stall_s: float, removed: Sequence[int] = ()
     ) -> None:
-        """Record that a checkpoint is complete, and that older ones (``removed``) are deleted."""
+        """Record that a checkpoint is complete, and that the older checkpoints in ``removed`` are deleted."""
         self._book.journal.checkpointed(step, folder=folder, seconds=seconds, stall_s=stall_s)
         for old in removed:
             self._book.journal.checkpoint_removed(old)
         await self._commit()
 
     async def uploaded(self, step: int, failure: str) -> None:
-        """Record that a checkpoint was uploaded, or why not."""
+        """Record that a checkpoint was uploaded, or why it was not."""
         self._book.journal.uploaded(step, failure)
         await self._commit()
 
     async def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
         """Record an evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
         self._book.journal.evaluated(result, images)
-        await self._commit(LAZY_S)
+        await self._commit(urgent=False)
 
     async def failed(self, kind: str, part: str, message: str) -> None:
         """Record a failure, whether or not the run continues."""
         self._book.journal.failed(kind, part, message)
-        await self._commit(LAZY_S)
+        await self._commit(urgent=False)
 
     async def engine_changed(self, engine: str, change: str, reason: str) -> None:
-        """Record that an engine began to serve (``join``), or left (``leave``)."""
+        """Record that an engine began to serve (``join``) or left (``leave``)."""
         self._book.journal.engine_changed(engine, change, reason)
-        await self._commit(LAZY_S)
+        await self._commit(urgent=False)
 
     async def prune(self, checkpoints: int) -> None:
-        """Delete, in small commits, the tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint
-        on disk needs."""
+        """Delete tokens that neither the newest ``checkpoints`` checkpoints nor any checkpoint on disk needs. The
+        commits are small, and other calls' commits come between them."""
         await self._commit()
         before = await self._disk.run(self._needed_from, checkpoints)
         while await self._disk.run(self._book.journal.prune, before):
             await self._commit()
 
     async def close(self) -> None:
-        """Write everything into the one file, and close it, in bounded time. Later calls raise ``JournalError``."""
+        """Write everything into the one file and close it, in bounded time. Later calls raise ``JournalError``."""
         try:
             async with asyncio.timeout(CLOSE_S):
                 await self._commit()
@@ -266,17 +267,18 @@ class Buffer:
         on_disk = [found.step for found in complete_checkpoints(self._path.parent / "checkpoints")]
         return self._book.journal.needed_from(checkpoints, on_disk)
 
-    async def _commit(self, patience_s: float = 0.0) -> None:
-        """Return when everything noted so far is on disk. The commit may wait ``patience_s`` seconds for other calls
-        that share it."""
+    async def _commit(self, urgent: bool = True) -> None:
+        """Return once everything noted so far is on disk. Unless ``urgent``, the commit waits up to ``LAZY_S`` for
+        other calls to share it."""
         if self._broken is not None:
             raise self._broken
         self._asked = True
-        if not patience_s or self._book.journal.notes >= MANY:
+        if urgent or self._book.journal.notes >= MANY:
             self._urgent.set()
         wanted = self._next
         if self._committing is None or self._committing.done():
             self._committing = asyncio.create_task(self._commit_all())
+        # Shielded, because other calls wait for the same commit: a cancelled call must not cancel it for them.
         await asyncio.shield(wanted)
 
     async def _commit_all(self) -> None:
@@ -286,19 +288,20 @@ class Buffer:
                     await self._urgent.wait()
             self._urgent.clear()
             self._asked = False
-            # Take the notes and their waiting calls together: a call that notes more from now on waits for the next
-            # commit.
+            # Take the notes together with the calls that wait for them. A call that notes something from now on waits
+            # for the next commit: this one does not contain its notes.
             statements = self._book.journal.noted()
             done, self._next = self._next, asyncio.get_running_loop().create_future()
             try:
                 if statements:
                     self._busy_s += await self._disk.run(self._timed_commit, statements)
             except Exception as error:
-                # Memory is ahead of the disk now, so this buffer answers no further call (decision 0013).
+                # Memory is ahead of the disk now. A later answer could depend on the lost notes, so this buffer answers
+                # no further call (decision 0013).
                 self._broken = error
                 for waiting in (done, self._next):
                     waiting.set_exception(error)
-                    waiting.exception()  # marks the error as retrieved: it may have no caller, and asyncio would log it
+                    waiting.exception()  # marks the error as retrieved; without a caller, asyncio would log it
                 self._changed.set()
                 return
             done.set_result(None)

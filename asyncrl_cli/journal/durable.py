@@ -1,9 +1,10 @@
-"""The ledger with its journal: every event goes to both, and the ledger can be restored from the journal.
+"""The ledger with its journal: every event goes to both, and the journal's rows restore the ledger.
 
-Invariant: the ledger in memory is always the one that the journal's rows and the uncommitted notes describe. An answer
-is given only after the notes that it depends on are committed (``buffer.py``), so a killed process never loses what it
-has answered. Rollouts, segments and outcomes that arrive a second time change nothing: after a resume, and after the
-restart of a gateway or a worker, they may be generated and reported again.
+Invariant: the journal's rows and the uncommitted notes together describe exactly the ledger in memory. ``buffer.py``
+answers a call only after its notes are committed, so a killed process loses nothing that it has acknowledged.
+
+Repeated rollouts, segments and outcomes change nothing: they may be generated and reported again after a resume, or
+after a gateway or a worker restarts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from asyncrl_cli.records.groups import (
     Waiting,
 )
 from asyncrl_cli.records.prompt import prompt_from, to_json
-from asyncrl_cli.records.rewards import REWARD, RewardFailure, Scored, part_of_reward, weighted_reward
+from asyncrl_cli.records.rewards import REWARD, Scored, part_of_reward, weighted_reward
 from asyncrl_cli.records.training import CORRECT, FEWEST_SCORED, TrainingBatch, are_equal
 from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
@@ -42,11 +43,10 @@ class DurableLedger:
     def begin(
         cls, path: Path, settings: BufferSettings, kind: str, note: str, base: Mapping[str, Any] | None = None
     ) -> DurableLedger:
-        """Open the journal as its only writer. Raises ``JournalError``.
-
-        The state is read in the transaction that records the start: no earlier writer can commit in between.
-        """
+        """Open the journal as its only writer. Raises ``JournalError``."""
         journal = Journal(path)
+        # Read the state in the transaction that records the start: an earlier writer could otherwise commit in between,
+        # and this ledger would miss its rows (decision 0024).
         with journal.transaction():
             book = cls(path, settings, base, journal)
             book.start(kind, note)
@@ -60,21 +60,22 @@ class DurableLedger:
         base: Mapping[str, Any] | None = None,
         journal: Journal | None = None,
     ) -> None:
-        """Restore the ledger from the journal, which is opened unless it is given. Raises ``JournalError``.
+        """Restore the ledger from ``journal``, or open the journal at ``path``. Raises ``JournalError``.
 
-        ``base``: the state (from ``fallback``) at which the history begins if an earlier journal was abandoned. It is
-        ignored if the journal already has one. Its ``step`` is the checkpoint's.
+        ``base``: the state (from ``fallback``) at which the history begins if an earlier journal was abandoned. Its
+        ``step`` is the checkpoint's step. The journal's own base takes precedence.
         """
         self._path = path
         self.journal = journal or Journal(path)
         self._settings = settings
-        self._finished: set[tuple[int, int]] = set()  # recorded rollouts of running groups, not scored yet
+        self._finished: set[tuple[int, int]] = set()  # unscored recorded rollouts of running groups
         with sound(path, LedgerError):
             meta = self.journal.read(progress.meta)
             self._base: Mapping[str, Any] = meta.get("base", base or {})
             self.journal.described({"base": self._base, "settings": asdict(settings)})
             recorded = self.journal.read(progress.ledger_state)
             start = self._base.get("step", 0)
+            # A new journal after an abandoned one has no rows yet, and the run's numbers must not start again at 0.
             state = replace(
                 recorded,
                 step=max(recorded.step, start),
@@ -94,7 +95,7 @@ class DurableLedger:
             self._scores = {group_id: self._recorded_scores(group_id) for group_id in self.ledger.running}
 
     def start(self, kind: str, note: str) -> None:
-        """Note that this process begins to write: the kind (``train`` or ``resume``) and the settings."""
+        """Note that this process begins to write, as ``kind`` (``train`` or ``resume``)."""
         self.journal.started(kind, self.ledger.step, self.ledger.version, note, self._settings)
         folder = self._path.parent / "checkpoints"
         self.journal.checkpoints_found(
@@ -102,7 +103,7 @@ class DurableLedger:
         )
 
     def opening(self) -> Opening:
-        """The run's state. Call it before the first event."""
+        """Return the run's state. Call it before the first event."""
         with sound(self._path):
             groups = self.journal.open_groups()
         self._finished = {(group.group_id, index) for group in groups for index in group.unscored}
@@ -125,7 +126,7 @@ class DurableLedger:
         """Admit these prompts. Raises ``LedgerError`` if there is no room."""
         groups = []
         for candidate in candidates:
-            # First, because memory must never have an event that cannot be written.
+            # Before the ledger changes: the journal could never record a group with a prompt that it cannot store.
             self.journal.check_prompt(candidate)
             entry = self.ledger.admit()
             self.journal.admitted(entry, candidate)
@@ -142,13 +143,13 @@ class DurableLedger:
         return tuple(groups)
 
     def grown(self, segments: Iterable[Segment]) -> None:
-        """New tokens of unfinished rollouts."""
+        """Note new tokens of unfinished rollouts."""
         self.journal.grown(segment for segment in segments if self._is_unfinished(segment.rollout_id))
 
     def record(self, rollouts: Iterable[Rollout], outcomes: Sequence[Outcome] = ()) -> Settled:
-        """Finished rollouts, and outcomes of these or earlier ones, see ``score``.
+        """Note finished rollouts, and outcomes of these or earlier rollouts (see ``score``).
 
-        Rollouts of groups that are gone, and those known already, are ignored.
+        Ignores known rollouts, and rollouts of groups that have ended.
         """
         by_rollout = {outcome.rollout_id: outcome for outcome in outcomes}
         new = set()
@@ -160,46 +161,43 @@ class DurableLedger:
         return self.score(outcomes, new)
 
     def score(self, outcomes: Iterable[Outcome], recorded: Collection[str] = ()) -> Settled:
-        """Rewards and failures. The rollouts in ``recorded`` have theirs in the journal already.
+        """Note rewards and failures, except for the rollouts in ``recorded``: the journal has their outcomes.
 
-        The last reward of a group finishes it. A failure rejects it, and so do too few rewards (``unscored``).
+        A group's last reward finishes the group. A failure rejects it, and so do too few rewards (``unscored``).
         """
         finished, rejected, solved = [], [], []
         for outcome in outcomes:
             group_id, index = group_and_index(outcome.rollout_id)
             scores = self._scores.get(group_id)
-            if scores is None or index in scores:
+            if scores is None or index in scores:  # the group has ended, or the outcome is repeated
                 continue
             if outcome.rollout_id not in recorded:
                 self.journal.scored(outcome)
             self._finished.discard((group_id, index))
-            if isinstance(outcome.score, RewardFailure):
-                self._reject(group_id, "failed")
-                rejected.append((group_id, "failed"))
-                continue
-            scores[index] = outcome.score
-            if len(scores) < self._settings.group_size:
-                continue
-            known = [score for score in scores.values() if score.reward is not None]
-            if len(known) < min(FEWEST_SCORED, self._settings.group_size):
-                self._reject(group_id, "unscored")
-                rejected.append((group_id, "unscored"))
-                continue
-            if all((score.reward or 0.0) >= CORRECT for score in known):
-                solved.append(group_id)
-            if self._settings.reject_uniform and all(map(are_equal, self._compared(known))):
-                self._reject(group_id, "uniform")
-                rejected.append((group_id, "uniform"))
-                continue
+            reason = "failed"
+            if isinstance(outcome.score, Scored):
+                scores[index] = outcome.score
+                if len(scores) < self._settings.group_size:
+                    continue
+                known = [score for score in scores.values() if score.reward is not None]
+                reason = self._rejection_of(known)
+                if reason != "unscored" and all((score.reward or 0.0) >= CORRECT for score in known):
+                    solved.append(group_id)
             self._forget(group_id)
-            self.ledger.finish(group_id)
-            self.journal.ended(group_id, "finished")
-            finished.append(group_id)
+            if reason:
+                self.ledger.reject(group_id, reason)
+                self.journal.ended(group_id, "rejected", reason)
+                rejected.append((group_id, reason))
+            else:
+                self.ledger.finish(group_id)
+                self.journal.ended(group_id, "finished")
+                finished.append(group_id)
         return Settled(tuple(finished), rejected=tuple(rejected), counts=self.ledger.counts(), solved=tuple(solved))
 
     def requeue(self, group_ids: Iterable[int]) -> list[tuple[int, int, int]]:
         """Abandon overdue groups and start their prompts again; returns (old index, new index, version)."""
-        # Select before the first requeue: groups may have finished since the caller asked.
+        # Compare with all overdue groups before the first requeue, because each requeue changes them. Other groups may
+        # have finished since the caller asked.
         started = []
         for group_id in [group_id for group_id in group_ids if group_id in self.ledger.overdue()]:
             entry = self.ledger.requeue(group_id)
@@ -212,7 +210,7 @@ class DurableLedger:
     def take(self, step: int) -> Waiting | None:
         """Take the batch of a step, which must be the next one; None once it is taken. Raises ``LedgerError``."""
         if step != self.ledger.step:
-            raise LedgerError(f"the next batch is that of step {self.ledger.step}, not {step}")
+            raise LedgerError(f"the next batch belongs to step {self.ledger.step}, not {step}")
         upcoming = self.ledger.next_batch()
         if not isinstance(upcoming, Batch):
             return Waiting(str(upcoming), self.ledger.overdue(), self.ledger.counts())
@@ -222,28 +220,28 @@ class DurableLedger:
         return None
 
     def batch(self, step: int) -> TrainingBatch:
-        """The batch of a step, as the trainer gets it. Call it in the journal's thread. Raises as ``Journal.batch``."""
+        """Return a step's batch for the trainer. Call it in the journal's thread. Raises as ``Journal.batch``."""
         return self.journal.batch(step, self._settings.earlier_results)
 
     def publish(self, record: PublishRecord) -> None:
-        """A version is published. A record of an earlier version replaces the present one.
+        """Note that a version is published; again for an earlier version replaces its record.
 
-        Raises ``LedgerError`` when the version is not due.
+        Raises ``LedgerError`` if the version is not due.
         """
         if record.version > self.ledger.version + 1:
             raise LedgerError(f"version {record.version} cannot follow version {self.ledger.version}")
         is_next = record.version == self.ledger.version + 1
         if is_next:
             self.ledger.check_publish()
-        self.journal.published(record)  # before the ledger changes: the record may be refused
+        self.journal.published(record)  # before the ledger changes, because the journal may refuse the record
         if is_next:
             self.ledger.publish()
 
     def fallback(self, step: int) -> dict[str, Any]:
-        """The state that the checkpoint of ``step`` stores, as JSON, to resume the run without its journal.
+        """Return the state, as JSON, that the checkpoint of ``step`` stores to resume the run without its journal.
 
-        It includes the prompts of a batch that is taken but not trained by then. Call it in the journal's thread: it
-        reads only the file, and so the state of the last commit.
+        It includes the prompts of batches that are taken but not trained before ``step``. Call it in the journal's
+        thread: it reads the last commit's state from the file.
         """
         return {
             "next_group": max(self.journal.read(progress.next_group), self._base.get("next_group", 0)),
@@ -255,7 +253,7 @@ class DurableLedger:
         }
 
     def _waiting(self) -> Sequence[Mapping[str, Any]]:
-        # They have the journal's first serials.
+        # The base's prompts are admitted first, so they have the journal's first serials.
         prompts: Sequence[Mapping[str, Any]] = self._base.get("prompts", ())
         return prompts[self.journal.read(progress.newest_serial) :]
 
@@ -263,9 +261,16 @@ class DurableLedger:
         rollouts = self.journal.read(read_rollouts, group_id)
         return {index: Scored(row.reward, row.measured()) for index, row in rollouts.items() if row.judged}
 
+    def _rejection_of(self, known: Sequence[Scored]) -> str:
+        """Why a group with these rewards is rejected; empty if it is not."""
+        if len(known) < min(FEWEST_SCORED, self._settings.group_size):
+            return "unscored"
+        uniform = self._settings.reject_uniform and all(map(are_equal, self._compared(known)))
+        return "uniform" if uniform else ""
+
     def _compared(self, scores: Sequence[Scored]) -> list[list[float]]:
-        """The numbers by rollout; all are equal in a uniform group. A part that a rollout lacks is skipped, or
-        adds nothing to the sum, as in training (``StepRewards``)."""
+        """Lists with one number for each rollout; in a uniform group the numbers of every list are equal. A part that
+        a rollout lacks is skipped, or adds nothing to the sum, as in training (``StepRewards``)."""
         weights = self._settings.reward_parts or {REWARD: 1.0}
         if not self._settings.parts_apart:
             return [[weighted_reward(weights, one) for one in scores]]
@@ -279,8 +284,3 @@ class DurableLedger:
     def _forget(self, group_id: int) -> None:
         del self._scores[group_id]
         self._finished -= {(group_id, index) for index in range(self._settings.group_size)}
-
-    def _reject(self, group_id: int, reason: str) -> None:
-        self._forget(group_id)
-        self.ledger.reject(group_id, reason)
-        self.journal.ended(group_id, "rejected", reason)

@@ -1,12 +1,12 @@
-"""A run as one stream of typed events, read from the journal of a live run, a dead one or a copy.
+"""A run as one stream of typed events, read from a live run's journal, a dead run's or a copy.
 
-The journal has a row for everything that happened, with the time at which it was recorded. A class of event names its
-fields and the query that fills them, in the same order. docs/journal.md lists them.
+The journal has a row for everything that happened, with the time of recording. An event class lists its fields and the
+query that fills them, in the same order. docs/journal.md lists the events.
 
-Invariant: one process writes the journal and commits in the order of its notes, so a reader of the events of a kind up
-to one time has missed none of that kind before it, unless the clock was set back.
+Invariant: one process writes the journal and commits in the order of its notes. So a reader that has read a kind of
+event up to some time has missed no earlier event of that kind, unless the clock was set back.
 
-Steps are counted from 1, as everywhere but in the journal. Times are unix seconds.
+Steps count from 1, as everywhere outside the journal. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from heapq import merge
 from typing import Any, ClassVar, Self
 
 STALL = "stall"
-"""The kind of failure in the journal that is not a fault: a part has been waiting for long."""
+"""A kind of failure in the journal that is not a fault: a part has been waiting for long."""
 
 
 def metrics_of(text: str | None) -> dict[str, float]:
-    """The column ``metrics``."""
+    """Decode the column ``metrics``."""
     metrics: dict[str, float] = json.loads(text or "{}")
     return metrics
 
@@ -41,23 +41,23 @@ BEGINNING = Open()
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened at the unix time ``at``."""
+    """An event at the unix time ``at``."""
 
     name: ClassVar[str]
     query: ClassVar[str]
-    """Selects the fields, in their order, of the rows recorded after ``:since``. It may leave out groups before
-    ``:group`` and steps before ``:step``."""
+    """Selects the fields, in order, from the rows recorded after ``:since``. It may skip groups before ``:group`` and
+    steps before ``:step``."""
 
     at: float
 
     @classmethod
     def read(cls, connection: sqlite3.Connection, since: float = 0.0, first: Open = BEGINNING) -> Iterator[Self]:
-        """The events of this class after ``since`` and from ``first`` on, by time."""
+        """Yield the events of this class after ``since`` and from ``first`` on, by time."""
         rows = connection.execute(f"{cls.query} ORDER BY 1", {"since": since, **asdict(first)})
         return (cls(*row) for row in rows)
 
     def facts(self) -> dict[str, Any]:
-        """All fields but the time, as JSON has them."""
+        """All fields except the time, as JSON values."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "at"}
         return {name: metrics_of(value) if name == "metrics" else value for name, value in values.items()}
 
@@ -91,8 +91,8 @@ class Admit(Event):
 
 @dataclass(frozen=True, slots=True)
 class Segment(Event):
-    """Tokens of one weight version (-1: given, not sampled) were recorded: of an unfinished rollout in the pieces in
-    which they came, of a finished one split where the version changes."""
+    """Tokens with one weight version (-1: given, not sampled) were recorded. An unfinished rollout's tokens come in the
+    pieces that its engine reported; a finished rollout's tokens are split where the version changes."""
 
     name = "segment"
     query = (
@@ -109,7 +109,8 @@ class Segment(Event):
 
 @dataclass(frozen=True, slots=True)
 class Finish(Event):
-    """A rollout is generated and recorded; ``tokens`` are those sampled, of versions ``oldest`` to ``newest``."""
+    """A rollout is generated and recorded; ``tokens`` counts its sampled tokens, with versions ``oldest`` to
+    ``newest``."""
 
     name = "finish"
     query = (
@@ -126,8 +127,8 @@ class Finish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Score(Event):
-    """A rollout has its reward, or none and why; without both it is masked. ``metrics`` are the task's other
-    measurements."""
+    """A rollout has its reward, or the ``failure`` that prevented one; with neither, it is masked. ``metrics`` are the
+    task's other measurements."""
 
     name = "score"
     query = (
@@ -143,8 +144,7 @@ class Score(Event):
 
 @dataclass(frozen=True, slots=True)
 class Group(Event):
-    """A group ended: ``finished``, ``rejected`` (with the reason) or ``requeued``. One that is in a batch by now had
-    been finished."""
+    """A group ended: ``finished``, ``rejected`` (with the reason) or ``requeued``."""
 
     name = "group"
     query = (
@@ -172,7 +172,7 @@ class Request(Event):
 
 @dataclass(frozen=True, slots=True)
 class Join(Event):
-    """An engine serves: it has proved the current weights. One that died and is started again joins again."""
+    """An engine serves: it has proved the current weights. It joins again after each restart."""
 
     name = "join"
     query = "SELECT at, engine FROM engine_changes WHERE at > :since AND change = 'join'"
@@ -182,7 +182,7 @@ class Join(Event):
 
 @dataclass(frozen=True, slots=True)
 class Leave(Event):
-    """An engine has left the run, and its requests continue on others; ``reason`` says why."""
+    """An engine has left the run, and its requests continue on other engines; ``reason`` says why."""
 
     name = "leave"
     query = "SELECT at, engine, reason FROM engine_changes WHERE at > :since AND change = 'leave'"
@@ -193,7 +193,7 @@ class Leave(Event):
 
 @dataclass(frozen=True, slots=True)
 class Batch(Event):
-    """A batch was taken for training; ``late`` groups of it were past their deadline (``on_stale: train``)."""
+    """A batch was taken for training; ``late`` counts its groups past their deadline (``on_stale: train``)."""
 
     name = "batch"
     query = "SELECT taken_at, step + 1, version, late FROM batches WHERE taken_at > :since AND step >= :step"
@@ -205,7 +205,7 @@ class Batch(Event):
 
 @dataclass(frozen=True, slots=True)
 class Step(Event):
-    """A step is trained and reported; ``metrics`` as in docs/metrics.md."""
+    """A step is trained and reported; docs/metrics.md describes ``metrics``."""
 
     name = "step"
     query = (
@@ -220,7 +220,7 @@ class Step(Event):
 
 @dataclass(frozen=True, slots=True)
 class Publish(Event):
-    """Every serving engine has proved a weight version. ``gap`` and ``change`` are of the probe's log-probs (nats)."""
+    """Every serving engine has proved a weight version. ``gap`` and ``change`` measure the probe's log-probs (nats)."""
 
     name = "publish"
     query = "SELECT at, version, step, checksum, seconds, stall_s, gap, change FROM publishes WHERE at > :since"
@@ -236,9 +236,9 @@ class Publish(Event):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint(Event):
-    """A checkpoint is complete; it took ``seconds``, and training stood still for ``stall_s``. It was removed at
-    ``removed_at``, if it was. ``uploaded_at`` and ``upload_failure``: when `checkpoints.upload` had copied it, or why
-    the copy failed."""
+    """A checkpoint is complete. It took ``seconds``, and stopped training for ``stall_s``. ``removed_at`` is None while
+    it exists. ``uploaded_at`` and ``upload_failure`` say when `checkpoints.upload` copied it, or why the copy
+    failed."""
 
     name = "checkpoint"
     query = (
@@ -257,7 +257,7 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, slots=True)
 class Evaluation(Event):
-    """An evaluation is done; its tokens are of weight versions ``oldest`` to ``newest``."""
+    """An evaluation is done; weight versions ``oldest`` to ``newest`` sampled its tokens."""
 
     name = "eval"
     query = (
@@ -277,7 +277,7 @@ class Evaluation(Event):
 
 @dataclass(frozen=True, slots=True)
 class Fault(Event):
-    """A part failed, whether or not the run continued."""
+    """A part failed; the run may have continued."""
 
     name = "fault"
     query = f"SELECT at, kind, part, message FROM failures WHERE at > :since AND kind != '{STALL}'"
@@ -305,28 +305,28 @@ KINDS: dict[str, type[Event]] = {
         *(Join, Leave, Publish, Checkpoint, Evaluation, Fault, Stall),
     )
 }
-"""All kinds of events, by name."""
+"""All event classes by name."""
 
 
 def events(connection: sqlite3.Connection, kinds: Collection[str] = (), since: float = 0.0) -> Iterator[Event]:
-    """The events recorded after ``since``, by time; ``kinds`` are names of ``KINDS``, none for all."""
+    """Yield the events recorded after ``since``, by time; ``kinds`` are names in ``KINDS``, all if empty."""
     return merge(*(KINDS[name].read(connection, since) for name in kinds or KINDS), key=_time)
 
 
 class Reader:
-    """Continues where it stopped, with a new connection at each call; a call costs as much as there is new."""
+    """Continues where it stopped, with a new connection at each call. The cost of a call depends on the new events."""
 
     def __init__(self, kinds: Collection[str] = (), since: float = 0.0) -> None:
         self._since = dict.fromkeys(kinds or KINDS, since)
         self._open = BEGINNING
 
     def read(self, connection: sqlite3.Connection) -> Iterator[Event]:
-        """The events since the last call. They have to be taken before the next one."""
+        """Yield the events since the last call. Take all of them before the next call."""
         readers = [KINDS[name].read(connection, since, self._open) for name, since in self._since.items()]
         for event in merge(*readers, key=_time):
             self._since[event.name] = event.at
             yield event
-        # Only now: the queries above still needed the old value.
+        # Only now: the queries above had to include groups that have ended since the last call.
         self._open = Open(
             *connection.execute(
                 "SELECT coalesce((SELECT min(id) FROM groups WHERE state IN ('running', 'finished')), "

@@ -1,10 +1,10 @@
-"""The journal's file for its only writer: commits, pruning, and reading back.
+"""The journal's file as its only writer sees it: commits, pruning, and reading back.
 
-Invariant: only the process of the newest row of ``starts`` writes. Each transaction checks that this row is still the
-one that the process has read or written, so a buffer that was replaced cannot write any more (decision 0024).
+Invariant: only the newest process in ``starts`` writes. Each transaction checks that no other process has added a row
+there, so a buffer that was replaced cannot write any more (decision 0024).
 
-Invariant: a commit succeeds only if the files at the journal's path are the open ones, and no other process has
-truncated them. Writes to a deleted file raise no error, and are lost when the process ends (decision 0089).
+Invariant: a commit succeeds only if the open files are still at the journal's path, and no other process has truncated
+them. Without this check, writes to a deleted file would succeed, and be lost when the process ends (decision 0089).
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ T = TypeVar("T")
 Statement = tuple[str, tuple[Any, ...]]
 
 FILES = ("", "-wal", "-shm")
-"""Endings of the names of SQLite's files."""
+"""Suffixes of SQLite's file names."""
 PRUNED_AT_ONCE = 64
-"""One commit drops the tokens, and the images, of at most so many groups: pruning must not delay an answer for long."""
+"""Number of groups pruned in one commit: a longer commit would delay the answers that wait for the next one."""
 
 
 class JournalFile:
     """The open file of one run's journal. One process writes, through one thread at a time."""
 
     def __init__(self, path: Path, to_write: bool = True) -> None:
-        """Open or create it; or only read it, which changes nothing on disk. Raises ``JournalError``."""
+        """Open or create the file, or open it only for reading, which changes nothing on disk. Raises
+        ``JournalError``."""
         self._path = path
         self._connection = open_for_writing(path) if to_write else open_for_reading(path)
         self._connection.create_function("row_crc", -1, row_crc, deterministic=True)
@@ -55,17 +56,17 @@ class JournalFile:
         self._files = self._look() if to_write else {}
 
     def commit(self, statements: Sequence[Statement]) -> None:
-        """Write all of these or none; they are on disk when this returns. Raises ``JournalError``."""
+        """Write all statements or none; they are on disk when this returns. Raises ``JournalError``."""
         with self.transaction():
             self.write(statements)
 
     def write(self, statements: Sequence[Statement]) -> None:
-        """Write these in the present ``transaction``."""
+        """Write these statements in the open ``transaction``."""
         for sql, alike in groupby(statements, key=lambda statement: statement[0]):
             self._connection.executemany(sql, (parameters for _, parameters in alike))
 
     def close(self) -> None:
-        """Close the file, without uncommitted writes. Raises ``JournalError`` when it is not in place."""
+        """Close the file and drop uncommitted writes. Raises ``JournalError`` if the files are not in place."""
         try:
             self._check_files()
         finally:
@@ -73,16 +74,16 @@ class JournalFile:
             self._files = {}
 
     def needed_from(self, checkpoints: int, on_disk: Collection[int]) -> int:
-        """The first step with tokens that the newest ``checkpoints`` checkpoints, or any one ``on_disk``, need; 0 if
-        they need all."""
+        """Return the first step that the newest ``checkpoints`` checkpoints, or any checkpoint ``on_disk``, need the
+        tokens of. Returns 0 if they need all tokens."""
         recorded = {step for (step,) in self._rows("SELECT step FROM checkpoints")}
         newest = sorted(recorded.union(on_disk))[-checkpoints:]
         return min([*newest, *on_disk]) if len(newest) == checkpoints else 0
 
     def prune(self, before_step: int) -> bool:
-        """Drop the tokens of some groups trained before a step, or rejected before it; False when none is left."""
+        """Drop the tokens of some groups trained or rejected before a step. Returns False when none is left."""
         with self.transaction():
-            # Without the plus sign SQLite would search the table for the lowest id, from the run's first group on.
+            # The plus sign stops SQLite from searching the whole table in id order, from the run's first group on.
             (needed,) = self._row(
                 f"""
                 SELECT min(id) FROM (
@@ -112,23 +113,22 @@ class JournalFile:
                 "DELETE FROM images WHERE digest = ?1 AND NOT EXISTS (SELECT 1 FROM image_places WHERE digest = ?1)",
                 images,
             )
-            if dropped:  # without the mark, tokens that are missing because of damage would look like dropped ones
+            if dropped:  # the mark tells dropped tokens from tokens that are missing because of damage
                 self._connection.execute(
                     "UPDATE meta SET value = max(CAST(value AS INTEGER), ?) WHERE key = 'pruned_to'",
                     (max(group_id for (group_id,) in dropped) + 1,),
                 )
         return len(dropped) >= PRUNED_AT_ONCE
 
-    # -- reading back, for the writer's own use
+    # -- reading back, on the writer's connection
 
     def read(self, query: Callable[Concatenate[Connection, P], T], *arguments: P.args, **named: P.kwargs) -> T:
-        """The result of a query function of ``journal`` on this connection, as of the last commit. Raises
-        ``JournalError``."""
+        """Run a query function of ``journal`` on this connection; it sees the last commit. Raises ``JournalError``."""
         with explained(self._path):
             return query(self._connection, *arguments, **named)
 
     def batch(self, step: int, earlier: bool = False) -> TrainingBatch:
-        """The batch of a step, as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
+        """Read a step's batch as it was taken. Raises ``LookupError`` like ``read_batch``, and ``JournalError``."""
         with sound(self._path):
             return self.read(read_batch, step, earlier)
 
@@ -145,13 +145,14 @@ class JournalFile:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit the writes of this block together or not at all. Raises ``JournalError`` when another process has
-        begun to write, and when the files are not in place."""
+        """Commit the writes of this block together or not at all. Raises ``JournalError`` if another process has begun
+        to write, or if the files are not in place."""
         self._check_files()
         with explained(self._path):
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                # The fence, inside the transaction: no other process can begin between check and commit (0024).
+                # Check inside the transaction: otherwise another process could begin to write between this check and
+                # the commit (decision 0024).
                 if self._newest_start() != self._start:
                     raise JournalError(
                         "another process writes this journal now, so this one must stop",
@@ -166,7 +167,7 @@ class JournalFile:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-        # Again before the answer: the files may have been deleted between the first check and the commit.
+        # Check again before answering: the files may have been deleted between the first check and the commit.
         self._check_files(may_shrink=True)
 
     # -- the files are in place
@@ -179,8 +180,8 @@ class JournalFile:
         return found
 
     def _check_files(self, may_shrink: bool = False) -> None:
-        """Raise ``JournalError`` when a file was deleted, moved, replaced or truncated. SQLite itself ``may_shrink``
-        its files in a commit, and at no other time."""
+        """Raise ``JournalError`` if a file was deleted, moved, replaced or truncated. SQLite itself shrinks its files
+        only in a commit (``may_shrink``)."""
         files = self._look()
         for ending, was in self._files.items():
             name = f"{self._path.name}{ending}"
@@ -197,20 +198,20 @@ class JournalFile:
                     location=str(self._path),
                     hint=DAMAGED,
                 )
-        if self._files:  # a closed journal watches no files: those at its path may be another connection's
+        if self._files:  # a closed journal watches no files: another connection may own the files at its path
             self._files = files
 
     def _save(self, main_in_place: bool) -> str:
-        """Save everything acknowledged, and close the open files; returns a hint that says where it is.
+        """Save everything acknowledged, and close the open files. Returns a hint that says where it is.
 
-        The deleted files exist until they are closed. Nothing is saved if the folder is gone.
+        Deleted files exist until they are closed, so SQLite can still copy them. Saves nothing if the folder is gone.
         """
         target = self._path
         copy = target.with_name(f".{target.name}-{os.getpid()}")
         try:
-            if main_in_place:  # the other files' rows go into it
+            if main_in_place:  # move the rows of the other files into the main file
                 _, rows, moved = self._connection.execute("PRAGMA wal_checkpoint(FULL)").fetchone()
-                if rows != moved:
+                if rows != moved:  # another connection keeps SQLite from moving all of them
                     raise OSError
             else:
                 if target.exists():
@@ -233,7 +234,7 @@ class JournalFile:
 
 
 def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
-    """Record that the checkpoints of these steps are removed from disk, unless the run has no journal."""
+    """Record that these steps' checkpoints are removed from disk, unless the run has no journal."""
     journal = run / FILE
     if steps and journal.is_file():
         with explained(journal), closing(open_for_writing(journal)) as connection:
@@ -243,11 +244,11 @@ def checkpoints_removed(run: Path, steps: Sequence[int]) -> None:
 
 
 def prepare_resume(journal: Path, retrain_from: int | None, accept_data: bool) -> None:
-    """Record what a resume changes.
+    """Record a resume's changes.
 
-    The reports of the steps from ``retrain_from`` (counted from 0) on are dropped, because with other settings, or on
-    another machine, they may differ now. With ``accept_data`` the prompts admitted so far are never compared with the
-    data again.
+    Drops the reports of all steps from ``retrain_from`` (counted from 0) on: with other settings, or on another
+    machine, the steps may give other values now. With ``accept_data`` the prompts admitted so far are never compared
+    with the data again.
     """
     with explained(journal), closing(open_for_writing(journal)) as connection:
         if retrain_from is not None:

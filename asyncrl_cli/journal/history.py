@@ -1,4 +1,4 @@
-"""A run's history, read from its journal: starts, failures, work, checkpoints, evaluations, as events."""
+"""A run's history, read from its journal: starts, failures, work, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from asyncrl_cli.journal.events import Checkpoint, Evaluation, Fault, Start, Ste
 from asyncrl_cli.journal.progress import Progress, progress
 
 SHARES = ("share/trainer_busy", "share/engines_busy", "share/engines_paused")
-"""Metrics of idle times (docs/metrics.md)."""
+"""Metrics about idle time (docs/metrics.md)."""
 NEWEST_FAILURES = 10
-"""Number of failures that are listed individually."""
+"""Number of failures listed individually."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Totals of the trained steps, from their metrics.
+    """Totals over the trained steps, from their metrics.
 
     Args:
         steps: number of trained steps.
-        seconds: the sum of their time windows, which is the run's time without the time between two starts.
-        trained_tokens, generated_tokens: as docs/metrics.md defines them.
-        shares: means of the ``SHARES``, weighted by the length of the windows.
+        seconds: sum of the steps' times, without the time between two starts of the run.
+        trained_tokens, generated_tokens: defined in docs/metrics.md.
+        shares: means of ``SHARES``, weighted by the steps' times.
     """
 
     steps: int
@@ -36,8 +36,8 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The events of a run, oldest first. Of failures (including stalls) it has the newest ones, and counts all by
-    kind."""
+    """A run's events, oldest first. ``failures`` has the newest failures (including stalls), and
+    ``failures_by_kind`` counts all."""
 
     progress: Progress
     starts: tuple[Start, ...]
@@ -49,7 +49,6 @@ class History:
 
 
 def history(connection: sqlite3.Connection) -> History:
-    """The run's history so far."""
     counts = connection.execute("SELECT kind, count(*) FROM failures GROUP BY kind ORDER BY count(*) DESC")
     return History(
         progress=progress(connection),
@@ -63,19 +62,19 @@ def history(connection: sqlite3.Connection) -> History:
 
 
 def evaluations(connection: sqlite3.Connection) -> tuple[Evaluation, ...]:
-    """All evaluations, by the steps done and by kind."""
+    """Return all evaluations, sorted by step and kind."""
     return tuple(sorted(Evaluation.read(connection), key=lambda one: (one.after_step, one.kind)))
 
 
 def failures(connection: sqlite3.Connection, count: int, newest: bool = True) -> tuple[Fault, ...]:
-    """The newest failures, newest first, or the first ones; stalls included."""
+    """Return the ``newest`` failures, newest first, or else the first failures; both include stalls."""
     order = "DESC" if newest else "ASC"
     rows = connection.execute(f"SELECT at, kind, part, message FROM failures ORDER BY id {order} LIMIT ?", (count,))
     return tuple(Fault(*row) for row in rows)
 
 
 def newest_steps(connection: sqlite3.Connection, count: int) -> list[Step]:
-    """The newest trained steps, oldest first."""
+    """Return the newest trained steps, oldest first."""
     rows = connection.execute(
         f"{Step.query} ORDER BY step DESC LIMIT :count", {"since": 0.0, "step": 0, "count": count}
     )
@@ -83,7 +82,8 @@ def newest_steps(connection: sqlite3.Connection, count: int) -> list[Step]:
 
 
 def newest_batch(connection: sqlite3.Connection) -> tuple[int, float, float | None] | None:
-    """Step (from 0) of the newest batch, and the unix times when it was taken and trained; None before the first."""
+    """Return the newest batch's step (from 0), and the unix times when it was taken and trained; None without a
+    batch."""
     found: tuple[int, float, float | None] | None = connection.execute(
         "SELECT step, taken_at, trained_at FROM batches ORDER BY step DESC LIMIT 1"
     ).fetchone()
@@ -91,18 +91,18 @@ def newest_batch(connection: sqlite3.Connection) -> tuple[int, float, float | No
 
 
 def first_start(connection: sqlite3.Connection) -> float:
-    """When the run began (unix time)."""
+    """Return the run's beginning (unix time)."""
     return float(connection.execute("SELECT coalesce(min(at), 0) FROM starts").fetchone()[0])
 
 
 def step_metrics(connection: sqlite3.Connection, step: int) -> dict[str, float]:
-    """The metrics of a step (from 0); empty when they are not recorded."""
+    """Return the metrics of a step (from 0); empty if they are not recorded."""
     found = connection.execute("SELECT metrics FROM batches WHERE step = ?", (step,)).fetchone()
     return metrics_of(found[0]) if found else {}
 
 
 def metrics_rows(connection: sqlite3.Connection) -> Iterator[dict[str, float]]:
-    """The rows of metrics.jsonl (steps from 1), for all steps with recorded metrics."""
+    """Yield the rows of metrics.jsonl (steps from 1) for all steps with recorded metrics."""
     for step, version, at, metrics in connection.execute(
         "SELECT step + 1, (step + 1) / (SELECT value ->> 'publish_every' FROM meta WHERE key = 'settings'), "
         "trained_at, metrics FROM batches WHERE metrics IS NOT NULL"

@@ -1,10 +1,10 @@
-"""The ledger: which groups may start, and which of them a training batch takes.
+"""The ledger decides which groups may start, and which groups the next training batch takes.
 
 Invariant: with the policies ``wait`` and ``requeue`` no group is trained more than ``max_staleness``
-weight versions after the version it was admitted at, and no finished group is ever dropped for it.
-``Ledger.room`` and ``Ledger.take`` are the two places that enforce it. Nothing here reads a clock,
-does I/O or knows what a rollout is; a group is an integer, its admission index. The ledger only moves
-forward: after a crash it is restored as it was, and the trainer catches up with it.
+weight versions after the version it was admitted at, and no finished group is dropped to achieve this.
+``Ledger.room`` and ``Ledger.take`` enforce it. The ledger is pure: it reads no clock, does no I/O and
+does not know rollouts. A group is an integer, its admission index. The ledger only moves forward:
+after a crash its last state is restored, and the trainer catches up with it.
 
 Life of a group::
 
@@ -17,19 +17,19 @@ Life of a group::
 The theorem
 -----------
 Symbols: B groups per step, k steps per publish, S the staleness bound, t batches taken so far, w = t // k the
-version that the trainer has, v versions published so far, which all engines serve, A the groups admitted and not
-rejected. As every batch has B groups, A − tB groups are *outstanding* (running or finished).
+trainer's version, v versions published so far (all engines serve version v), A groups admitted and not rejected.
+Every batch has B groups, so A − tB groups are *outstanding* (running or finished).
 
 The trainer does not wait for the engines: while they load version w it takes batches of w. At most one publish is
 in flight, so v <= w <= v + 1 whenever a batch is taken, and t <= (v + 2)k at any time (decision 0062). Groups are
-admitted at v, the version that the engines really serve, and trained at w.
+admitted at v, because the engines serve v, and trained at w.
 
-* Admission needs A < (v + 1 + S)kB. The group's version is v and its deadline v + S: it must be in a
-  batch taken while the trainer's version is at most that, i.e. in one of the steps t, ..., (deadline + 1)k − 1.
+* Admission needs A < (v + 1 + S)kB. The group's version is v and its deadline v + S: a batch must take it
+  while the trainer's version is at most v + S, i.e. in one of the steps t, ..., (v + S + 1)k − 1.
 * For d >= w let places(d) = B·((d + 1)k − t − 1), the places in the batches *after* the next one until d
-  has passed; U(d) the outstanding groups with a deadline of at most d; run(d) the running ones of them.
-* A batch is the B finished groups of the earliest deadlines, ties by admission order, taken once there are
-  B of them and run(d) <= places(d) for every d >= w: so each group left behind still gets a place in time.
+  has passed; U(d) the outstanding groups with a deadline of at most d; run(d) the running groups among them.
+* A batch has the B finished groups with the earliest deadlines, ties by admission order. It is taken once there
+  are B of them and run(d) <= places(d) for every d >= w: then each group left behind still gets a place in time.
 
 Claim: U(d) <= places(d) + B for every d >= w, and U(d) = 0 for every d < w whenever a batch is taken.
 Hence every group is taken by its deadline, and a batch can be taken as soon as the running groups finish.
@@ -37,40 +37,41 @@ Hence every group is taken by its deadline, and a batch can be taken as soon as 
 Proof, by induction over the events; at the start nothing is outstanding.
 
 1. admit: all deadlines are at most v + S, so for d >= v + S, U(d) = A − tB <= ((v + 1 + S)k − t)B <=
-   places(d) + B. For d < v + S the new group does not count, and U(d) is what it was. How room arose
-   (publish, rejection) does not matter: the bound looks at A alone. The new deadline is not below w: where
-   v + S < w, (v + 1 + S)kB <= wkB <= tB <= A, so there is no room.
+   places(d) + B. For d < v + S the new group does not count, and U(d) does not change. How room arose
+   (publish, rejection) does not matter: the bound looks at A alone. The new deadline is not below w: if
+   v + S < w, then (v + 1 + S)kB <= wkB <= tB <= A, so there is no room.
 2. finish changes no U. reject lowers U. requeue lowers U(d) for the old deadline and leaves the total
-   A − tB, which is all that bounds d >= v + S, the replacement's deadline. That is a later one: there are B
-   finished groups when a group is overdue, all of a deadline of at most v + S, so run(v + S) <= places(v + S).
-3. take: let F(d) = U(d) − run(d) be finished. Earliest deadline first takes min(B, F(d)) of them. If that
-   is B, then U(d) − B <= places(d) by the claim. Otherwise no finished one is left and run(d) <= places(d)
-   by the rule. Afterwards t is one more, places one batch less: what was places(d) is places(d) + B now.
-   The last batch of w has places(w) = 0, so U(w) = 0 after it: nothing is overdue when d = w leaves the
-   range d >= w. ``train`` drops the rule, and with it the claim: late groups are counted instead.
-4. publish raises v and nothing else, which the claim does not mention.
+   A − tB, and only the total bounds U(d) for d >= v + S, the replacement's deadline. The new deadline is later:
+   when a group is overdue, there are B finished groups, all with deadlines up to v + S, so
+   run(v + S) <= places(v + S).
+3. take: let F(d) = U(d) − run(d) be the finished groups. Earliest deadline first takes min(B, F(d)) of them.
+   If it takes B, then U(d) − B <= places(d) by the claim. Otherwise no finished group is left and
+   run(d) <= places(d) by the rule. Afterwards t is higher by one, and places(d) lower by B, which gives the
+   claim. The last batch of w has places(w) = 0, so U(w) = 0 after it: no group is overdue when d = w leaves
+   the range d >= w. ``train`` drops the rule, and with it the claim: late groups are counted instead.
+4. publish raises v and nothing else, and the claim does not mention v.
 
 A crash is not an event: ``restore`` gives back the same state. A batch that is trained again was taken once.
-``ahead`` only delays admissions, and only while a batch can be had (decision 0067).
+``ahead`` only delays admissions, and only while a batch is ready (decision 0067).
 
-The batch can always be had: (a) A can reach (t + 1)B: once the publish in flight is done v = w, and then
-(v + 1 + S)k >= (w + 1)k >= t + 1; with S >= 1 that is so before, as (v + 1 + S)k >= (v + 2)k >= t + 1. The bound
-by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding
-group has finished, run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits
-without end. Earliest deadline first without the second condition is not enough: with k = 1, B = 2, S = 2, let
-the four groups 0 to 3 of version 0 be long; step 1 would take two groups of version 1, and at step 2 four
-groups would be due for two places.
+A batch is always possible: (a) A can reach (t + 1)B: after the publish in flight v = w, and then
+(v + 1 + S)k >= (w + 1)k >= t + 1; with S >= 1 also before it, as (v + 1 + S)k >= (v + 2)k >= t + 1. The bound
+by ``total_steps`` is not below (t + 1)B either; (b) when every outstanding group has finished,
+run(d) = 0 <= places(d). So if rollouts end and the caller uses the room, no step waits without end.
+
+Earliest deadline first needs the second condition: with k = 1, B = 2, S = 2, let the four groups 0 to 3 of
+version 0 be long. Step 1 would take two groups of version 1, and at step 2 four groups would be due for two places.
 
 Versions never fall from one admission to the next, so deadlines rise with the admission index: earliest
-deadline first *is* admission order, and sorted lists of indices are all the state that is needed.
+deadline first *is* admission order, and the state needs only sorted lists of indices.
 
-The theorem's assumption, which the caller must ensure: no token of a group admitted at version a is
-sampled under a version below a. So ``publish`` is called after *every* engine serves the new weights, and
-an engine that restarts loads the current version before it serves.
+The caller must ensure the theorem's assumption: no token of a group admitted at version a is sampled under a
+version below a. So ``publish`` is called after *every* engine serves the new weights, and an engine that
+restarts loads the current version before it serves.
 
-With S = 0 the trainer waits for every publish, because there is no room before it. A batch is taken strictly in
-admission order then, because finish order must not decide what is in it: that makes ``async`` with S = 0 equal to
-``sync`` for k > 1, too. docs/decisions/0001-ledger.md has the reasons.
+With S = 0 the trainer waits for every publish, because there is no room before it. Then batches are taken strictly
+in admission order: if finish order decided a batch's groups, ``async`` with S = 0 would differ from ``sync`` for
+k > 1. docs/decisions/0001-ledger.md has the reasons.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class GroupEntry:
     """One admitted group."""
 
     group_id: int
-    """Admission index; rises by one with every admission, requeued ones included."""
+    """Admission index; rises by one with every admission, also of a requeued prompt."""
     version: int
     """Weight version at admission; none of the group's tokens is older."""
     deadline: int
@@ -102,20 +103,20 @@ class Batch:
 
     step: int
     version: int
-    """The weight version they are trained at, w = t // k."""
+    """Weight version that the batch is trained at, w = t // k."""
     group_ids: tuple[int, ...]
     """B admission indices, ascending."""
     group_versions: tuple[int, ...]
-    """The version each of them was admitted at."""
+    """Each group's version at admission."""
 
     @property
     def staleness(self) -> tuple[int, ...]:
-        """The staleness of each group in versions, in the order of ``group_ids``."""
+        """Each group's staleness in versions, in the order of ``group_ids``."""
         return tuple(self.version - admitted_at for admitted_at in self.group_versions)
 
 
 class Blocker(StrEnum):
-    """What keeps the next batch from being taken."""
+    """The reason why the next batch cannot be taken."""
 
     DONE = "done"  # all steps are taken
     PUBLISH = "publish"  # a publish is in flight, and the next version is due
@@ -125,20 +126,20 @@ class Blocker(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """Why there is no next batch yet; ``str()`` gives a sentence. Finished groups are counted, ``needed`` is B."""
+    """Why there is no next batch yet; ``str()`` gives a sentence. ``finished`` counts groups, ``needed`` is B."""
 
     kind: Blocker
     finished: int
     needed: int
     missing: tuple[int, ...] = ()
-    """The running groups of ``Blocker.MISSING``, in admission order."""
+    """Running groups that the batch waits for (``Blocker.MISSING``), in admission order."""
 
     def __str__(self) -> str:
         match self.kind:
             case Blocker.DONE:
                 return "all steps are taken"
             case Blocker.PUBLISH:
-                return "the weight version before must be published first"
+                return "the previous weight version must be published first"
             case Blocker.GROUPS:
                 return f"only {self.finished} of {self.needed} groups have finished"
             case Blocker.MISSING:
@@ -146,7 +147,7 @@ class Blocked:
 
 
 class LedgerError(RuntimeError):
-    """An event that the ledger's state does not allow. The state is unchanged."""
+    """The ledger's state does not allow an event. The state is unchanged."""
 
 
 class LateGroups(LedgerError):
@@ -175,7 +176,7 @@ class Ledger:
         self._next_id = 0
         self._running: list[int] = []  # ascending, like _finished
         self._finished: list[int] = []
-        self._version_of: dict[int, int] = {}  # of the outstanding groups
+        self._version_of: dict[int, int] = {}  # the outstanding groups' versions
         self._rejections: dict[str, int] = {}
         self._requeued = 0
         self._late = 0
@@ -184,62 +185,62 @@ class Ledger:
 
     @property
     def step(self) -> int:
-        """t: batches taken so far, which is the index of the next one."""
+        """t: number of batches taken, and index of the next batch."""
         return self._step
 
     @property
     def version(self) -> int:
-        """v: weight versions published so far; 0 is the initial model."""
+        """v: newest published weight version; 0 is the initial model."""
         return self._version
 
     @property
     def admitted(self) -> int:
-        """A: groups admitted and not rejected, taken ones included."""
+        """A: number of groups admitted and not rejected, including taken groups."""
         return self._step * self.settings.groups_per_step + len(self._running) + len(self._finished)
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Running groups, in admission order."""
+        """Running groups in admission order."""
         return tuple(self._running)
 
     @property
     def finished(self) -> tuple[int, ...]:
-        """Finished groups not taken yet, in admission order."""
+        """Finished groups that no batch has taken, in admission order."""
         return tuple(self._finished)
 
     @property
     def rejections(self) -> dict[str, int]:
-        """Rejected groups by reason."""
+        """Number of rejected groups by reason."""
         return dict(self._rejections)
 
     @property
     def trainer_version(self) -> int:
-        """w: the version that the next batch is trained at, t // k."""
+        """w: version that the next batch is trained at, t // k."""
         return self._step // self.settings.publish_every
 
     @property
     def publish_due(self) -> bool:
-        """True from the taking of a version's last batch until ``publish``: the trainer is ahead of the engines."""
+        """True after a version's last batch is taken, until ``publish``: the trainer is ahead of the engines."""
         return self._version < self.trainer_version
 
     @property
     def _publish_overdue(self) -> bool:
-        """Whether two versions are due: only one publish may be in flight while a batch is taken."""
+        """True if two versions are due. The proof allows only one publish in flight while a batch is taken."""
         return self._version + 1 < self.trainer_version
 
     @property
     def done(self) -> bool:
-        """True when ``total_steps`` batches are taken."""
+        """True once ``total_steps`` batches are taken."""
         return self._step >= self.settings.total_steps
 
     def entry(self, group_id: int) -> GroupEntry:
-        """The entry of a running or finished group. Raises ``LedgerError`` for any other one."""
+        """Return the entry of a running or finished group. Raises ``LedgerError`` for any other group."""
         if group_id not in self._version_of:
             raise LedgerError(f"group {group_id} is not outstanding")
         return GroupEntry(group_id, self._version_of[group_id], self._deadline(group_id))
 
     def counts(self) -> Counts:
-        """Number of groups in each state."""
+        """Return the number of groups in each state."""
         return Counts(
             running=len(self._running),
             finished=len(self._finished),
@@ -252,7 +253,7 @@ class Ledger:
     # -- admission
 
     def room(self) -> int:
-        """Groups that may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, never below 0, and none while
+        """Return how many groups may be admitted now: min((v + 1 + S)·k, total_steps)·B − A, at least 0, and 0 while
         ``ahead`` batches wait to be taken."""
         if self._enough_finished():
             return 0
@@ -271,7 +272,7 @@ class Ledger:
         insort(self._finished, group_id)
 
     def reject(self, group_id: int, reason: str) -> None:
-        """Drop a running or finished group; it leaves A and its room is given back. ``rejections`` counts by reason
+        """Drop a running or finished group; it leaves A, which frees its room. ``rejections`` counts it by reason
         (``uniform``, ``failed``, ``unscored``). Raises ``LedgerError`` if the group is not outstanding."""
         if _index(self._running, group_id) is not None:
             self._remove(self._running, group_id, "running")
@@ -281,12 +282,12 @@ class Ledger:
         self._rejections[reason] = self._rejections.get(reason, 0) + 1
 
     def overdue(self) -> tuple[int, ...]:
-        """Running groups to cancel and ``requeue`` now; always empty with the other policies.
+        """Return the running groups to cancel and ``requeue`` now; always empty with the other policies.
 
-        Only groups that alone hold back a batch: while fewer than B groups have finished the step has to
-        wait anyway, and a cancelled rollout would be lost for nothing. They are the fewest that suffice
-        (max over d of run(d) − places(d)), and those of the earliest deadlines; once all are requeued
-        ``next_batch`` has a batch. With S = 0 there are none, as a replacement would be due as early.
+        A group is overdue only if B groups have finished: otherwise the step must wait anyway, and cancelling its
+        rollouts would gain nothing. These are the fewest groups that suffice (max over d of run(d) − places(d)), with
+        the earliest deadlines. Once all are requeued, ``next_batch`` has a batch. With S = 0 there are none, because a
+        replacement would have the same deadline.
         """
         if self.settings.on_stale != "requeue" or self.settings.max_staleness == 0:
             return ()
@@ -296,7 +297,7 @@ class Ledger:
     def requeue(self, group_id: int) -> GroupEntry:
         """Abandon an overdue group and start its prompt again, at the current version.
 
-        The old index is unknown from here on: cancel its rollouts and ignore what still arrives for it. Raises
+        The ledger forgets the old index: cancel its rollouts and ignore results that still arrive for it. Raises
         ``LedgerError`` if the group is not in ``overdue()``.
         """
         if group_id not in self.overdue():
@@ -309,7 +310,7 @@ class Ledger:
     # -- batches
 
     def next_batch(self) -> Batch | Blocked:
-        """The batch of step t, or the reason why there is none yet. Changes nothing."""
+        """Return the batch of step t, or the reason why there is none yet. Changes nothing."""
         finished, needed = len(self._finished), self.settings.groups_per_step
         if self.done:
             return Blocked(Blocker.DONE, finished, needed)
@@ -322,17 +323,16 @@ class Ledger:
         return self._batch(self._finished[:needed])
 
     def take(self, batch: Batch) -> None:
-        """The batch leaves for training: its groups are forgotten and t rises by one.
+        """Take a batch for training: the ledger forgets its groups, and t rises by one.
 
-        Groups may have finished since ``next_batch`` gave the batch; it stays valid. A group of it that
-        was rejected meanwhile makes it invalid: ask for the next batch again. Raises ``LedgerError`` if the batch is of
-        another step, two versions are due, a group in it has not finished, or it would leave behind a group that then
-        has no place before its deadline.
+        The batch stays valid if other groups finish after ``next_batch``. It becomes invalid if one of its groups is
+        rejected: then ask for the next batch again. Raises ``LedgerError`` if the batch belongs to another step, two
+        versions are due, a group in it has not finished, or a group left behind would miss its deadline.
         """
         if self.done or self._publish_overdue:
             raise LedgerError(f"no batch can be taken: {self.next_batch()}")
         if batch.step != self._step:
-            raise LedgerError(f"the next batch is that of step {self._step}, not {batch.step}")
+            raise LedgerError(f"the next batch belongs to step {self._step}, not {batch.step}")
         self._check(batch)
         leaving = set(batch.group_ids)
         self._finished = [group_id for group_id in self._finished if group_id not in leaving]
@@ -342,7 +342,7 @@ class Ledger:
         self._step += 1
 
     def publish(self) -> None:
-        """Every engine serves the next weight version from here on. Raises ``LedgerError`` while t < (v + 1)·k."""
+        """Raise v: every engine serves the next weight version now. Raises ``LedgerError`` while t < (v + 1)·k."""
         self.check_publish()
         self._version += 1
 
@@ -355,7 +355,7 @@ class Ledger:
     # -- restart
 
     def snapshot(self) -> LedgerState:
-        """The entire state except the settings; ``restore`` gives a ledger that behaves identically."""
+        """Return the entire state except the settings; ``restore`` makes a ledger from it that behaves identically."""
         return LedgerState(
             step=self._step,
             version=self._version,
@@ -369,8 +369,8 @@ class Ledger:
 
     @classmethod
     def restore(cls, settings: BufferSettings, state: LedgerState) -> Ledger:
-        """The ledger of a snapshot, under these settings. Raises ``LedgerError`` if the snapshot contradicts itself,
-        ``LateGroups`` if it violates the claim above, which ``wait`` and ``requeue`` rest on."""
+        """Make a ledger from a snapshot and settings. Raises ``LedgerError`` if the snapshot contradicts itself,
+        and ``LateGroups`` if ``wait`` or ``requeue`` could not keep its deadlines."""
         ledger = cls(settings)
         ledger._step, ledger._version, ledger._next_id = state.step, state.version, state.next_id
         ledger._version_of = dict([*state.running, *state.finished])
@@ -384,9 +384,9 @@ class Ledger:
     # -- the rules
 
     def _enough_finished(self) -> bool:
-        """Whether a group admitted now would only wait, and be staler when it is trained.
+        """True if a group admitted now would only wait, and be staler when it is trained.
 
-        If the next batch waits for a running group, this is false: then engines have time for new groups.
+        False while the next batch waits for a running group, because then the engines have time for new groups.
         """
         ahead, needed = self.settings.ahead, self.settings.groups_per_step
         if ahead is None or self.settings.max_staleness == 0 or len(self._finished) < ahead * needed:
@@ -408,13 +408,13 @@ class Ledger:
         return Batch(self._step, version=self.trainer_version, group_ids=tuple(group_ids), group_versions=versions)
 
     def _overflow(self, group_ids: Sequence[int]) -> int:
-        """How many of these groups could not be trained in time if the next batch contained none of them.
+        """Count the groups that would miss their deadline if the next batch contained none of these groups.
 
-        The maximum over d of |{deadline <= d}| − places(d), and 0 if that is negative. Only deadlines that
-        occur matter: between two of them the count stays and places grow.
+        This is the maximum over d of |{deadline <= d}| − places(d), at least 0. It suffices to look at the groups'
+        deadlines: between two deadlines the count is constant and places(d) grows.
 
         Args:
-            group_ids: outstanding groups in admission order, and so in the order of their deadlines.
+            group_ids: outstanding groups in admission order, which is the order of their deadlines.
         """
         worst = start = 0
         while start < len(group_ids):
@@ -425,8 +425,9 @@ class Ledger:
         return worst
 
     def _missing(self) -> tuple[int, ...]:
-        """Running groups without which the next batch may not be taken, given B finished ones."""
+        """Running groups that the next batch must wait for, although B groups have finished."""
         if self.settings.max_staleness == 0:
+            # The oldest B groups in admission order, finished or not: finish order must not decide the batch.
             needed = self.settings.groups_per_step
             oldest = sorted(self._running[:needed] + self._finished[:needed])[:needed]
             return tuple(group_id for group_id in oldest if _index(self._running, group_id) is not None)
@@ -435,7 +436,7 @@ class Ledger:
         return tuple(self._running[: self._overflow(self._running)])
 
     def _check(self, batch: Batch) -> None:
-        """Raise ``LedgerError`` unless the rules allow this batch now; it may differ from that of ``next_batch``."""
+        """Raise ``LedgerError`` unless the rules allow this batch now. It need not be ``next_batch``'s batch."""
         ids = batch.group_ids
         if len(ids) != self.settings.groups_per_step or list(ids) != sorted(set(ids)):
             raise LedgerError(f"a batch has {self.settings.groups_per_step} different groups in admission order")

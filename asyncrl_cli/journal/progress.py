@@ -1,7 +1,6 @@
-"""The progress of a run, read from the journal, on which the ledger, a resume and all pages are based.
+"""A run's progress, read from the journal. The ledger, a resume and all pages use it.
 
-All functions take a connection of ``reading`` or ``snapshot``, or the writer's own. Steps are counted from 0,
-as in the journal.
+All functions take a connection from ``reading`` or ``snapshot``, or the writer's. Steps count from 0 here.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from asyncrl_cli.records.training import CORRECT
 OUTSTANDING = "state IN ('running', 'finished')"
 DROPPED = "state IN ('rejected', 'requeued')"
 ACCEPTED = "accepted_data_to"
-"""In ``meta``: the serial up to which prompts are not compared, as a change of the data was accepted."""
+"""Key in ``meta``: prompts up to this serial are not compared, because a change of the data was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The numbers that describe the progress of a run.
+    """How far a run has come.
 
     Args:
-        settings: the bounds the buffer works by, as last recorded.
-        first_step: where this journal's history begins; above 0 when an earlier journal was abandoned.
-        step: batches taken so far.
-        version: weight versions published so far.
+        settings: the buffer's bounds, as last recorded.
+        first_step: step at which this journal begins; above 0 if an earlier journal was abandoned.
+        step: number of batches taken.
+        version: newest published weight version.
     """
 
     settings: BufferSettings
@@ -41,7 +40,6 @@ class Progress:
 
 
 def progress(connection: sqlite3.Connection) -> Progress:
-    """How far the run has come."""
     known = meta(connection)
     settings = BufferSettings(**known["settings"])
     first = int((known.get("base") or {}).get("step", 0))
@@ -50,12 +48,12 @@ def progress(connection: sqlite3.Connection) -> Progress:
 
 
 def meta(connection: sqlite3.Connection) -> dict[str, Any]:
-    """The metadata of the rows: bounds, group size, and the step at which the history begins."""
+    """Return the rows' metadata: bounds, group size, and the state at which the history begins."""
     return {key: json.loads(value) for key, value in connection.execute("SELECT key, value FROM meta")}
 
 
 def base(connection: sqlite3.Connection) -> dict[str, Any]:
-    """The state from the checkpoint with which the journal's history begins; empty if it begins with step 0."""
+    """Return the checkpoint's state with which the journal's history begins; empty if it begins at step 0."""
     found: dict[str, Any] = meta(connection).get("base") or {}
     return found
 
@@ -64,43 +62,43 @@ def base(connection: sqlite3.Connection) -> dict[str, Any]:
 
 
 def steps_taken(connection: sqlite3.Connection) -> int:
-    """The step after the last batch."""
+    """Return the step after the last batch."""
     return _number(connection, "SELECT coalesce(max(step) + 1, 0) FROM batches")
 
 
 def steps_trained(connection: sqlite3.Connection) -> int:
-    """The step after the last that was reported as trained."""
+    """Return the step after the last step that was reported as trained."""
     return _number(connection, "SELECT coalesce(max(step) + 1, 0) FROM batches WHERE trained_at IS NOT NULL")
 
 
 def newest_version(connection: sqlite3.Connection) -> int:
-    """The newest published weight version; 0 without one."""
+    """Return the newest published weight version; 0 without one."""
     return _number(connection, "SELECT coalesce(max(version), 0) FROM publishes")
 
 
 def checksum(connection: sqlite3.Connection, version: int) -> str | None:
-    """The checksum of a published version's bytes; None when its publish is not recorded."""
+    """Return the checksum of a published version's bytes; None if the publish is not recorded."""
     found = connection.execute("SELECT checksum FROM publishes WHERE version = ?", (version,)).fetchone()
     return str(found[0]) if found else None
 
 
 def accuracies(connection: sqlite3.Connection) -> dict[int, float]:
-    """Greedy held-out accuracy by number of steps done."""
+    """Return the greedy held-out accuracy by number of steps done."""
     return dict(connection.execute("SELECT step, accuracy FROM evaluations WHERE kind = 'greedy'"))
 
 
 def evaluations_done(connection: sqlite3.Connection) -> frozenset[tuple[int, str]]:
-    """Number of steps done and kind of every evaluation."""
+    """Return every evaluation's number of steps done and kind."""
     return frozenset(connection.execute("SELECT step, kind FROM evaluations"))
 
 
 def kept_checkpoints(connection: sqlite3.Connection) -> set[int]:
-    """Steps of the checkpoints that were recorded and not removed."""
+    """Return the steps of all recorded checkpoints that were not removed."""
     return {step for (step,) in connection.execute("SELECT step FROM checkpoints WHERE removed_at IS NULL")}
 
 
 def checkpoints_to_upload(connection: sqlite3.Connection) -> set[int]:
-    """Steps with a checkpoint that is there and was not uploaded."""
+    """Return the steps of all checkpoints that exist and were not uploaded."""
     query = "SELECT step FROM checkpoints WHERE removed_at IS NULL AND uploaded_at IS NULL"
     return {step for (step,) in connection.execute(query)}
 
@@ -109,7 +107,7 @@ def checkpoints_to_upload(connection: sqlite3.Connection) -> set[int]:
 
 
 def ledger_state(connection: sqlite3.Connection) -> LedgerState:
-    """The ledger's state that the rows describe."""
+    """Return the ledger's state that the rows describe."""
     outstanding: dict[str, list[tuple[int, int]]] = {"running": [], "finished": []}
     for state, group_id, version in connection.execute(
         f"SELECT state, id, version FROM groups WHERE {OUTSTANDING} ORDER BY id"
@@ -129,7 +127,7 @@ def ledger_state(connection: sqlite3.Connection) -> LedgerState:
 
 
 def dropped_groups(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
-    """Groups that were ``rejected`` and ``requeued``, by reason."""
+    """Count ``rejected`` and ``requeued`` groups by reason."""
     dropped: dict[str, dict[str, int]] = {"rejected": {}, "requeued": {}}
     for state, reason, count in connection.execute(
         f"SELECT state, reason, count(*) FROM groups WHERE {DROPPED} GROUP BY state, reason"
@@ -139,18 +137,18 @@ def dropped_groups(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
 
 
 def next_group(connection: sqlite3.Connection) -> int:
-    """The index of the next group."""
+    """Return the next group's index."""
     return _number(connection, "SELECT coalesce(max(id) + 1, 0) FROM groups")
 
 
 def newest_serial(connection: sqlite3.Connection) -> int:
-    """The serial of the newest prompt admitted; 0 before the first."""
+    """Return the newest admitted prompt's serial; 0 without one."""
     found = connection.execute("SELECT serial FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1").fetchone()
     return int(found[0]) if found else 0
 
 
 def loader_position(connection: sqlite3.Connection) -> dict[str, int] | None:
-    """Where the data loader is after the newest admission that moved it; None before the first."""
+    """Return the data loader's position after the newest admission that moved it; None without one."""
     found = connection.execute(
         "SELECT epoch, position FROM groups WHERE serial IS NOT NULL ORDER BY id DESC LIMIT 1"
     ).fetchone()
@@ -158,7 +156,7 @@ def loader_position(connection: sqlite3.Connection) -> dict[str, int] | None:
 
 
 class AdmittedPrompt(NamedTuple):
-    """A prompt as it was admitted, and where the data loader was after it; ``prompt`` and ``fields`` are JSON."""
+    """An admitted prompt, and the data loader's position after it; ``prompt`` and ``fields`` are JSON."""
 
     epoch: int
     position: int
@@ -168,8 +166,8 @@ class AdmittedPrompt(NamedTuple):
 
 
 def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedPrompt]:
-    """The newest prompts that came from the data loader, newest first; those before other data was accepted, and those
-    that a checkpoint had kept, are excluded."""
+    """Return the newest prompts that came from the data loader, newest first. Excludes prompts from before a change of
+    the data was accepted, and prompts that a checkpoint had kept."""
     known = meta(connection)
     passed_over = max(len((known.get("base") or {}).get("prompts", ())), int(known.get(ACCEPTED, 0)))
     rows = connection.execute(
@@ -180,7 +178,7 @@ def newest_prompts(connection: sqlite3.Connection, count: int) -> list[AdmittedP
 
 
 def untrained_prompts(connection: sqlite3.Connection, step: int) -> list[Prompt]:
-    """The prompts of groups that are admitted and not trained before ``step``, in admission order."""
+    """Return the prompts of all groups that are admitted and not trained before ``step``, in admission order."""
     rows = connection.execute(
         "SELECT id FROM groups WHERE id IN "
         f"(SELECT id FROM groups WHERE {OUTSTANDING} UNION ALL SELECT id FROM groups WHERE step >= ?) ORDER BY id",
@@ -190,8 +188,7 @@ def untrained_prompts(connection: sqlite3.Connection, step: int) -> list[Prompt]
 
 
 def solved_streaks(connection: sqlite3.Connection) -> dict[str, int]:
-    """By uid, in how many groups in a row up to the newest all rollouts were correct. Reads the entire
-    history."""
+    """Return, by uid, the number of newest groups in a row with only correct rollouts. Reads the entire history."""
     in_a_row: dict[str, int] = {}
     for uid, lowest in connection.execute(
         """

@@ -1,10 +1,10 @@
-"""Queries for the contents of the buffer, on the journal of a live run, a dead one or a copy.
+"""Query the buffer's contents in the journal of a live run, a dead run or a copy.
 
-Nothing here writes or needs Ray. All queries under one ``snapshot`` see the same moment. None of them reads tokens or
-goes through the entire history, except for one group and for a filter that most groups fail: a journal of a million
-rollouts has to answer within a second.
+Nothing here writes or needs Ray. All queries in one ``snapshot`` see the same moment. A journal with a million rollouts
+must answer within a second, so queries do not read tokens or the entire history. The exceptions are one group's page,
+and a filter that most groups fail.
 
-Steps are counted from 0 here, as in the journal.
+Steps count from 0 here.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from asyncrl_cli.records.rewards import Turn
 T = TypeVar("T")
 
 GroupState = Literal["running", "finished", "taken", "trained", "rejected", "requeued"]
-"""``taken``: in a batch that is not trained yet. The journal's own ``taken`` means either."""
+"""``taken``: in a batch that is not trained yet. The journal's state ``taken`` also includes ``trained``."""
 STATES: tuple[GroupState, ...] = get_args(GroupState)
 
 _WITH_ROLLOUTS: tuple[GroupState, ...] = ("running", "finished", "trained", "rejected")
 
 LARGEST = 2**63 - 1
-"""The largest integer that SQLite has."""
+"""SQLite's largest integer."""
 IN_MEMORY_BYTES = 2**25
 """``spooled`` items beyond this size go to a temporary file."""
 RECENT_GROUPS = 1000
-"""A state's distributions are those of the rollouts of so many newest groups."""
+"""Number of newest groups in each state whose rollouts the distributions describe."""
 
 _OUTSTANDING, _DROPPED = f"g.{OUTSTANDING}", f"g.{DROPPED}"
 _WHERE: dict[GroupState, str] = {
@@ -57,9 +57,9 @@ _WHERE: dict[GroupState, str] = {
 
 @contextmanager
 def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection on which every query sees the journal's present state.
+    """Connect such that all queries see the journal's state at this moment.
 
-    Raises ``JournalError``, also when nothing was ever committed.
+    Raises ``JournalError``, also if nothing was ever committed.
     """
     with reading(path) as connection:
         connection.execute("BEGIN")
@@ -71,10 +71,10 @@ def snapshot(path: Path) -> Iterator[sqlite3.Connection]:
 
 
 def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> Iterator[T]:
-    """The items of ``read`` on one snapshot of the journal, yielded after the snapshot is closed: SQLite cannot empty
-    the journal's `-wal` while a snapshot is open, so it must not be open while a pager waits for its user.
+    """Yield the items that ``read`` returns for one snapshot of the journal, after the snapshot is closed.
 
-    Raises ``JournalError``, and ``UserError`` when there is no room for the temporary file.
+    SQLite cannot empty the journal's `-wal` while a snapshot is open, so none may be open while a pager waits for its
+    user. Raises ``JournalError``, and ``UserError`` if there is no room for the temporary file.
     """
     with SpooledTemporaryFile(IN_MEMORY_BYTES) as spool:
         try:
@@ -98,12 +98,12 @@ def spooled(path: Path, read: Callable[[sqlite3.Connection], Iterable[T]]) -> It
 
 @dataclass(frozen=True, slots=True)
 class StateCount:
-    """The groups of one state. Values that would need a pass through the history are None.
+    """The groups in one state. A value is None if it would need a pass through the history.
 
     Args:
         groups: number of groups.
-        rollouts: number of their rollouts that have ended.
-        tokens: number of sampled tokens recorded so far, over all their rollouts.
+        rollouts: number of their ended rollouts.
+        tokens: number of their sampled tokens recorded so far.
         age_s, oldest_s: median and highest age in seconds: since admission (running), since the last rollout
             ended (finished), since the batch was taken (taken).
     """
@@ -118,7 +118,7 @@ class StateCount:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Groups admitted at one version that are not taken. ``staleness`` is their staleness if they were taken now,
+    """Groups admitted at one version and not taken yet. ``staleness`` is their staleness if they were taken now,
     ``deadline`` the last version at which they may be taken."""
 
     version: int
@@ -130,7 +130,7 @@ class Due:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How a quantity is distributed over the rollouts of a state: mean, extremes and quantiles (nearest rank)."""
+    """A quantity's mean, extremes and quantiles (nearest rank) over the rollouts in a state."""
 
     state: GroupState
     count: int
@@ -145,8 +145,8 @@ class Distribution:
 @dataclass(frozen=True, slots=True)
 class Overview:
     """The buffer at the unix time ``at``. ``rejected`` counts groups by reason; ``due`` starts with the oldest
-    version. ``lengths`` (sampled tokens), ``rewards`` and the number of ``masked`` rollouts are of the
-    ``RECENT_GROUPS`` newest groups of each state."""
+    version. ``lengths`` (sampled tokens), ``rewards`` and the number of ``masked`` rollouts describe each state's
+    ``RECENT_GROUPS`` newest groups."""
 
     at: float
     progress: Progress
@@ -159,7 +159,7 @@ class Overview:
 
 
 def overview(connection: sqlite3.Connection, now: float | None = None) -> Overview:
-    """A summary of the buffer for one screen."""
+    """Summarize the buffer for one screen."""
     at = time.time() if now is None else now
     where = progress(connection)
     dropped = dropped_groups(connection)
@@ -189,7 +189,7 @@ def overview(connection: sqlite3.Connection, now: float | None = None) -> Overvi
 
 
 def _present(connection: sqlite3.Connection, state: GroupState, since: str, now: float) -> StateCount:
-    """The count of a state that few groups are in at a time."""
+    """Count a state that only few groups have at a time."""
     ages = sorted(now - at for (at,) in connection.execute(f"SELECT {since} FROM groups g WHERE {_WHERE[state]}"))
     if not ages:
         return StateCount(state, groups=0, rollouts=0, tokens=0)
@@ -203,14 +203,14 @@ def _present(connection: sqlite3.Connection, state: GroupState, since: str, now:
 
 
 def _trained(connection: sqlite3.Connection) -> int:
-    # All taken groups minus the few that are not trained: both counts are fast, unlike a count by step.
+    # All taken groups minus the few untrained groups: both counts are fast, unlike a count by step.
     (taken,) = connection.execute("SELECT count(*) FROM groups g WHERE g.step IS NOT NULL").fetchone()
     (untrained,) = connection.execute(f"SELECT count(*) FROM groups g WHERE {_WHERE['taken']}").fetchone()
     return int(taken - untrained)
 
 
 def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]:
-    """The groups that are not taken, by version of admission, the oldest first."""
+    """Count the groups that are not taken by version of admission, oldest first."""
     rows = connection.execute(
         f"SELECT g.version, sum(g.state = 'running'), sum(g.state = 'finished') FROM groups g "
         f"WHERE {_OUTSTANDING} GROUP BY g.version ORDER BY g.version"
@@ -220,8 +220,8 @@ def due_groups(connection: sqlite3.Connection, now: Progress) -> tuple[Due, ...]
 
 
 def _recent(connection: sqlite3.Connection, state: GroupState) -> Sequence[tuple[int, float | None, int]]:
-    """Length, reward and ``masked`` of the rollouts of a state's newest groups; of running groups, the length so far.
-    Rollouts that failed before their first token are excluded."""
+    """Length (so far), reward and ``masked`` for each rollout in a state's newest groups, without rollouts that failed
+    before their first token."""
     newest = "g.step DESC, g.id DESC" if state == "trained" else "g.id DESC"
     return connection.execute(
         f"SELECT tokens, reward, masked FROM rollouts WHERE (tokens > 0 OR finish_reason IS NOT NULL) AND group_id IN "
@@ -251,8 +251,8 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class GroupFilter:
-    """Which groups to list; a value of None does not filter. ``min_reward`` bounds the mean reward of a group's
-    scored rollouts, ``stale_over`` its staleness (see ``GroupRow``)."""
+    """Selects the groups to list; None does not filter. ``min_reward`` bounds the mean reward of a group's scored
+    rollouts, ``stale_over`` the group's staleness (see ``GroupRow``)."""
 
     state: GroupState | None = None
     min_reward: float | None = None
@@ -266,9 +266,9 @@ class GroupRow:
     Args:
         reason: why it was rejected.
         version: weight version at admission.
-        staleness: versions it was behind when it was taken, or would be if it were taken now; None for a dropped one.
-        step: the batch it is in.
-        rollouts, tokens: rollouts that have ended, and sampled tokens recorded.
+        staleness: the group's staleness when it was taken, or if it were taken now; None for a dropped group.
+        step: step of its batch.
+        rollouts, tokens: number of ended rollouts and of recorded sampled tokens.
         reward: mean over the scored rollouts.
         admitted_at, ended_at: unix times.
     """
@@ -300,7 +300,7 @@ _GROUP = f"""
 
 
 def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int) -> list[GroupRow]:
-    """The newest groups that pass a filter, newest first."""
+    """Return the newest groups that pass a filter, newest first."""
     conditions = ["1"]
     if wanted.state is not None:
         conditions.append(_WHERE[wanted.state])
@@ -309,7 +309,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
     if wanted.min_reward is not None:
         conditions.append(f"{_REWARD} >= :min_reward")
     rows = connection.execute(
-        # Select the ids first: otherwise SQLite would compute the columns of all groups that pass.
+        # Select the ids first: otherwise SQLite computes the columns of all groups that pass the filter.
         f"{_GROUP} WHERE g.id IN (SELECT g.id FROM groups g LEFT JOIN batches b ON b.step = g.step "
         f"WHERE {' AND '.join(conditions)} ORDER BY g.id DESC LIMIT :limit) ORDER BY g.id DESC",
         {
@@ -323,7 +323,7 @@ def list_groups(connection: sqlite3.Connection, wanted: GroupFilter, limit: int)
 
 
 def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
-    """The groups with a name, oldest first: the group with this id, or else the groups of the prompt with this uid."""
+    """Find the group with this id, or else all groups of the prompt with this uid, oldest first."""
     if name.isdecimal() and len(name) <= len(str(LARGEST)) and int(name) <= LARGEST:
         found = connection.execute("SELECT id FROM groups WHERE id = ?", (int(name),)).fetchall()
         if found:
@@ -336,12 +336,12 @@ def groups_called(connection: sqlite3.Connection, name: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """The records of one rollout.
+    """Everything recorded about one rollout.
 
-    ``tokens`` counts the sampled ones; ``finish_reason`` is None while it runs; ``metrics`` are the task's
-    measurements; ``masked``: the task cannot score it. ``segments`` come one sequence after another (their
-    ``rollout_id`` names it), split where the version changes, and empty where the tokens were dropped
-    (``journal.keep``). ``images`` are those after the prompt, of all sequences.
+    ``tokens`` counts sampled tokens; ``finish_reason`` is None while it runs; ``metrics`` are the task's measurements;
+    ``masked`` means that the task cannot score it. ``segments`` come one sequence after another (``rollout_id`` names
+    the sequence), split where the version changes; there are none if the tokens were dropped (``journal.keep``).
+    ``images`` are the images after the prompt, in all sequences.
     """
 
     rollout_id: str
@@ -366,11 +366,11 @@ class GroupRecord:
     prompt_ids: tuple[int, ...]
     rollouts: tuple[RolloutRecord, ...]
     images: tuple[PlacedImage, ...] = ()
-    """The prompt's, if it has tokens."""
+    """The prompt's images, if the prompt has tokens."""
 
 
 def group_record(connection: sqlite3.Connection, group_id: int) -> GroupRecord:
-    """Everything about one group. Raises ``LookupError`` when there is none with this id."""
+    """Return everything about one group. Raises ``LookupError`` if there is no such group."""
     version = progress(connection).version
     known = {"version": version, "id": min(group_id, LARGEST)}
     row = connection.execute(f"{_GROUP} WHERE g.id = :id", known).fetchone()
@@ -418,8 +418,8 @@ _TABLES = {
 
 
 def table_rows(connection: sqlite3.Connection, table: str) -> Iterator[dict[str, Any]]:
-    """All rows of ``groups``, ``rollouts`` or ``evaluations`` by column, with steps from 1 and without tokens; a
-    rollout's metrics are columns `metrics/NAME`."""
+    """Yield all rows of ``groups``, ``rollouts`` or ``evaluations`` by column, with steps from 1 and without tokens. A
+    rollout's metrics become columns `metrics/NAME`."""
     rows = connection.execute(_TABLES[table])
     names = [column[0] for column in rows.description]
     for values in rows:

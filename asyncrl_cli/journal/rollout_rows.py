@@ -1,6 +1,6 @@
-"""Recorded rollouts: converts tokens to columns of the journal, and rows back to rollouts and batches.
+"""Convert rollouts to rows of the journal, and rows back to rollouts and batches.
 
-Arrays are raw little-endian bytes. Rows are checked against their CRC when they are read; a wrong CRC raises
+Arrays are raw little-endian bytes. Each row that is read is checked against its CRC; a wrong CRC raises
 ``sqlite3.DatabaseError``, which ``schema.explained`` turns into a ``JournalError``.
 """
 
@@ -31,8 +31,7 @@ from asyncrl_cli.records.rewards import Scored, Turn
 from asyncrl_cli.records.training import MOST_VISITS, TrainingBatch, TrainingGroup
 
 PROMPT = -1
-"""The value of ``start`` in a row of ``experts``, and of ``rollout_index`` in one of ``image_places``, that belongs to
-the prompt."""
+"""Marks rows that belong to the prompt: as ``start`` in ``experts``, as ``rollout_index`` in ``image_places``."""
 REQUEST_COLUMNS = (
     "request, engine, begun_at, ended_at, ending, tokens, context_tokens, cached_tokens, running_from, running_until, "
     "first_token_s"
@@ -50,7 +49,7 @@ class RolloutRow(NamedTuple):
     failure: str | None
     metrics: str | None
     masked: int
-    """1: the task has judged the rollout and cannot score it."""
+    """1 if the task cannot score the rollout."""
     turns: str | None
     oldest: int | None
     newest: int | None
@@ -58,16 +57,16 @@ class RolloutRow(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        """Whether the task has given a reward, or None."""
+        """True if the task has returned a reward, or None."""
         return self.reward is not None or bool(self.masked)
 
     def measured(self) -> dict[str, float]:
-        """``metrics``, as the task reported them."""
+        """Decode ``metrics``."""
         measured: dict[str, float] = json.loads(self.metrics) if self.metrics else {}
         return measured
 
     def rewarded_turns(self) -> tuple[Turn, ...]:
-        """``turns``, in their order."""
+        """Decode ``turns``."""
         return tuple(Turn(*turn) for turn in json.loads(self.turns)) if self.turns else ()
 
 
@@ -75,10 +74,10 @@ _ROLLOUT_COLUMNS = ", ".join(RolloutRow._fields)
 
 
 def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False) -> TrainingBatch:
-    """The batch of a step, as it was taken. Raises ``LookupError`` when it is not there, or its tokens are pruned.
+    """Read a step's batch as it was taken. Raises ``LookupError`` if there is none or its tokens are pruned, and
+    ``sqlite3.DatabaseError`` for damage.
 
-    ``earlier``: fill in ``TrainingGroup.earlier``; groups have one rollout. Texts are left empty: training needs none.
-    Raises ``sqlite3.DatabaseError`` for damage.
+    ``earlier``: fill in ``TrainingGroup.earlier``; groups have one rollout. Texts stay empty: training needs none.
     """
     found = connection.execute("SELECT version FROM batches WHERE step = ?", (step,)).fetchone()
     if found is None:
@@ -89,7 +88,7 @@ def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False)
     if len(ids) != settings["groups_per_step"]:
         raise _malformed(f"the batch of step {step} has {len(ids)} groups")
     size = settings["group_size"]
-    known: dict[str, Image] = {}  # one object for each image, also in several groups
+    known: dict[str, Image] = {}  # one object for each image, even if several groups have it
     groups = [_training_group(connection, step=step, group_id=group_id, size=size, known=known) for group_id in ids]
     if earlier:
         results = {uid: _earlier_results(connection, uid, step) for uid in {group.uid for group in groups}}
@@ -98,12 +97,12 @@ def read_batch(connection: sqlite3.Connection, step: int, earlier: bool = False)
 
 
 def _earlier_results(connection: sqlite3.Connection, uid: str, step: int) -> tuple[Scored, ...]:
-    """``TrainingGroup.earlier`` of a prompt's group in the batch of ``step``.
+    """Read ``TrainingGroup.earlier`` for a prompt's group in the batch of ``step``.
 
-    Only batches before this one count. They are committed before it is taken, and their results are never pruned, so a
-    resume and a replay read the same.
+    Only earlier batches count. They are committed before this batch is taken, and their results are never pruned, so
+    a resume and a replay read the same results.
     """
-    # By id, which is the order of the index by uid: the query ends at its limit.
+    # Order by id, as the index by uid does: then the query stops at its limit.
     rows = connection.execute(
         f"SELECT group_id, r.crc, {_ROLLOUT_COLUMNS} FROM groups g JOIN rollouts r ON group_id = g.id "
         "WHERE g.uid = ? AND g.step < ? ORDER BY g.id DESC LIMIT ?",
@@ -144,9 +143,9 @@ def _is_pruned(connection: sqlite3.Connection, group_id: int) -> bool:
 
 
 def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> Group:
-    """A group with its prompt, without its rollouts and pruned images; ``known``: images that were read before.
+    """Read a group and its prompt, without its rollouts and pruned images; ``known``: images read earlier.
 
-    Raises ``sqlite3.DatabaseError`` when the group is damaged or missing.
+    Raises ``sqlite3.DatabaseError`` if the group is damaged or missing.
     """
     row = connection.execute(
         "SELECT uid, prompt, fields, prompt_ids, version, serial, epoch, position, crc FROM groups WHERE id = ?",
@@ -164,13 +163,13 @@ def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, I
     if digests := image_digests(prompt.content):
         images = read_images(connection, group_id, known, prompt=True).get((PROMPT, 0), ())
         if (images or not _is_pruned(connection, group_id)) and [placed.image.digest for placed in images] != digests:
-            raise _malformed(f"the images of group {group_id} are not those of its prompt")
+            raise _malformed(f"the images of group {group_id} differ from its prompt's images")
         prompt = replace(prompt, images=tuple(placed.image for placed in images))
     return Group(group_id, version=version, prompt=prompt, prompt_ids=ids, images=images if ids else ())
 
 
 def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
-    """The image with this digest; None if the journal does not have it, or has other bytes."""
+    """Read the image with this digest; None if the journal does not have it, or has other bytes."""
     row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
     return image if row is not None and (image := Image.of(row[0])).digest == digest else None
 
@@ -178,8 +177,8 @@ def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
 def read_images(
     connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None, prompt: bool = False
 ) -> dict[tuple[int, int], tuple[PlacedImage, ...]]:
-    """The images of a group's rollouts by index and branch, or of its ``prompt``. Raises ``sqlite3.DatabaseError`` for
-    damage."""
+    """Read the images of a group's rollouts by index and branch, or its ``prompt``'s images. Raises
+    ``sqlite3.DatabaseError`` for damage."""
     known = {} if known is None else known
     found: dict[tuple[int, int], tuple[PlacedImage, ...]] = {}
     for *columns, crc in connection.execute(
@@ -199,7 +198,7 @@ def read_images(
 
 
 def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, RolloutRow]:
-    """A group's rollouts without their tokens, by index. Raises ``sqlite3.DatabaseError`` for damage."""
+    """Read a group's rollouts without their tokens, by index. Raises ``sqlite3.DatabaseError`` for damage."""
     rollouts = {}
     for index, crc, *columns in connection.execute(
         f"SELECT rollout_index, crc, {_ROLLOUT_COLUMNS} FROM rollouts WHERE group_id = ? ORDER BY rollout_index",
@@ -216,8 +215,8 @@ def _checked(group_id: int, index: int, crc: int | None, columns: Sequence[Any])
 
 
 def open_groups(connection: sqlite3.Connection) -> tuple[Group, ...]:
-    """The running groups, in admission order. Raises ``sqlite3.DatabaseError`` for damage."""
-    found = connection.execute(
+    """Read the running groups in admission order. Raises ``sqlite3.DatabaseError`` for damage."""
+    found = connection.execute(  # the first condition is the partial index's, which SQLite must see to use it
         "SELECT id FROM groups WHERE state IN ('running', 'finished') AND state = 'running' ORDER BY id"
     ).fetchall()
     return tuple(_with_rollouts(connection, read_group(connection, group_id)) for (group_id,) in found)
@@ -235,15 +234,13 @@ def _with_rollouts(connection: sqlite3.Connection, group: Group) -> Group:
             unscored[index] = _rollout(group, index=index, row=row, tokens=tokens)
         else:
             prefixes[index] = tokens.segments.get(index, {})
-            joined(prefixes[index], training_rollout_id(group.group_id, index), row.tokens)  # for its checks
+            joined(prefixes[index], training_rollout_id(group.group_id, index), row.tokens)  # only to check them
     return replace(group, scored=frozenset(scored), unscored=unscored, prefixes=prefixes)
 
 
 def _rollout(group: Group, index: int, row: RolloutRow, tokens: GroupTokens) -> Rollout:
-    """A finished rollout with its branches, which get its finish reason: theirs are not recorded.
-
-    Its text is left empty. Raises ``sqlite3.DatabaseError`` for damage.
-    """
+    """A finished rollout with its branches. The branches get the rollout's finish reason, because theirs are not
+    recorded, and texts stay empty. Raises ``sqlite3.DatabaseError`` for damage."""
     rollout_id = training_rollout_id(group.group_id, index)
     sequences = joined(tokens.segments.get(index, {}), rollout_id, row.tokens)
     root, *others = (
@@ -268,14 +265,16 @@ class GroupTokens(NamedTuple):
     segments: dict[int, dict[int, tuple[Segment, ...]]]
     """By the rollout's index and branch."""
     experts: dict[tuple[int, int, int], bytes]
-    """By index, branch and ``start``, which is ``PROMPT`` for the rollout's prompt."""
+    """By index, branch and ``start`` (``PROMPT`` for the rollout's prompt)."""
     images: dict[tuple[int, int], tuple[PlacedImage, ...]]
     """Images after the prompt, by index and branch."""
 
 
 def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, Image] | None = None) -> GroupTokens:
-    """The recorded tokens of a group, by three queries: a batch has thousands of rollouts. Raises
-    ``sqlite3.DatabaseError`` for damage."""
+    """Read a group's recorded tokens. Raises ``sqlite3.DatabaseError`` for damage.
+
+    Three queries read all rollouts together, because a batch has thousands of rollouts.
+    """
     experts = {}
     for index, branch, start, chosen, crc in connection.execute(
         "SELECT rollout_index, branch, start, ids, crc FROM experts WHERE group_id = ?", (group_id,)
@@ -313,7 +312,7 @@ def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, 
 def experts_columns(
     group_id: int, index: int, branch: int, start: int, experts: Experts
 ) -> tuple[int, int, int, int, bytes, int]:
-    """All columns of a row of ``experts``."""
+    """The columns of a row in ``experts``."""
     columns = group_id, index, branch, start, to_bytes(experts)
     return *columns, row_crc(*columns)
 
@@ -321,8 +320,8 @@ def experts_columns(
 def joined(
     branches: Mapping[int, Sequence[Segment]], rollout_id: str = "", tokens: int | None = None
 ) -> dict[int, TokenSequence]:
-    """Segments as sequences, by branch. Raises ``sqlite3.DatabaseError`` for gaps, for versions that fall, and unless
-    so many ``tokens`` were sampled, if the number is given."""
+    """Join segments to sequences, by branch. Raises ``sqlite3.DatabaseError`` for gaps, for versions that fall, and if
+    the number of sampled tokens is not ``tokens``."""
     try:
         sequences = {branch: TokenSequence.join(segments) for branch, segments in branches.items()}
     except ValueError as error:
@@ -341,7 +340,7 @@ def columns_of(segment: Segment) -> tuple[int, int, bytes, bytes, int]:
 
 
 def prompt_columns(candidate: Candidate) -> dict[str, Any]:
-    """The columns of a group that its prompt fills."""
+    """A group's columns that hold its prompt."""
     content, fields = prompt_texts(candidate.prompt)
     ids = np.asarray(candidate.prompt_ids, TOKENS).tobytes()
     return {"uid": candidate.prompt.uid, "prompt": content, "fields": fields, "prompt_ids": ids}
@@ -353,9 +352,9 @@ def prompt_texts(prompt: Prompt) -> tuple[str, str]:
 
 
 def row_crc(*values: Any) -> int:
-    """The CRC-32 of some columns, as ``ascii`` shows them: it is faster than JSON and as exact.
+    """The CRC-32 of some columns in the form of ``ascii``, which is faster than JSON and as exact.
 
-    The same before a value is stored and after: SQLite drops the sign of zero, and the exact types of values.
+    It is the same before and after a value is stored, although SQLite drops the sign of zero and converts types.
     """
     return zlib.crc32(ascii([_as_stored(value) for value in values]).encode())
 
@@ -369,7 +368,7 @@ def _as_stored(value: Any) -> Any:
 
 
 def key_crc(group_id: int, index: int, branch: int, start: int, version: int, crc: int) -> int:
-    """The CRC-32 of a segment's key (which tokens it has), of its version, and of the ``crc`` of its tokens."""
+    """The CRC-32 of a segment's key, its version, and the ``crc`` of its tokens."""
     return zlib.crc32(b"%d,%d,%d,%d,%d,%d" % (group_id, index, branch, start, version, crc))
 
 
@@ -382,5 +381,5 @@ def _malformed(what: str) -> sqlite3.DatabaseError:
 
 
 def prompt_of(uid: str, content: str, fields: str) -> Prompt:
-    """A prompt from the columns of its group."""
+    """Make a prompt from its group's columns."""
     return prompt_from({"uid": uid, "content": json.loads(content), "fields": json.loads(fields)})

@@ -1,5 +1,5 @@
-"""Queries for rollouts: one after another, the best, worst, stalest and longest ones, and how lengths and rewards are
-distributed over ranges of steps, counted in SQL."""
+"""Query rollouts: one after another, the best, worst, stalest and longest rollouts, and the distributions of lengths
+and rewards over ranges of steps, counted in SQL."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Literal, NamedTuple
 from asyncrl_cli.records.training import CORRECT
 
 COLUMNS = 60
-"""Largest number of ranges of steps."""
+"""Largest number of step ranges."""
 BINS = 30
-"""Number of ranges of values, about."""
+"""Approximate number of value ranges."""
 SCATTERED = 1500
-"""Number of rollouts in a scatter plot, about."""
+"""Approximate number of rollouts in a scatter plot."""
 FEW_REWARDS = 8
-"""With at most this many different rewards, the share of each of them is shown."""
+"""Largest number of different rewards for which the share of each reward is shown."""
 
 GROUP_NAMES = ("all equal, none correct", "different", "all correct")
-"""Kinds of groups by their rewards; ``different`` ones teach something."""
+"""Kinds of groups by their rewards; only ``different`` groups give a gradient."""
 
 Quantity = Literal["tokens", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """``shares[bin][column]`` of a range of steps' rollouts have a value in a bin; each column sums to 1.
+    """``shares[bin][column]`` is the share of a step range's rollouts with a value in a bin; each column sums to 1.
 
-    ``values`` are the middles of the bins, ``steps`` the last step of each range, from 1.
+    ``values`` are the bins' middles, ``steps`` the ranges' last steps, from 1.
     """
 
     values: tuple[float, ...]
@@ -39,7 +39,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares by name over ranges of steps, as in ``Histogram``. The shares of a range sum to 1."""
+    """Shares by name over step ranges, as in ``Histogram``. The shares in a range sum to 1."""
 
     steps: tuple[int, ...]
     shares: Mapping[str, tuple[float, ...]]
@@ -50,7 +50,7 @@ _FINITE = "BETWEEN -1e300 AND 1e300"  # also: not NULL
 
 
 def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram | None:
-    """The distribution of a quantity; None when no rollout has it."""
+    """Return the distribution of a quantity; None if no rollout has it."""
     value = f"r.{quantity}"
     low, high, first, last = connection.execute(
         f"SELECT min({value}), max({value}), min(g.step), max(g.step) FROM {_TRAINED} AND {value} {_FINITE}"
@@ -78,7 +78,7 @@ def histogram(connection: sqlite3.Connection, quantity: Quantity) -> Histogram |
 
 
 def distinct_rewards(connection: sqlite3.Connection) -> list[float] | None:
-    """All rewards of trained rollouts, ascending; None when there are more than ``FEW_REWARDS``."""
+    """Return the different rewards of trained rollouts, ascending; None if there are more than ``FEW_REWARDS``."""
     rows = connection.execute(
         f"SELECT DISTINCT r.reward FROM {_TRAINED} AND r.reward {_FINITE} LIMIT {FEW_REWARDS + 1}"
     ).fetchall()
@@ -86,7 +86,7 @@ def distinct_rewards(connection: sqlite3.Connection) -> list[float] | None:
 
 
 def reward_shares(connection: sqlite3.Connection) -> Shares | None:
-    """The share of rollouts by their reward, for rewards of few values; None without one."""
+    """Return the share of rollouts with each reward, if rewards have few values; None without rewards."""
     return _shares(
         connection,
         f"SELECT g.step, r.reward AS name FROM {_TRAINED} AND r.reward {_FINITE}",
@@ -95,8 +95,7 @@ def reward_shares(connection: sqlite3.Connection) -> Shares | None:
 
 
 def group_shares(connection: sqlite3.Connection) -> Shares | None:
-    """The shares of groups with different rewards, which teach something, and of groups with equal rewards, correct
-    or not; None without one. A group of one rollout is neither."""
+    """Return the shares of groups by ``GROUP_NAMES``; None without groups. Groups with one rollout do not count."""
     return _shares(
         connection,
         f"SELECT g.step, CASE WHEN min(r.reward) >= {CORRECT} THEN 2 WHEN min(r.reward) < max(r.reward) THEN 1 "
@@ -106,7 +105,7 @@ def group_shares(connection: sqlite3.Connection) -> Shares | None:
 
 
 def _shares(connection: sqlite3.Connection, rows: str, named: Callable[[float], str]) -> Shares | None:
-    """Of ``rows`` with a step and a number, the share of each number."""
+    """The share of each number in ``rows``, a query for steps and numbers."""
     first, last = connection.execute(f"SELECT min(step), max(step) FROM ({rows})").fetchone()
     if first is None:
         return None
@@ -120,20 +119,21 @@ def _shares(connection: sqlite3.Connection, rows: str, named: Callable[[float], 
 
 
 def _ranges(first: int, last: int) -> tuple[int, tuple[int, ...]]:
-    """Steps in a range, and the last step (from 1) of each range: the steps from ``first`` to ``last`` (from 0)
-    are in at most ``COLUMNS`` ranges."""
+    """Divide the steps from ``first`` to ``last`` (from 0) into at most ``COLUMNS`` ranges. Returns the number of steps
+    in a range, and each range's last step (from 1)."""
     size = -(-(last - first + 1) // COLUMNS)
     return size, tuple(min(end, last + 1) for end in range(first + size, last + 1 + size, size))
 
 
 def _of_column(counts: Collection[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
-    """Every count as a share of its column's sum; 0 in a column of zeros."""
+    """Each count divided by its column's sum; 0 in a column of zeros."""
     totals = [sum(column) or 1 for column in zip(*counts, strict=True)]
     return tuple(tuple(count / total for count, total in zip(row, totals, strict=True)) for row in counts)
 
 
 def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, int]]:
-    """Length (tokens), reward and step (from 1) of about ``SCATTERED`` trained rollouts, from every n-th group."""
+    """Return length (tokens), reward and step (from 1) of about ``SCATTERED`` trained rollouts, from every n-th
+    group."""
     rollouts, last = connection.execute(
         "SELECT (SELECT count(*) FROM rollouts), (SELECT coalesce(max(id), 0) FROM groups)"
     ).fetchone()
@@ -151,17 +151,17 @@ def length_and_reward(connection: sqlite3.Connection) -> list[tuple[int, float, 
 RolloutIndex = tuple[int, int]
 """A group's id and a rollout's index in it."""
 RewardRange = tuple[float, float]
-"""A lower bound, which is in the range, and an upper bound, which is not."""
+"""Lower bound (inclusive) and upper bound (exclusive)."""
 SEARCHED = 10_000
-"""Number of rollouts among which one with a wanted reward is searched."""
+"""Number of rollouts to search for a wanted reward."""
 
 
 def next_rollout(
     connection: sqlite3.Connection, after: RolloutIndex | None, older: bool, rewards: RewardRange | None = None
 ) -> RolloutIndex | None:
-    """The next older rollout that has ended, or the next newer one, with a wanted reward; after None the newest.
+    """Find the next older or newer ended rollout with a wanted reward; the newest if ``after`` is None.
 
-    Returns None when there is none among the next ``SEARCHED``.
+    Returns None if there is none among the next ``SEARCHED``.
     """
     beyond = "<" if older and after else ">"
     group_id, index = after or (-1, -1)
@@ -178,7 +178,7 @@ def next_rollout(
 def newest_rollout(
     connection: sqlite3.Connection, step: int, rewards: RewardRange | None = None
 ) -> RolloutIndex | None:
-    """The newest ended rollout of a step's batch (from 0) with a wanted reward."""
+    """Find the newest ended rollout with a wanted reward in a step's batch (from 0)."""
     found: RolloutIndex | None = connection.execute(
         "SELECT group_id, rollout_index FROM rollouts WHERE group_id IN (SELECT id FROM groups WHERE step = :step) "
         f"AND finish_reason IS NOT NULL AND {_wanted(rewards)} ORDER BY group_id DESC, rollout_index DESC LIMIT 1",
@@ -205,7 +205,7 @@ _FIRST: dict[Extreme, str] = {
 
 
 class TrainedRollout(NamedTuple):
-    """A trained rollout; ``staleness`` is its oldest token's; ``step`` counts from 0."""
+    """A trained rollout; ``staleness`` is its oldest token's staleness; ``step`` counts from 0."""
 
     group_id: int
     rollout_index: int
@@ -215,7 +215,7 @@ class TrainedRollout(NamedTuple):
 
 
 def trained_steps(connection: sqlite3.Connection) -> tuple[int, int] | None:
-    """The first and the last step that has groups; None without one."""
+    """Return the first and the last step with groups; None without one."""
     first, last = connection.execute("SELECT min(step), max(step) FROM groups WHERE step IS NOT NULL").fetchone()
     return None if first is None else (first, last)
 
@@ -223,7 +223,7 @@ def trained_steps(connection: sqlite3.Connection) -> tuple[int, int] | None:
 def extreme_rollouts(
     connection: sqlite3.Connection, extreme: Extreme, steps: range, count: int
 ) -> Iterator[TrainedRollout]:
-    """The best, worst, stalest or longest rollouts with a reward of some steps; among equals the newest first."""
+    """Yield the best, worst, stalest or longest rewarded rollouts of some steps; among equals, the newest first."""
     rows = connection.execute(
         "SELECT r.group_id, r.rollout_index, r.reward, b.version - r.oldest, g.step "
         "FROM rollouts r JOIN groups g ON g.id = r.group_id JOIN batches b ON b.step = g.step "

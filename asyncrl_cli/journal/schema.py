@@ -1,32 +1,32 @@
 """The journal's tables, and how its file is opened.
 
-    groups       one row per admitted group: its prompt with its serial number and the position of the data loader after
-                 it (NULL for a prompt that runs again), and its state
-    rollouts     one row per recorded rollout; no large values, to keep scans fast. ``masked`` is 1 when the task has
-                 judged it and cannot score it; its reward stays NULL. ``turns`` of an environment's episode is a JSON
-                 list with [reward, branch, end] of each reply (``records.rewards.Turn``)
+    groups       one row per admitted group: its state, its prompt, the prompt's serial number, and the data loader's
+                 position after the prompt (NULL for a prompt that runs again)
+    rollouts     one row per recorded rollout, without large values, which would slow scans. ``masked`` is 1 if the task
+                 cannot score the rollout; its reward stays NULL. ``turns`` of an environment's episode is a JSON list
+                 with [reward, branch, end] for each reply (``records.rewards.Turn``)
     segments     tokens and log-probs of a rollout's sequences (branch 0, 1, ...), split where the weight
-                 version changes; version -1 is for context, which was not sampled
-    experts      the experts that an engine chose for the tokens of a segment, where they are recorded: the row has the
-                 segment's key; ``start`` -1 is for the rollout's prompt (records/experts.py has the format)
-    images       encoded images by their digest, each once
-    image_places the images in the tokens of a rollout's sequences, in their order (``number``): ``start`` counts from
-                 the first token of the prompt, ``length`` placeholder tokens are the image's. Rollout ``PROMPT`` (-1)
-                 has the images of the group's prompt, and only they have no start in an episode (-1, length 0)
+                 version changes; version -1 marks context, which was not sampled
+    experts      the experts that an engine chose for a segment's tokens, if they are recorded. The row has the
+                 segment's key; ``start`` -1 marks the rollout's prompt (records/experts.py has the format)
+    images       encoded images by digest, each once
+    image_places the images in the tokens of a rollout's sequences, in order (``number``). ``start`` counts from the
+                 prompt's first token; ``length`` is the number of placeholder tokens. Rollout ``PROMPT`` (-1) has the
+                 images of the group's prompt; in an episode they have no position (start -1, length 0)
     engine_changes   one row for each time that an engine began to serve (``join``) or left (``leave``)
-    engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, of an episode's call
-                 GROUP-INDEX/CALL, and eval:... of an evaluation's
-    batches      one row per step taken; its groups are those with ``groups.step = batches.step``
+    engine_requests  one row per request that an engine had; ``request`` is GROUP-INDEX, GROUP-INDEX/CALL for a call
+                 in an episode, or eval:... in an evaluation
+    batches      one row per step taken; its groups have ``groups.step = batches.step``
     publishes    one row per weight version, with the checksum of the published bytes
     checkpoints, evaluations, failures, starts    the rest of the run's history
     meta         bounds, group size, the beginning of the history; ``pruned_to``: the first group that still has its
                  tokens
 
-Arrays are raw little-endian bytes of one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
-SQLite itself notices no flipped bit in a value, so rows carry CRC-32 checksums (journal/rollout_rows.py): ``crc`` of a
-segment is that of its ``tokens`` and then ``logprobs``, ``key_crc`` also covers which tokens they are; ``crc`` of a
-group covers its prompt, and ``crc`` of a rollout its reward and how it ended. A checksum of NULL, in rows
-written by hand, is not compared. Times are unix seconds.
+Arrays are raw little-endian bytes with one dimension: ``tokens`` and ``prompt_ids`` int32, ``logprobs`` float32 (nats).
+SQLite does not notice a flipped bit in a value, so rows carry CRC-32 checksums (journal/rollout_rows.py). A segment's
+``crc`` covers its ``tokens`` and then its ``logprobs``, and its ``key_crc`` also covers the row's key. A group's
+``crc`` covers its prompt; a rollout's ``crc`` covers its reward and how it ended. A checksum of NULL, in rows written
+by hand, is not compared. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pathlib import Path
 from asyncrl_cli.core.errors import UserError
 
 FILE = "journal.db"
-"""The journal's name in a run's folder."""
+"""The journal's file name in a run's folder."""
 LOCK_PATIENCE_S = 20.0
 """Seconds that a writer waits for another program's lock on the file."""
 
@@ -47,7 +47,7 @@ CHECKED_BYTES = 2**32
 """Journals up to this size are checked completely before a run continues with them."""
 
 SCHEMA = 2
-"""The schema's number, which the file has as ``PRAGMA user_version``."""
+"""The schema's number, stored in the file as ``PRAGMA user_version``."""
 
 TABLES = """
     CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -138,12 +138,12 @@ _SIGNS_OF_DAMAGE = ("malformed", "not a database", "corrupt", "decode")
 
 
 class JournalError(UserError):
-    """The journal cannot be written or read. Everything acknowledged before is still in it."""
+    """The journal cannot be written or read. It still has everything acknowledged before."""
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn what SQLite raises into a ``JournalError`` with a hint."""
+    """Turn SQLite's errors into a ``JournalError`` with a hint."""
     try:
         yield
     except (sqlite3.Error, UnicodeDecodeError) as error:
@@ -161,8 +161,8 @@ def explained(path: Path) -> Iterator[None]:
 
 @contextmanager
 def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
-    """Turn what inconsistent values raise (``ValueError``, ``KeyError`` and ``more``) into a ``JournalError``: SQLite
-    does not check the values it gives back."""
+    """Turn the errors that inconsistent values cause (``ValueError``, ``KeyError`` and ``more``) into a
+    ``JournalError``: SQLite does not check the values that it returns."""
     inconsistent: tuple[type[Exception], ...] = (ValueError, KeyError, *more)
     try:
         yield
@@ -171,25 +171,24 @@ def sound(path: Path, *more: type[Exception]) -> Iterator[None]:
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """The one writer's connection; creates the tables of an empty file. Raises ``JournalError``.
-
-    A commit returns when its bytes are on disk (WAL, ``synchronous=FULL``).
-    """
+    """Connect as the only writer; creates the tables in an empty file. Raises ``JournalError``."""
     with explained(path), sound(path):
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=LOCK_PATIENCE_S)
-        begun = _has_schema(connection, path)  # before anything is changed
+        begun = _has_schema(connection, path)  # first: a journal with another schema must not be changed
         connection.execute("PRAGMA page_size = 16384")
+        # WAL and FULL together: readers never block the writer, and a commit returns only when its bytes are on disk.
+        # With NORMAL, a power failure would lose acknowledged commits.
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA cache_size = -65536")
         connection.execute("PRAGMA journal_size_limit = 67108864")
-        if not begun:  # in one transaction: no reader may see a part of it
+        if not begun:  # in one transaction: a reader must not see only some of the tables
             connection.executescript(f"BEGIN IMMEDIATE; {TABLES} PRAGMA user_version = {SCHEMA}; COMMIT;")
     return connection
 
 
 def open_for_reading(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write, for a live run, a dead one or a copy. Raises ``JournalError``."""
+    """Connect for reading only, to a live run's journal, a dead run's or a copy. Raises ``JournalError``."""
     if not path.is_file():
         raise JournalError(
             "there is no journal",
@@ -207,14 +206,13 @@ def open_for_reading(path: Path) -> sqlite3.Connection:
 
 @contextmanager
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
-    """A connection that cannot write, closed after the block. Raises ``JournalError``, also for damage that the block
-    finds."""
+    """Connect for reading only, during the block. Raises ``JournalError``, also for damage that the block finds."""
     with closing(open_for_reading(path)) as connection, explained(path):
         yield connection
 
 
 def is_begun(path: Path) -> bool:
-    """Whether anything is in a journal; not so when a run died while it made the file. Raises ``JournalError``."""
+    """True if the journal has tables; a run may have died before it made them. Raises ``JournalError``."""
     with explained(path), closing(_connected_for_reading(path)) as connection:
         return bool(connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0])
 
@@ -225,12 +223,12 @@ def _connected_for_reading(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA user_version")
         return connection
     except sqlite3.OperationalError as error:
-        # A folder that may not be written has no room for the index that readers share.
+        # Readers share an index file, and a folder without write permission has no room for it.
         if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY):
             raise
     connection.close()
     log = path.with_name(f"{path.name}-wal")
-    if log.is_file() and log.stat().st_size:  # an immutable file is read without it
+    if log.is_file() and log.stat().st_size:  # SQLite ignores this file if it opens the journal as immutable
         raise JournalError(
             f"the journal has commits in {log.name}, which cannot be read in a folder that may not be written",
             location=str(path),
@@ -240,7 +238,7 @@ def _connected_for_reading(path: Path) -> sqlite3.Connection:
 
 
 def check(path: Path) -> None:
-    """Read a journal through, unless it is very large. Raises ``JournalError`` when it is damaged."""
+    """Check all pages of a journal, unless it is very large. Raises ``JournalError`` if it is damaged."""
     with reading(path) as connection:
         if path.stat().st_size <= CHECKED_BYTES:
             (found,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
@@ -249,7 +247,7 @@ def check(path: Path) -> None:
 
 
 def _has_schema(connection: sqlite3.Connection, path: Path) -> bool:
-    """False for an empty file. Raises ``JournalError`` for a journal of another schema."""
+    """False for an empty file. Raises ``JournalError`` for a journal with another schema."""
     (number,) = connection.execute("PRAGMA user_version").fetchone()
     if number not in (0, SCHEMA):
         raise JournalError(

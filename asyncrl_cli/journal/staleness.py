@@ -1,19 +1,19 @@
-"""How stale the training was, and the proof that the bound held: read from the journal's rows, token by token.
+"""The staleness of the training, and the proof that the bound held, from the journal's rows for every token.
 
-A group's staleness is the version of its batch minus the version it was admitted at. A token's counts from the version
-that sampled it, as its segment says. The proof checks the rows against one another and trusts no summary of them:
+A group's staleness is its batch's version minus its own version at admission. A token's staleness counts from the
+version that sampled it, as recorded in its segment. The proof compares the rows with each other and trusts no summary:
 
 * the batch of step t is trained at version t // k (k steps per publish);
-* every group of a batch has a staleness of 0 to S (with ``on_stale: train`` more is counted as late), by the settings
-  that held when its step was taken: a resume may change them;
-* no token is older than its group's version, and so no token's staleness exceeds its group's;
-* no token of a batch is newer than the batch.
+* every group in a batch has a staleness of 0 to S (with ``on_stale: train`` higher values count as late). The settings
+  from when its step was taken decide, because a resume may change them;
+* no token is older than its group's version, so no token's staleness exceeds its group's staleness;
+* no token is newer than its batch.
 
-Only sampled tokens count: those that the policy was given in an episode (``CONTEXT``) have no version. Groups of
-episodes are admitted without the prompt's tokens; in any other group a token of ``CONTEXT`` is older than its group,
-and so a violation.
+Only sampled tokens count: tokens that the policy was given in an episode (``CONTEXT``) have no version. Groups of
+episodes are admitted without the prompt's tokens. In any other group a ``CONTEXT`` token is older than its group, which
+is a violation.
 
-Steps are counted from 0 here, as in the journal.
+Steps count from 0 here.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from asyncrl_cli.records.groups import BufferSettings
 
 @dataclass(slots=True)
 class StepStaleness:
-    """The data of one batch, or of several together. ``groups`` and ``tokens`` count by staleness in versions.
+    """The staleness of one batch, or of several batches together. ``groups`` and ``tokens`` count by staleness.
 
-    ``dropped`` says that some tokens are not in the journal any more (``journal.keep``); ``rollouts`` are those with
-    tokens, and ``crossed`` the rollouts with tokens of more than one version.
+    ``rollouts`` counts rollouts with tokens, ``crossed`` the rollouts with tokens from more than one version.
+    ``dropped`` is True if the journal has dropped some of the tokens (``journal.keep``).
     """
 
     first: int
@@ -49,7 +49,7 @@ class StepStaleness:
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A row that breaks the guarantee. ``what`` says how; None: not about one step, or not about one group."""
+    """A row that breaks the guarantee, and ``what`` is wrong. ``step`` or ``group_id`` is None if it concerns none."""
 
     step: int | None
     group_id: int | None
@@ -57,17 +57,17 @@ class Violation:
 
 
 MOST_VIOLATIONS = 1000
-"""Violations that are described one by one; a journal with more of them is damaged everywhere."""
+"""Number of violations described individually; a journal with more is damaged everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All batches of a journal, and what the proof found.
+    """All batches in a journal, and the proof's findings.
 
     Args:
-        groups, tokens: groups in batches, and sampled tokens of all groups, that were looked at.
-        late: groups past the bound with ``on_stale: train``.
-        violations: rows that break the guarantee, ``MOST_VIOLATIONS`` of it at most; empty when it held.
+        groups, tokens: number of checked groups in batches, and of checked sampled tokens in all groups.
+        late: number of groups past the bound with ``on_stale: train``.
+        violations: rows that break the guarantee, at most ``MOST_VIOLATIONS``; empty if it held.
     """
 
     progress: Progress
@@ -79,7 +79,7 @@ class Report:
 
 
 def staleness_report(connection: sqlite3.Connection) -> Report:
-    """Look at every batch, group and segment."""
+    """Check every batch, group and segment."""
     where = progress(connection)
     batch_versions = dict(connection.execute("SELECT step, version FROM batches ORDER BY step"))
     groups: dict[int, tuple[int, int | None]] = {}
@@ -122,7 +122,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
             violations.append(Violation(step, group_id, what))
     tokens = 0
     held: set[int] = set()  # groups with tokens
-    # Answered by the index ``segments_sizes``: the tokens themselves may be gigabytes.
+    # The index ``segments_sizes`` answers this query without the tokens, which may be gigabytes.
     for group_id, version, count in connection.execute(
         "SELECT group_id, version, sum(length(tokens)) / 4 FROM segments GROUP BY group_id, version"
     ):
@@ -161,7 +161,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
 
 
 def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int], BufferSettings]:
-    """The settings that a step's batch was taken under: the last start before it has them."""
+    """Settings by step: a step's batch was taken under the settings of the last start before it."""
     starts = [
         (step, BufferSettings(**json.loads(text)))
         for step, text in connection.execute("SELECT step, settings FROM starts ORDER BY id")
@@ -175,13 +175,12 @@ def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int
 
 
 def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStaleness, ...]:
-    """The same in at most ``rows`` ranges of equally many steps (1, 2, 5, 10, 20, ...; the last may have fewer)."""
+    """Combine steps into at most ``rows`` ranges of 1, 2, 5, 10, 20, ... steps; the last range may have fewer."""
     size = next(size for size in _round_sizes() if size * rows >= len(steps))
     return tuple(together(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
 def together(steps: tuple[StepStaleness, ...]) -> StepStaleness:
-    """Several steps as one."""
     return StepStaleness(
         first=steps[0].first,
         last=steps[-1].last,

@@ -1,9 +1,9 @@
 """The trainer's work over time, read from the journal: each step with the publish that followed it.
 
-Invariant: the spans of one step do not overlap and come in the order waiting, training, publishing: they can be
-drawn on one line and added up. Times that two processes noted may cross by moments; here they are put in order.
+Invariant: one step's spans do not overlap and come in the order waiting, training, publishing. So they can be drawn on
+one line and added up. If two processes' clocks put times slightly out of order, they are moved into order here.
 
-Steps are counted from 0 here, as in the journal. Times are unix seconds.
+Steps count from 0 here. Times are unix seconds.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from asyncrl_cli.journal.rollout_rows import REQUEST_COLUMNS
 from asyncrl_cli.records.generation import EngineRequest
 
 EVALUATION = "eval"
-"""The ids of an evaluation's requests begin with this."""
+"""Prefix of the request ids of evaluations."""
 HELD = "time/publish_s"
-"""The metric of a step that says for how many seconds the publish after it kept the trainer."""
+"""A step's metric: seconds for which the publish after the step kept the trainer busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSpan:
-    """A published version, from the trainer's first tensor to the last engine's proof; ``stall_s`` as in the journal,
-    the longest pause of an engine."""
+    """A published version, from the trainer's first tensor to the last engine's proof; ``stall_s`` is the longest
+    pause of an engine."""
 
     version: int
     begun_at: float
@@ -38,7 +38,7 @@ class PublishSpan:
 
 @dataclass(frozen=True, slots=True)
 class StepSpan:
-    """One trained batch: taken, trained until ``trained_until``, reported at ``reported_at``; published if due."""
+    """One trained batch, and the publish after it if one was due."""
 
     step: int
     version: int
@@ -50,12 +50,12 @@ class StepSpan:
 
     @property
     def ended_at(self) -> float:
-        """When the trainer was free for the next batch; engines may have loaded the version later."""
+        """Time when the trainer was free for the next batch; engines may have loaded the version later."""
         return self.trained_until + self.metrics.get(HELD, 0.0)
 
 
 def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:
-    """The publish of the weights that the run started from: that before the first step of this journal."""
+    """Return the publish of the run's initial weights, before this journal's first step."""
     row = connection.execute(
         "SELECT version, at, seconds, stall_s FROM publishes "
         "WHERE step <= (SELECT coalesce(min(step), 0) FROM batches) ORDER BY version LIMIT 1"
@@ -67,7 +67,7 @@ def first_publish(connection: sqlite3.Connection) -> PublishSpan | None:
 
 
 def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[StepSpan]:
-    """The trained steps, one at a time, in order."""
+    """Yield the trained steps in order."""
     rows = connection.execute(
         "SELECT b.step, b.version, b.taken_at, b.trained_at, b.metrics, p.version, p.at, p.seconds, p.stall_s "
         "FROM batches b LEFT JOIN publishes p "
@@ -98,7 +98,7 @@ def step_spans(connection: sqlite3.Connection, publish_every: int) -> Iterator[S
 
 
 def last_groups(connection: sqlite3.Connection) -> dict[int, tuple[float | None, float | None]]:
-    """By step, when the last group of its batch was scored, and when that group had its last tokens."""
+    """Return, by step, the times when its batch's last group was scored, and when that group had its last tokens."""
     return {
         step: (scored_at, generated_at)
         for step, scored_at, generated_at in connection.execute(
@@ -111,7 +111,7 @@ def last_groups(connection: sqlite3.Connection) -> dict[int, tuple[float | None,
 
 
 def finished_groups(connection: sqlite3.Connection) -> Iterator[tuple[float, int | None]]:
-    """When each group finished, by time, and the step that took it."""
+    """Yield when each group finished, in order of time, and the step that took it."""
     return connection.execute(
         "SELECT ended_at, step FROM groups WHERE state IN ('finished', 'taken') AND ended_at IS NOT NULL "
         "ORDER BY ended_at"
@@ -128,19 +128,19 @@ class GroupSpan(NamedTuple):
 
 
 def group_spans(connection: sqlite3.Connection, first: int) -> Iterator[GroupSpan]:
-    """The lives of the groups from ``first`` on."""
+    """Yield the lives of all groups from ``first`` on."""
     rows = connection.execute("SELECT id, step, admitted_at, ended_at FROM groups WHERE id >= ? ORDER BY id", (first,))
     return map(GroupSpan._make, rows)
 
 
 def first_group(connection: sqlite3.Connection, step: int) -> int:
-    """The lowest group of a batch; 0 when it has none."""
+    """Return a batch's lowest group; 0 without one."""
     row = connection.execute("SELECT min(id) FROM groups WHERE step = ?", (step,)).fetchone()
     return int(row[0] or 0)
 
 
 def staleness_of(connection: sqlite3.Connection, versions: dict[int, int]) -> Counter[int]:
-    """The groups of these steps by their staleness; ``versions``: the versions that the steps were trained at."""
+    """Count the groups of steps by staleness; ``versions`` maps each step to the version that it was trained at."""
     ages: Counter[int] = Counter()
     for step, version in versions.items():
         ages.update(
@@ -151,7 +151,7 @@ def staleness_of(connection: sqlite3.Connection, versions: dict[int, int]) -> Co
 
 
 class RolloutTimes(NamedTuple):
-    """A recorded rollout and the state of its group; ``oldest`` and ``newest`` are its tokens' versions."""
+    """A recorded rollout and its group's state; ``oldest`` and ``newest`` are its tokens' versions."""
 
     group_id: int
     rollout_index: int
@@ -169,7 +169,7 @@ class RolloutTimes(NamedTuple):
 
 
 def rollout_times(connection: sqlite3.Connection, first: int = 0) -> Iterator[RolloutTimes]:
-    """The rollouts of the groups from ``first`` on, in the order of admission."""
+    """Yield the rollouts of all groups from ``first`` on, in admission order."""
     rows = connection.execute(
         "SELECT g.id, r.rollout_index, g.uid, g.state, g.step, length(g.prompt_ids) / 4, g.admitted_at, r.recorded_at, "
         "r.tokens, r.reward, r.finish_reason, r.oldest, r.newest "
@@ -183,7 +183,7 @@ def rollout_times(connection: sqlite3.Connection, first: int = 0) -> Iterator[Ro
 
 
 def engine_requests(connection: sqlite3.Connection, since: float = 0.0) -> Iterator[EngineRequest]:
-    """The requests that ended after the unix time ``since``, by their begin."""
+    """Yield the requests that ended after the unix time ``since``, in the order in which they began."""
     rows = connection.execute(
         f"SELECT {REQUEST_COLUMNS} FROM engine_requests WHERE ended_at > ? ORDER BY begun_at", (since,)
     )
@@ -191,14 +191,14 @@ def engine_requests(connection: sqlite3.Connection, since: float = 0.0) -> Itera
 
 
 def evaluation_spans(connection: sqlite3.Connection) -> list[tuple[float, float]]:
-    """Begin and end of every request of an evaluation."""
+    """Return begin and end of every request in an evaluation."""
     return connection.execute(
         f"SELECT begun_at, ended_at FROM engine_requests WHERE request GLOB '{EVALUATION}*' ORDER BY begun_at"
     ).fetchall()
 
 
 def pauses_since(connection: sqlite3.Connection, since: float) -> dict[str, list[tuple[float, float]]]:
-    """By engine, begin and end of its pauses for new weights, by time."""
+    """Return, by engine, begin and end of its pauses for new weights, in order of time."""
     pauses: dict[str, list[tuple[float, float]]] = {}
     for (text,) in connection.execute("SELECT pauses FROM publishes WHERE at > ? ORDER BY at", (since,)):
         for engine, (begin, end) in json.loads(text).items():

@@ -1,7 +1,7 @@
 """The journal's writer: stores every event of a run as rows, committed in groups.
 
-An event is noted in memory (``admitted``, ``recorded``, ...) and written by the next ``commit``. The notes of one
-method are committed together or not at all. One process writes, through one thread at a time.
+An event is noted in memory (``admitted``, ``recorded``, ...), and the next ``commit`` writes it. One method's notes are
+committed together or not at all. One process writes, through one thread at a time.
 
 Invariant: the segments of a sequence (a rollout, or a branch of one) follow one another from token 0 on. ``grown`` and
 ``recorded`` ensure that.
@@ -85,7 +85,7 @@ UNJUDGED: Verdict = (None, None, None, 0, None)
 
 
 class _Piece(NamedTuple):
-    """A recorded segment of an unfinished rollout, to recognize a repeated one."""
+    """A recorded segment of an unfinished rollout, kept to recognize repetitions."""
 
     start: int
     end: int
@@ -97,21 +97,20 @@ class Journal(JournalFile):
     """The open journal of one run."""
 
     def __init__(self, path: Path, to_write: bool = True) -> None:
-        """Open or create it; or only read it, which changes nothing on disk. Raises ``JournalError``."""
         super().__init__(path, to_write)
         self._noted: list[Statement] = []
-        # Segments of rollouts that are recorded in part: by group, index, branch and first token.
+        # Segments of partly recorded rollouts, by group, index, branch and first token.
         self._in_part: dict[int, dict[int, dict[int, dict[int, _Piece]]]] = {}
 
     # -- events
 
     def described(self, meta: Mapping[str, Any]) -> None:
-        """Metadata that describes the rows; replaces earlier values."""
+        """Note metadata that describes the rows; it replaces earlier values."""
         for key, value in meta.items():
             self._insert("meta", replace=True, key=key, value=json.dumps(value))
 
     def started(self, kind: str, step: int, version: int, note: str, settings: BufferSettings) -> None:
-        """This process begins to write: ``train`` or ``resume``."""
+        """Note that this process begins to write, as ``kind`` (``train`` or ``resume``)."""
         self._insert(
             "starts",
             at=time.time(),
@@ -125,7 +124,7 @@ class Journal(JournalFile):
         )
 
     def admitted(self, entry: GroupEntry, candidate: Candidate) -> None:
-        """A group runs, with its prompt, which ``check_prompt`` has passed."""
+        """Note a new running group and its prompt, which must have passed ``check_prompt``."""
         columns: dict[str, Any] = {
             "id": entry.group_id,
             **prompt_columns(candidate),
@@ -148,7 +147,7 @@ class Journal(JournalFile):
             raise _refusal(f"prompt {candidate.prompt.uid!r:.80}", fault, self._path)
 
     def requeued(self, old_id: int, entry: GroupEntry) -> None:
-        """A group is abandoned, and its prompt runs again under a new index."""
+        """Note that a group is abandoned, and that its prompt runs again under a new index."""
         now = time.time()
         self._in_part.pop(old_id, None)
         self._note("UPDATE groups SET state = 'requeued', ended_at = ? WHERE id = ?", now, old_id)
@@ -171,11 +170,11 @@ class Journal(JournalFile):
         )
 
     def grown(self, segments: Iterable[Segment]) -> None:
-        """New tokens of unfinished rollouts.
+        """Note new tokens of unfinished rollouts.
 
-        A segment that is recorded twice changes nothing. Different tokens at a recorded position mean that the sequence
-        was generated again from there, so later tokens are deleted. A segment that leaves a gap after the recorded
-        ones is ignored: the finished rollout will have all tokens.
+        A repeated segment changes nothing. Different tokens at a recorded position mean that the sequence was generated
+        again from there, so all later tokens are deleted. A segment that leaves a gap after the recorded tokens is
+        ignored, because a resume could not continue across the gap; the finished rollout will have all tokens.
         """
         now = time.time()
         for segment in segments:
@@ -209,15 +208,17 @@ class Journal(JournalFile):
             self._note_rollout((group_id, index, count, None, *UNJUDGED, oldest, newest), None, now)
 
     def recorded(self, rollout: Rollout, outcome: Outcome | None = None) -> None:
-        """A finished rollout with all its sequences, and with its outcome where that is known."""
+        """Note a finished rollout with all its sequences, and with its outcome if it is known."""
         now = time.time()
         group_id, index = group_and_index(rollout.rollout_id)
         versions = rollout.sampled_versions
         span = (int(versions.min()), int(versions.max())) if len(versions) else (None, None)
         verdict = _verdict(outcome.score) if outcome else UNJUDGED
         columns = (group_id, index, len(versions), rollout.finish_reason, *verdict, *span)
-        self._note_rollout(columns, now if outcome else None, now)  # before the segments: it may be refused
-        if self._in_part.get(group_id, {}).pop(index, None):  # their segments begin at other tokens
+        # Before the segments: if the row is refused, nothing may be noted.
+        self._note_rollout(columns, now if outcome else None, now)
+        # Segments recorded in part may begin at other tokens, and would stay between the complete ones.
+        if self._in_part.get(group_id, {}).pop(index, None):
             for table in ("segments", "experts"):
                 self._note(f"DELETE FROM {table} WHERE group_id = ? AND rollout_index = ?", group_id, index)
         for sequence in rollout.sequences:
@@ -230,7 +231,7 @@ class Journal(JournalFile):
                 self._note_experts(group_id, index=index, branch=branch, start=segment.start, experts=segment.experts)
 
     def scored(self, outcome: Outcome) -> None:
-        """A rollout has its reward, or failed."""
+        """Note a rollout's reward or failure."""
         group_id, index = group_and_index(outcome.rollout_id)
         verdict = _verdict(outcome.score)
         self._note(
@@ -243,26 +244,26 @@ class Journal(JournalFile):
         )
 
     def requested(self, request: EngineRequest) -> None:
-        """A request has left its engine."""
+        """Note a request that has left its engine."""
         values = astuple(request)
         marks = ", ".join("?" * len(values))
         self._note(f"INSERT OR IGNORE INTO engine_requests ({REQUEST_COLUMNS}) VALUES ({marks})", *values)
 
     def ended(self, group_id: int, state: str, reason: str = "") -> None:
-        """A group is ``finished`` or ``rejected``."""
+        """Note that a group is ``finished`` or ``rejected``."""
         self._in_part.pop(group_id, None)
         self._note(
             "UPDATE groups SET state = ?, reason = ?, ended_at = ? WHERE id = ?", state, reason, time.time(), group_id
         )
 
     def taken(self, batch: Batch, late: int) -> None:
-        """A batch leaves for training."""
+        """Note that a batch is taken for training."""
         self._insert("batches", step=batch.step, version=batch.version, late=late, taken_at=time.time())
         for group_id in batch.group_ids:
             self._note("UPDATE groups SET state = 'taken', step = ? WHERE id = ?", batch.step, group_id)
 
     def trained(self, record: StepRecord) -> None:
-        """A step is trained; one that is trained again keeps what it reported first."""
+        """Note that a step is trained. A step that is trained again keeps its first report."""
         self._note(
             "UPDATE batches SET trained_at = ?, digest = ?, metrics = ? WHERE step = ? AND trained_at IS NULL",
             time.time(),
@@ -272,25 +273,26 @@ class Journal(JournalFile):
         )
 
     def published(self, record: PublishRecord) -> None:
-        """Every engine serves a version."""
+        """Note that every engine serves a version."""
         columns = asdict(record) | {"pauses": json.dumps(dict(record.pauses))}
         self._insert("publishes", replace=True, at=time.time(), **columns)
 
     def checkpointed(
         self, step: int, folder: str, seconds: float, stall_s: float = 0.0, at: float | None = None
     ) -> None:
-        """A checkpoint is complete on disk, now or since the unix time ``at``."""
+        """Note that a checkpoint is complete on disk, now or since the unix time ``at``."""
         at = time.time() if at is None else at
         self._insert("checkpoints", replace=True, step=step, at=at, folder=folder, seconds=seconds, stall_s=stall_s)
 
     def checkpoints_found(self, on_disk: Mapping[int, tuple[str, float]]) -> None:
-        """Record the checkpoints on disk when this process begins, as folder and unix time of saving by step: a kill
-        may have come between a checkpoint and its row, and users may have removed or restored folders. The duration of
-        the save is not known."""
+        """Note the checkpoints found on disk at the start, as folder and unix time of saving by step.
+
+        A kill may have come between a checkpoint and its row, and users may have removed or restored folders.
+        """
         known = self.read(kept_checkpoints)
         for step, (folder, saved_at) in on_disk.items():
             if step not in known:
-                self.checkpointed(step, folder=folder, seconds=0.0, at=saved_at)
+                self.checkpointed(step, folder=folder, seconds=0.0, at=saved_at)  # how long the save took is unknown
         for step in known - on_disk.keys():
             self.checkpoint_removed(step)
 
@@ -298,22 +300,22 @@ class Journal(JournalFile):
         self._note("UPDATE checkpoints SET removed_at = ? WHERE step = ?", time.time(), step)
 
     def uploaded(self, step: int, failure: str) -> None:
-        """A checkpoint was uploaded, or not because of ``failure``."""
+        """Note that a checkpoint was uploaded, or the ``failure`` that prevented it."""
         at = None if failure else time.time()
         self._note("UPDATE checkpoints SET uploaded_at = ?, upload_failure = ? WHERE step = ?", at, failure, step)
 
     def evaluated(self, result: Mapping[str, Any], images: Iterable[Image] = ()) -> None:
-        """An evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
+        """Note an evaluation (the fields of ``monitors.base.EvaluationResult``), and the images of its prompts."""
         self._note_data(images)
         names = ("step", "kind", "accuracy", "mean_reward", "mean_length", "prompts", "oldest", "newest")
         self._insert("evaluations", replace=True, at=time.time(), **{name: result[name] for name in names})
 
     def failed(self, kind: str, part: str, message: str) -> None:
-        """Something failed, whether or not the run continued."""
+        """Note a failure, whether or not the run continues."""
         self._insert("failures", at=time.time(), kind=kind, part=_storable(part), message=_storable(message))
 
     def engine_changed(self, engine: str, change: str, reason: str) -> None:
-        """An engine began to serve (``join``), or left (``leave``)."""
+        """Note that an engine began to serve (``join``) or left (``leave``)."""
         self._insert("engine_changes", at=time.time(), engine=engine, change=change, reason=_storable(reason))
 
     # -- committing
@@ -329,7 +331,8 @@ class Journal(JournalFile):
         return noted
 
     def open_groups(self) -> tuple[Group, ...]:
-        """The running groups, in admission order. Call it before the first event: ``grown`` continues their tokens."""
+        """Return the running groups in admission order. Call it before the first event: ``grown`` continues their
+        tokens, and must know which are recorded."""
         groups = self.read(open_groups)
         for group in groups:
             self._in_part[group.group_id] = {
@@ -372,7 +375,7 @@ class Journal(JournalFile):
         self._note(_ROLLOUT, *columns, scored_at, recorded_at, row_crc(*columns))
 
     def _insert(self, table: str, replace: bool = False, **columns: Any) -> None:
-        """Note a row. A second one with its key fails the commit, unless it may ``replace`` the first."""
+        """Note a row. A second row with the same key fails the commit, unless it may ``replace`` the first."""
         verb = "INSERT OR REPLACE" if replace else "INSERT"
         marks = ", ".join("?" * len(columns))
         self._note(f"{verb} INTO {table} ({', '.join(columns)}) VALUES ({marks})", *columns.values())
@@ -395,14 +398,14 @@ def _verdict(score: Scored | RewardFailure) -> Verdict:
     return float(score.reward) + 0.0, None, metrics, 0, turns  # SQLite has no -0.0
 
 
-# -- what SQLite can store: one value that it cannot store would make the commit fail, also for other callers
+# -- values that SQLite cannot store: calls share commits, so one bad value would fail the commit for all of them
 
 _LIMIT = 2**63
 """SQLite's integers have 64 bits."""
 
 
 def _fault_in(values: Iterable[object]) -> str:
-    """Why a row of these values cannot be stored; empty if it can."""
+    """Why a row with these values cannot be stored; empty if it can."""
     return next(filter(None, map(_fault_of, values)), "")
 
 
@@ -415,7 +418,7 @@ def _refusal(record: str, fault: str, path: Path) -> JournalError:
 
 
 def _storable(text: str) -> str:
-    """A message with characters that cannot be stored written as escapes."""
+    """Escape the characters of a message that cannot be stored."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 

@@ -316,7 +316,7 @@ def test_events_out_of_order_are_refused(path: Path) -> None:
     book.admit(candidates(1, 4))
     finish(book, 0, 1)
     before = book.ledger.snapshot()
-    with pytest.raises(LedgerError, match="the next batch is that of step 0, not 1"):
+    with pytest.raises(LedgerError, match="the next batch belongs to step 0, not 1"):
         book.take(1)
     with pytest.raises(LedgerError, match="version 2 cannot follow version 0"):
         book.publish(publish_record(2, 2))
