@@ -5,7 +5,7 @@ separate thread, and calls that arrive during a commit share the next commit, so
 call. When a commit fails, its calls and all later calls raise its ``JournalError``.
 
 Invariant: after ``open`` only the event loop uses the ledger and the notes, and only the journal's thread uses the
-file. So a slow disk does not stop the loop, and no lock is needed (decision 0090).
+file. So a slow disk does not stop the loop, and no lock is needed (decision 0013).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class DurableLedger:
         """Open the journal as its only writer. Raises ``JournalError``."""
         journal = Journal(path)
         # Read the state in the transaction that records the start: an earlier writer could otherwise commit in between,
-        # and this ledger would miss its rows (decision 0024).
+        # and this ledger would miss its rows (decision 0013).
         with journal.transaction():
             book = cls(path, settings, base, journal)
             book.start(kind, note)

@@ -1,10 +1,10 @@
 """The journal's file as its only writer sees it: commits, pruning, and reading back.
 
 Invariant: only the newest process in ``starts`` writes. Each transaction checks that no other process has added a row
-there, so a buffer that was replaced cannot write any more (decision 0024).
+there, so a buffer that was replaced cannot write any more (decision 0013).
 
 Invariant: a commit succeeds only if the open files are still at the journal's path, and no other process has truncated
-them. Without this check, writes to a deleted file would succeed, and be lost when the process ends (decision 0089).
+them. Without this check, writes to a deleted file would succeed, and be lost when the process ends (decision 0013).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class JournalFile:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 # Check inside the transaction: otherwise another process could begin to write between this check and
-                # the commit (decision 0024).
+                # the commit (decision 0013).
                 if self._newest_start() != self._start:
                     raise JournalError(
                         "another process writes this journal now, so this one must stop",

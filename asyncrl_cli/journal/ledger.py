@@ -21,7 +21,7 @@ trainer's version, v versions published so far (all engines serve version v), A 
 Every batch has B groups, so A − tB groups are *outstanding* (running or finished).
 
 The trainer does not wait for the engines: while they load version w it takes batches of w. At most one publish is
-in flight, so v <= w <= v + 1 whenever a batch is taken, and t <= (v + 2)k at any time (decision 0062). Groups are
+in flight, so v <= w <= v + 1 whenever a batch is taken, and t <= (v + 2)k at any time (decision 0001). Groups are
 admitted at v, because the engines serve v, and trained at w.
 
 * Admission needs A < (v + 1 + S)kB. The group's version is v and its deadline v + S: a batch must take it
@@ -52,7 +52,7 @@ Proof, by induction over the events; at the start nothing is outstanding.
 4. publish raises v and nothing else, and the claim does not mention v.
 
 A crash is not an event: ``restore`` gives back the same state. A batch that is trained again was taken once.
-``ahead`` only delays admissions, and only while a batch is ready (decision 0067).
+``ahead`` only delays admissions, and only while a batch is ready (decision 0001).
 
 A batch is always possible: (a) A can reach (t + 1)B: after the publish in flight v = w, and then
 (v + 1 + S)k >= (w + 1)k >= t + 1; with S >= 1 also before it, as (v + 1 + S)k >= (v + 2)k >= t + 1. The bound

@@ -1,7 +1,7 @@
-"""Monitors: objects that are notified of the events of a run.
+"""Monitors: objects that are notified of a run's events.
 
-The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors. Users can write their own
-(``tracking.monitors``). ``reporter`` calls them, and ensures that none of them delays or ends a run.
+The console, MLflow, Ray's metrics, notices, TensorBoard and Weights & Biases are monitors. Users can write more
+(``tracking.monitors``). ``reporter`` calls them, and ensures that no monitor delays or ends a run.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal
 from asyncrl_cli.records.groups import Counts
 
 EvaluationKind = str
-"""``greedy`` and ``sampled`` of the held-out prompts; ``<set>:greedy`` or ``<set>:sampled`` of a further set. An
-evaluation by `asyncrl evaluate` has ``offline`` or ``offline-<set>`` as its set."""
+"""``greedy`` or ``sampled`` for the held-out prompts; ``<set>:greedy`` or ``<set>:sampled`` for another set. In
+evaluations by `asyncrl evaluate` the set is ``offline`` or ``offline-<set>``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class RunInfo:
     """The run that is monitored.
 
     Args:
-        folder: the run's own, where a monitor may keep files.
-        steps: at which the run stops.
+        folder: the run's folder; a monitor may write files there.
+        steps: the run stops at this step.
         spec: the resolved spec as plain values, without secrets.
     """
 
@@ -36,12 +36,12 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """One evaluation. ``oldest`` and ``newest`` are the weight versions that its tokens came from.
+    """One evaluation. Weight versions ``oldest`` to ``newest`` sampled its tokens.
 
     ``accuracy`` is the share of rewarded responses with a reward of at least 1; ``prompts`` counts their prompts.
-    ``mean_length`` is in tokens that were sampled. With several ``samples`` per prompt, ``pass_at`` has pass@1 and so
-    on up to pass@``samples``. ``metrics`` are means of the task's metrics. ``intervals`` has the 95 % confidence
-    intervals of ``accuracy``, ``mean_reward`` and ``pass_at_1`` and so on, as far as they can be computed.
+    ``mean_length`` counts sampled tokens. With several ``samples`` per prompt, ``pass_at`` has pass@1 up to
+    pass@``samples``. ``metrics`` has means of the task's metrics. ``intervals`` has 95 % confidence intervals for
+    ``accuracy``, ``mean_reward``, ``pass_at_1`` and so on, if they can be computed.
     """
 
     kind: EvaluationKind
@@ -60,7 +60,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a run ended. ``message`` is a text for users; ``reason`` is why it did not finish, as in its state."""
+    """How a run ended. ``message`` is for users; ``reason`` says why it did not finish, as in its state."""
 
     phase: Literal["finished", "interrupted", "failed"]
     message: str = ""
@@ -68,28 +68,28 @@ class Ending:
 
 
 class Monitor:
-    """Notified of the events of a run. A subclass overrides the methods it needs; the others do nothing.
+    """Base class of monitors. A subclass overrides the methods it needs; the others do nothing.
 
-    The calls come in the order of the events. A monitor that raises is switched off for the rest of the run.
+    Calls come in the order of events. A monitor that raises is switched off for the rest of the run.
     """
 
     name = ""
-    """The monitor's name in warnings and in the closing lines of a run; if it is empty, the class's name."""
+    """The monitor's name in warnings and in a run's closing lines. If empty, the class's name is shown."""
 
     def started(self, run: RunInfo) -> None:
         """The first call: the run starts, or resumes."""
 
     def status(self, text: str) -> None:
-        """The activity of a run while it starts or ends."""
+        """The run's activity while it starts or ends."""
 
     def doing(self, text: str, counts: Counts) -> None:
-        """The activity of the loop, and the number of groups in the buffer by state."""
+        """The loop's activity, and the number of groups in the buffer by state."""
 
     def engines(self, serving: int, wanted: int) -> None:
-        """Called after every change of how many engines serve or are wanted."""
+        """The number of serving or wanted engines has changed."""
 
     def warn(self, text: str) -> None:
-        """Something failed or takes long, and the run continues."""
+        """Something failed or takes long; the run continues."""
 
     def stalled(self, text: str) -> None:
         """A part has been waiting for half of ``pipeline.stall_minutes``. ``warn`` is called, too."""
@@ -98,20 +98,19 @@ class Monitor:
         """A fault is recorded; its kind is the journal's, such as ``engine``."""
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        """A step (counted from 1) is done; ``version`` is the weights' version after it. docs/metrics.md describes the
-        metrics."""
+        """A step (counted from 1) is done; ``version`` is the weight version after it. docs/metrics.md describes
+        ``metrics``."""
 
     def evaluated(self, result: EvaluationResult) -> None:
         """An evaluation is done."""
 
     def finish(self, ending: Ending) -> str | None:
-        """The last call: the run has ended. Returns a text about this monitor for the closing lines of the run, or
-        an empty one."""
+        """The last call: the run has ended. Returns a text for the run's closing lines, if any."""
         return None
 
 
 def evaluation_metrics(result: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Names and values of an evaluation, such as ``eval/greedy_accuracy``, from its fields."""
+    """Yield an evaluation's metrics, such as ``eval/greedy_accuracy``, from its fields."""
     numbers = {
         "accuracy": result["accuracy"],
         "tokens_mean": result["mean_length"],

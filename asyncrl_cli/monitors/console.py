@@ -1,4 +1,4 @@
-"""The console output of a run: a live panel on a terminal, a line per step elsewhere."""
+"""The console output of a run: a live panel in a terminal, a line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DRAW_S = 0.25
 LOOK_S = 1.0
 """Seconds between two updates of the panel from the run's files."""
 LOOK_SHARE = 0.01
-"""Largest share of the time that reading may take: on a slow disk the panel is updated less often."""
+"""Largest share of time spent reading: on a slow disk the panel is updated less often."""
 
 
 class SupportsWrite(Protocol):
-    """Where text goes."""
+    """A target for text."""
 
     def write(self, text: str, /) -> object:
-        """Add to it."""
+        """Append a text."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
@@ -94,23 +94,24 @@ class QuietView(Monitor):
 
 
 class LiveView(Monitor):
-    """The panel of `asyncrl watch`, drawn over itself, with the current activity of the loop."""
+    """The panel of `asyncrl watch`, redrawn in place, with the loop's current activity."""
 
     def __init__(self, out: Outlet, run: RunDirectory) -> None:
         self._out = out
         self._run = run
         self._doing = ""
         self._seen = Shown("")
-        self._lines = 0  # of the frame on the screen
+        self._lines = 0  # height of the frame on the screen
         self._drawing = Lock()
 
     def look(self) -> None:
-        """Read the state of the run. Raises nothing: whatever is wrong with the disk, training continues."""
+        """Read the run's state. Raises nothing, because training continues whatever is wrong with the disk."""
         with suppress(Exception):
             self._seen = look(self._run)
 
     def draw(self, warning: str = "") -> None:
-        """Replace the panel, with a warning above it. The cursor stays visible: it would stay hidden after a kill."""
+        """Redraw the panel, below a warning if there is one. The cursor stays visible, because a kill would leave it
+        hidden."""
         from asyncrl_cli.core.console import PlainConsole
 
         width, height = self._out.size
@@ -124,7 +125,7 @@ class LiveView(Monitor):
             self._out.draw(back + warning + "".join(f"{line}\n" for line in lines), warning)
 
     def status(self, text: str) -> None:
-        self._doing = text  # shown by the thread: the loop may call this often
+        self._doing = text  # the thread shows it: the loop may call this often
 
     def doing(self, text: str, counts: Counts) -> None:
         self.status(text)
@@ -135,7 +136,7 @@ class LiveView(Monitor):
 
 @contextmanager
 def looking(view: LiveView) -> Iterator[None]:
-    """Have the view look and draw repeatedly, on its own thread: no disk delays the loop."""
+    """Let the view look and draw repeatedly in its own thread: then a slow disk does not delay the loop."""
     ended = Event()
 
     def look_on() -> None:
@@ -146,7 +147,7 @@ def looking(view: LiveView) -> Iterator[None]:
                 view.look()
                 looked = time.perf_counter()
                 took = looked - started
-            with suppress(Exception):  # of the terminal, too
+            with suppress(Exception):  # including errors of the terminal
                 view.draw()
 
     thread = Thread(target=look_on, name="live-view", daemon=True)
@@ -158,12 +159,12 @@ def looking(view: LiveView) -> Iterator[None]:
         thread.join(LOOK_S)
         if not thread.is_alive():
             view.look()
-            view.draw()  # this one stays on the screen
+            view.draw()  # this frame stays on the screen
 
 
 @contextmanager
 def open_view(run: RunDirectory, steps: int, terminal: Terminal, quiet: bool = False) -> Iterator[Monitor]:
-    """The view of a run of so many steps that fits where the output goes, or a ``quiet`` one."""
+    """Open the view that fits the output: a live panel in a terminal, else a line per step; or a ``quiet`` view."""
     if quiet:
         yield QuietView(terminal.err)
     elif not terminal.out.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):

@@ -1,7 +1,7 @@
-"""The monitors that a spec names: TensorBoard, Weights & Biases, and classes of the user's.
+"""The monitors that a spec names: TensorBoard, Weights & Biases, and the user's classes.
 
-Metrics of steps have their own names, evaluations MLflow's names. A resumed run writes a further file for TensorBoard;
-steps that it repeats are there twice. In Weights & Biases it continues its run, which has the run's id.
+Metrics have the same names as in MLflow. For TensorBoard, a resumed run writes another file, and repeated steps appear
+twice. In Weights & Biases it continues the run with its id.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ PROTOCOL = f"{Monitor.__module__}.{Monitor.__name__}"
 INIT_S = 60.0
 """Seconds that Weights & Biases may take to begin a run."""
 UPLOAD_S = 10.0
-"""Seconds that its last uploads may take; `wandb sync` sends what is left."""
+"""Seconds that its last uploads may take; `wandb sync` sends the rest."""
 
 
 def load_monitors(tracking: TrackingSpec, search_path: Path) -> list[Monitor]:
-    """One of each, not started. ``search_path``: the folder of the user's modules. Raises ``ConfigError``, with the key
-    of the spec, for one that cannot be made."""
+    """Make the monitors, without starting them. ``search_path``: the folder of the user's modules. Raises
+    ``ConfigError`` with the spec's key if a monitor cannot be made."""
     monitors: list[Monitor] = []
     if tracking.tensorboard:
         _require("tensorboard", "tracking.tensorboard")
@@ -52,7 +52,6 @@ def _require(package: str, location: str) -> None:
 
 
 def _own(name: str, search_path: Path, location: str) -> Monitor:
-    """The user's monitor that a spec calls ``module:Class``."""
     hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
     found = import_named(name, folder=search_path, location=location, hint=hint)
     if not (isinstance(found, type) and issubclass(found, Monitor)):
@@ -95,7 +94,7 @@ class TensorBoard(Monitor):
 
 
 class WeightsAndBiases(Monitor):
-    """Logs every number. The library's process uploads; ``offline`` it only writes to the run's folder."""
+    """Logs every number. The library's process uploads them, or with ``offline`` only writes to the run's folder."""
 
     name = "W&B"
 
@@ -114,7 +113,7 @@ class WeightsAndBiases(Monitor):
             disable_code=True,
             x_disable_stats=True,  # MLflow's monitor measures the machine
             init_timeout=INIT_S,
-            # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0032).
+            # The library's exit hook waits for uploads, too, and without a limit its wait is unbounded (decision 0020).
             finish_timeout=UPLOAD_S,
         )
         self._run = wandb.init(
@@ -145,12 +144,12 @@ class WeightsAndBiases(Monitor):
         note = f"wandb sync {Path(self._run.settings.sync_dir)}" if offline else str(self._run.url)
         code = 0 if ending.phase == "finished" else 1
         self._run.finish(exit_code=code)
-        wandb.teardown(code)  # its process is one of the run's, which are killed before an exit hook could end it
+        wandb.teardown(code)  # now: the run's processes, including W&B's, are killed before its exit hook runs
         return note
 
 
 def _check_key() -> None:
-    """Raises ``ConfigError`` when there is no API key: W&B would ask for one at the terminal."""
+    """Raise ``ConfigError`` if there is no API key, because W&B would ask for one in the terminal."""
     if not (os.environ.get("WANDB_API_KEY") or _is_logged_in()):
         raise ConfigError(
             "Weights & Biases has no API key",
@@ -160,11 +159,11 @@ def _check_key() -> None:
 
 
 def _is_logged_in() -> bool:
-    """Whether `wandb login` has kept a key: its entries have the login `user`, for any server."""
+    """True if `wandb login` has stored a key. Its entries have the login `user`, for any server."""
     try:
         hosts = netrc(os.environ.get("NETRC", Path.home() / ".netrc")).hosts
     except FileNotFoundError:
         return False
-    except (OSError, NetrcParseError):  # W&B itself may be able to read it
+    except (OSError, NetrcParseError):  # W&B may be able to read it nevertheless
         return True
     return any(login == "user" for login, _, _ in hosts.values())

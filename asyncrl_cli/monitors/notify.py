@@ -1,7 +1,7 @@
 """Notices to a webhook and to a command: the run finished, failed, or has been waiting for long.
 
-Invariant: a notice delays nothing and ends nothing. Each is delivered from its own thread within a time limit, and a
-failure is a warning. The end of a run waits for its notices.
+Invariant: a notice neither delays nor ends a run. Each notice has its own thread and a time limit, and a failed
+delivery is only a warning. The end of a run waits for its notices.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ WEBHOOK_S = 10.0
 COMMAND_S = 30.0
 """Seconds that a delivery may take."""
 WAIT_S = 45.0
-"""Seconds that a run waits at its end for all deliveries. A server that answers byte by byte can exceed ``WEBHOOK_S``,
-which limits the wait for each byte."""
+"""Seconds that a run waits at its end for all deliveries. ``WEBHOOK_S`` limits only the wait for each byte, so a server
+that answers byte by byte can exceed it."""
 AT_ONCE = 20
-"""Largest number of concurrent deliveries; further notices are not sent."""
+"""Largest number of concurrent deliveries; more notices are not sent."""
 FROM_ENVIRONMENT = "env:"
 LOG = "logs/notify.log"
-"""The command's output, in the run's folder."""
+"""The file for the command's output, in the run's folder."""
 
 
 class Notifier(Monitor):
-    """Sends notices as ``spec`` says. Safe to be called from an event loop: nothing blocks but ``finish``."""
+    """Sends the notices that ``spec`` asks for. An event loop may call all methods except ``finish`` and ``wait``."""
 
     name = "notify"
 
@@ -47,7 +47,7 @@ class Notifier(Monitor):
         self._under_way: list[Thread] = []
 
     def tell(self, event: Notice, message: str) -> None:
-        """Send a notice, if this event is asked for."""
+        """Send a notice if the spec asks for this event."""
         if event not in self._spec.on:
             return
         notice = _notice(event, message, self._run)
@@ -66,14 +66,14 @@ class Notifier(Monitor):
     def finish(self, ending: Ending) -> None:
         if ending.phase == "finished":
             self.tell("finish", ending.message)
-        elif ending.phase == "failed":  # there is no notice of an interrupted run: its user interrupted it
+        elif ending.phase == "failed":  # a run that its user interrupted sends no notice
             self.tell("failure", ending.message)
             if self.pending:
-                self._warn(f"the run failed: {ending.message}")  # now: the error itself is shown after all deliveries
+                self._warn(f"the run failed: {ending.message}")  # now, because the error is shown after all deliveries
         self.wait()
 
     def wait(self) -> None:
-        """Until all notices are delivered or have failed to be, for ``WAIT_S`` seconds at most."""
+        """Wait until every delivery has succeeded or failed, at most ``WAIT_S`` seconds."""
         deadline = time.monotonic() + WAIT_S
         for thread in self._under_way:
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -85,7 +85,7 @@ class Notifier(Monitor):
         def work() -> None:
             try:
                 deliver(*arguments)
-            except Exception as error:  # whatever it is, the run continues
+            except Exception as error:  # whatever fails, the run continues
                 self._warn(hide(f"notify: {error}"))
 
         self._under_way = [thread for thread in self._under_way if thread.is_alive()]
@@ -103,7 +103,7 @@ def _notice(event: Notice, message: str, run: RunDirectory) -> dict[str, Any]:
         "event": event,
         "run": run.run_id,
         "message": message,
-        "text": f"{run.run_id}, {event}: {message}",  # shown by Slack, Mattermost and others
+        "text": f"{run.run_id}, {event}: {message}",  # Slack, Mattermost and others show this key
         "step": state.step,
         "steps": state.steps,
         "folder": str(run.path),

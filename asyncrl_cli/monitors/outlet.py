@@ -1,8 +1,8 @@
-"""The terminal of a run: its output can neither delay nor end the process that drives the run.
+"""A run's terminal: output neither delays nor ends the process that drives the run.
 
-A terminal can be stopped (Ctrl-S) or hang up, the reader of a pipe can stall or exit, the disk of a log can be full.
-So during a run only a thread writes to the real standard output and standard error. All other output of this process
-(Ray, warnings, C libraries) goes to ``logs/driver.log`` in the run's folder (decision 0023).
+A terminal may be stopped (Ctrl-S) or hang up, a pipe's reader may stall or exit, a log's disk may be full. So during a
+run only a thread writes to the real standard output and standard error. All other output of this process (Ray,
+warnings, C libraries) goes to ``logs/driver.log`` in the run's folder (decision 0023).
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from asyncrl_cli.core.terminal import printable
 from asyncrl_cli.system.logs import redirect_output
 
 PATIENCE_S = 3.0
-"""Seconds that a run waits at its end for a reader that does not read."""
+"""Seconds that a run waits at its end for a stalled reader."""
 LINES, FRAMES = 10_000, 100
-"""Largest number of lines, or frames of a panel, that wait for a reader."""
+"""Largest number of lines, or of a panel's frames, that wait for a reader."""
 STANDARD = (1, 2)
 """Standard output and standard error."""
 
 
 class Outlet:
-    """Writes text to a descriptor, on a thread.
+    """Writes text to a descriptor in a thread.
 
     Invariant: ``write`` neither waits nor raises. Lines that cannot be written are dropped and counted.
     """
 
     def __init__(self, descriptor: int, notices: bool = True) -> None:
-        """``notices``: say in the output how many lines are missing, as soon as it can be written again; otherwise at
-        its end."""
+        """``notices``: print how many lines are missing as soon as writing works again; otherwise only at the end."""
         self._descriptor = descriptor
         self._notices = notices
         self._background = Background("output", LINES + FRAMES)
         self._drawing = Lock()
         self._waiting: deque[str] = deque()
         self._lost_text: deque[str] = deque(maxlen=LINES)
-        self._dropped = 0  # by the threads that call `write`
-        self._failed = 0  # by the thread that writes
+        self._dropped = 0  # lines that did not fit into the queue; changed by the threads that call `write`
+        self._failed = 0  # lines that could not be written; changed by the thread that writes
         self._noticed = 0
 
     @property
@@ -55,12 +54,12 @@ class Outlet:
         return self._dropped + self._failed
 
     def write(self, text: str) -> None:
-        """Have ``text`` written without secrets and control characters."""
+        """Queue ``text`` for writing, without secrets and control characters."""
         shown = printable(hide(text))
         self.draw(shown, shown)
 
     def draw(self, text: str, lines: str = "") -> None:
-        """``write`` for a frame that the next one replaces: only ``lines`` are counted when it is dropped."""
+        """Queue a frame, which the next frame replaces. If it is dropped, only its ``lines`` count as lost."""
         limit = LINES if lines else FRAMES
         with self._drawing:
             self._waiting.append(lines)
@@ -71,7 +70,7 @@ class Outlet:
 
     @property
     def unwritten(self) -> str:
-        """The newest of the lines that were lost or still wait."""
+        """The newest lost lines, and all waiting lines."""
         return "".join((*self._lost_text, *self._waiting))
 
     def isatty(self) -> bool:
@@ -79,7 +78,7 @@ class Outlet:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal; 80 by 25 if they are not known."""
+        """The terminal's columns and lines; 80 by 25 if unknown."""
         try:
             size = os.get_terminal_size(self._descriptor)
         except OSError:
@@ -87,9 +86,10 @@ class Outlet:
         return size.columns or 80, size.lines or 25
 
     def close(self, patience_s: float = PATIENCE_S) -> bool:
-        """Whether everything was written within ``patience_s`` seconds and the descriptor would take more at once."""
+        """Finish writing. Returns True if that took less than ``patience_s`` seconds and the descriptor would take more
+        without blocking."""
         self._notices = True
-        self.draw("")  # the notice
+        self.draw("")  # prints the notice
         if not self._background.close(patience_s):
             return False
         poll = select.poll()
@@ -102,8 +102,8 @@ class Outlet:
         try:
             _write_all(self._descriptor, (notice + text).encode(errors="backslashreplace"))
         except OSError:
-            # The reader is gone, the terminal hung up, or the disk is full. Nothing can be shown here, and the run
-            # must continue; the lines are counted.
+            # The reader is gone, the terminal hung up, or the disk is full. The run must continue, so only count the
+            # lines.
             self._failed += lines.count("\n")
             self._lost_text.append(lines)
         else:
@@ -116,7 +116,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
     while rest:
         try:
             rest = rest[os.write(descriptor, rest) :]
-        except BlockingIOError:  # another process that shares the descriptor made it non-blocking
+        except BlockingIOError:  # another process shares the descriptor and made it non-blocking
             poll = select.poll()
             poll.register(descriptor, select.POLLOUT)
             poll.poll()
@@ -132,22 +132,22 @@ class Terminal:
 
 @contextmanager
 def run_terminal(log_dir: Path) -> Iterator[Terminal]:
-    """The terminal, for the length of a run; meanwhile descriptors 1 and 2 lead to ``driver.log`` in ``log_dir``.
+    """Open the terminal during a run, and direct descriptors 1 and 2 to ``driver.log`` in ``log_dir``.
 
-    Afterwards each leads to the terminal again, unless that would block: then it stays with the log, so that nothing
-    that is still printed can keep the process from ending. Lines that could not be written are in the log, too.
+    Afterwards each descriptor leads to the terminal again, unless writing would block: then it stays with the log,
+    because any later output would keep the process from ending. The log also has the lines that could not be written.
     """
     real = [os.dup(number) for number in STANDARD]
     log_dir.mkdir(parents=True, exist_ok=True)
     redirect_output(str(log_dir), "driver")
-    # A terminal gets no notices: the panel is drawn over itself, so the next frame replaces missing ones.
+    # A terminal gets no notices: the panel is redrawn in place, so the next frame replaces missing frames.
     outlets = [Outlet(descriptor, notices=not os.isatty(descriptor)) for descriptor in real]
     try:
         yield Terminal(*outlets)
     finally:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # None: it was closed before Python started
-                with suppress(OSError):  # the log's disk is full
+            if stream is not None:  # None if it was closed before Python started
+                with suppress(OSError):  # the log's disk may be full
                     stream.flush()
         for number, descriptor, outlet in zip(STANDARD, real, outlets, strict=True):
             free = outlet.close()

@@ -1,12 +1,13 @@
-"""Publishes the run's numbers as metrics of Ray, from whose agents Prometheus, and so Grafana, reads them.
+"""Publishes the run's numbers as Ray metrics. Prometheus, and so Grafana, reads them from Ray's agents.
 
-Names: the metric ``area/quantity`` of a step is the gauge ``ray_asyncrl_area_quantity`` (``ray_`` is Ray's), counters
-end in ``_total``, and everything has the tag ``run_id``. docs/watching.md lists what is not a metric of a step.
+Names: a step's metric ``area/quantity`` becomes the gauge ``ray_asyncrl_area_quantity`` (Ray adds ``ray_``), counters
+end in ``_total``, and all metrics have the tag ``run_id``. docs/watching.md lists the metrics that do not belong to a
+step.
 
-Ray forgets a gauge that is not set for two of its reports (20 s), and a step may take longer: so a thread sets each of
-them again, for as long as the run is driven.
+Ray forgets a gauge that is not set during two of its reports (20 s), and a step may take longer. So a thread sets each
+gauge again while the run is driven.
 
-Calls return at once: Ray only notes a number (two microseconds). The first error is shown, and later numbers are still
+Calls return immediately: Ray only notes a number (two microseconds). The first error is shown. Later numbers are still
 sent, because an agent may come back.
 """
 
@@ -25,31 +26,30 @@ from asyncrl_cli.runs.directory import RunDirectory
 from asyncrl_cli.spec.sections import ExperimentSpec
 
 TARGETS = "prometheus.json"
-"""The file in a run's folder from which Prometheus learns where to ask (its ``file_sd_configs``)."""
+"""File in a run's folder with the addresses that Prometheus asks (its ``file_sd_configs``)."""
 COUNTERS = {"tokens/trained": "trained_tokens", "tokens/generated": "generated_tokens"}
-"""Metrics of a step that are also added up over steps."""
+"""A step's metrics that are also added up over steps."""
 AGAIN_S = 5.0
-"""Seconds between two settings of a gauge; Ray's agent hears of the last one every 10 s."""
+"""Seconds after which a gauge is set again; Ray reports the last value to its agent every 10 s."""
 
 
 def ray_name(metric: str) -> str:
-    """A metric's name for Ray: no characters but letters, digits and underscores."""
+    """Return a metric's name for Ray, with only letters, digits and underscores."""
     return "asyncrl_" + re.sub(r"[^A-Za-z0-9]+", "_", metric)
 
 
 class RayMetrics(Monitor):
-    """Sets gauges and counters of one run, in the process that drives it. Raises nothing."""
+    """Sets one run's gauges and counters in the process that drives it. Raises nothing, but warns once."""
 
     name = "Prometheus"
 
     def __init__(self, run: RunDirectory, spec: ExperimentSpec, warn: Callable[[str], None]) -> None:
-        """``warn`` shows what went wrong."""
         self._run = run
         self._limits = {"stop_steps": spec.stop.total, "max_staleness": spec.pipeline.max_staleness}
-        self._own_cluster = spec.cluster.address is None  # Prometheus is configured with the clusters that runs join
+        self._own_cluster = spec.cluster.address is None  # users tell Prometheus about clusters that runs join
         self._warn = warn
         self._made: dict[str, Any] = {}
-        self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # of gauges, by name and tags
+        self._values: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}  # values and tags, by name and tags
         self._lock = Lock()
         self._ended = Event()
         self._warned = False
@@ -64,12 +64,12 @@ class RayMetrics(Monitor):
 
     def finish(self, ending: Ending) -> None:
         self._ended.set()
-        if self._own_cluster:  # which ends with the run
+        if self._own_cluster:  # the cluster ends with the run
             with self._tried():
                 (self._run.path / TARGETS).unlink(missing_ok=True)
 
     def _write_targets(self) -> None:
-        """Write the addresses of this cluster's metrics agents to the run's folder; no file if Ray has none."""
+        """Write the addresses of this cluster's metrics agents to the run's folder, if there are any."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"] and node.get("MetricsExportPort", -1) > 0]
@@ -78,7 +78,7 @@ class RayMetrics(Monitor):
             self._run.write_json(TARGETS, [{"targets": targets, "labels": {"job": "asyncrl"}}])
 
     def _keep(self) -> None:
-        """Set every gauge again and again, until the run has ended."""
+        """Set every gauge repeatedly until the run has ended."""
         while not self._ended.wait(AGAIN_S):
             with self._tried():
                 for (name, _), (value, tags) in self._values.items():
@@ -126,12 +126,12 @@ class RayMetrics(Monitor):
     def _add(self, metric: str, value: float, **tags: str) -> None:
         from ray.util.metrics import Counter
 
-        if value > 0:  # Ray refuses to add nothing
+        if value > 0:  # Ray refuses to add 0
             counter, tags = self._of(Counter, metric, tags)
             counter.inc(value, tags)
 
     def _of(self, kind: Callable[..., Any], metric: str, tags: dict[str, str]) -> tuple[Any, dict[str, str]]:
-        """Ray's metric, made at its first use, and all its tags."""
+        """Ray's metric, made when it is first used, and all its tags."""
         name = ray_name(metric)
         if name not in self._made:
             self._made[name] = kind(name, description=f"asyncrl: {metric}", tag_keys=("run_id", *tags))

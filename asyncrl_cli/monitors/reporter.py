@@ -1,9 +1,8 @@
 """The only place that a run reports to: it writes state and metrics to the run's folder, and calls a list of monitors.
 
-Invariant: nothing here delays the run or ends it. Files are written by a thread. A monitor's calls either return at
-once (asyncrl's own monitors, which have threads or processes for slow work) or are made on a separate thread for the
-monitor. A monitor that raises, or that is too slow, is switched off with one warning and a row in ``LOG`` (decision
-0032).
+Invariant: nothing here delays the run or ends it. A thread writes the files. asyncrl's own monitors return immediately,
+because they have threads or processes for slow work; every other monitor is called in its own thread. A monitor that
+raises, or that is too slow, is switched off with one warning and a row in ``LOG`` (decision 0020).
 """
 
 from __future__ import annotations
@@ -22,20 +21,19 @@ from asyncrl_cli.runs.recorder import Recorder
 from asyncrl_cli.system.logs import bound_log
 
 LOG = "logs/monitors.jsonl"
-"""Why monitors were switched off, with tracebacks; in the run's folder."""
+"""File in the run's folder that says why monitors were switched off, with tracebacks."""
 CALLS = 1000
 """Largest number of calls that wait for a monitor's thread."""
 PATIENCE_S: Mapping[str, float] = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
-"""Seconds that a run waits at its end for the threads of monitors, by its phase."""
+"""Seconds that a run waits at its end for all monitors' threads, by the run's phase."""
 GRACE_S = 0.5
-"""Smallest number of seconds for each thread, even if earlier ones have used up the time: a thread that has finished
-can return its text."""
+"""Seconds for each thread even if earlier threads have used up the time, because it may have finished long ago."""
 
 Call = Callable[[Monitor], object]
 
 
 class _Member:
-    """A monitor of the list; with its own thread unless its calls return at once."""
+    """A monitor in the list, with its own thread if ``in_thread``."""
 
     def __init__(self, monitor: Monitor, in_thread: bool, switched_off: Callable[[str, str, str], None]) -> None:
         self.monitor = monitor
@@ -46,7 +44,7 @@ class _Member:
         self._thread = Background(f"monitor-{self.name}", CALLS) if in_thread else None
 
     def tell(self, call: Call) -> None:
-        """Make a call, or have the thread make it."""
+        """Make a call, or let the thread make it."""
         if self.ended:
             return
         if self._thread is None:
@@ -76,13 +74,13 @@ class _Member:
             self._switch_off(f"{type(error).__name__}: {error}", traceback.format_exc())
 
     def _switch_off(self, reason: str, trace: str = "") -> None:
-        if not self._off:  # a call that was too slow may fail later
-            self._off = True  # first, because the warning goes to all monitors, this one included
+        if not self._off:  # a call that was too slow may also fail later
+            self._off = True  # before the warning, which goes to all monitors, including this one
             self._switched_off(self.name, reason, trace)
 
 
 class Reporter:
-    """Passes what happens on to the run's folder and to all monitors."""
+    """Passes events on to the run's folder and to all monitors."""
 
     def __init__(self, recorder: Recorder, console: Monitor) -> None:
         self._recorder = recorder
@@ -91,11 +89,11 @@ class Reporter:
         self.accuracy_before: dict[str, float] = dict(recorder.state.accuracy_before)
         self.accuracy: dict[str, float] = dict(recorder.state.accuracy)
         self.notes: dict[str, str] = {}
-        """The texts of monitors that have finished, by their names."""
+        """Texts of finished monitors, by name."""
         self.join(console)
 
     def join(self, monitor: Monitor, in_thread: bool = False) -> None:
-        """Notify a monitor from now on: ``in_thread`` unless its calls return at once."""
+        """Notify a monitor from now on, ``in_thread`` unless its calls return immediately."""
         if self._run is None:
             run, spec = self._recorder.run, resolved_spec(self._recorder.run)
             self._run = RunInfo(
@@ -107,8 +105,8 @@ class Reporter:
         member.tell(lambda monitor: monitor.started(info))
 
     def finish(self, ending: Ending, only: Collection[Monitor] | None = None) -> None:
-        """The run has ended: make the last call of all monitors, or of those given. Takes as long as they wait
-        themselves, and ``PATIENCE_S`` for those with threads together."""
+        """Make the last call of all monitors, or of the monitors in ``only``. Monitors with threads together get
+        ``PATIENCE_S``; monitors without threads limit their own waits."""
         ended = [one for one in self._members[1:] if not one.ended and (only is None or one.monitor in only)]
         for member in ended:
             member.finish(ending)
@@ -116,7 +114,7 @@ class Reporter:
         for member in ended:
             member.close(max(GRACE_S, deadline - time.monotonic()))
         if only is None:
-            self._members[0].finish(ending)  # the console, last: it shows what is wrong with the others
+            self._members[0].finish(ending)  # the console comes last, because it shows the other monitors' problems
         self.notes |= {member.name: member.note for member in ended if member.note}
 
     def status(self, text: str) -> None:
@@ -137,14 +135,14 @@ class Reporter:
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float], at: float) -> None:
         """A step is done, at the unix time ``at``."""
-        # Before the monitors: MLflow's sends what is in the folder.
+        # Before the monitors are called: MLflow's monitor reads its data from the folder.
         self._recorder.append("metrics.jsonl", {"step": step, "version": version, "time": at, **metrics})
         self._recorder.update(phase="running", step=step, version=version)
         bound_log()  # monitors and data sources print to the driver's log
         self._tell(lambda monitor: monitor.stepped(step, version, metrics))
 
     def engines(self, serving: int, wanted: int, wait: str) -> None:
-        """Report how many engines serve and how many are wanted; ``wait``: what the missing ones wait for."""
+        """Report how many engines serve and are wanted; ``wait`` says why engines are missing."""
         self._recorder.update(engines={"serving": serving, "wanted": wanted}, engines_wait=wait)
         self._tell(lambda monitor: monitor.engines(serving, wanted))
 
@@ -156,7 +154,7 @@ class Reporter:
         self._tell(lambda monitor: monitor.evaluated(result))
 
     def unevaluated(self, kind: EvaluationKind) -> None:
-        """The newest evaluation of a kind has no accuracy: an earlier one must not be shown as the newest."""
+        """Forget a kind's accuracy: its newest evaluation has none, and an older value must not be shown as newest."""
         self.accuracy.pop(kind, None)
         self._recorder.update(accuracy=dict(self.accuracy))
 

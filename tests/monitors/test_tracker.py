@@ -279,7 +279,7 @@ def test_a_child_that_dies_at_the_end_leaves_the_rest_to_track(run: RunDirectory
         with connection:
             Thread(target=monitor._child.send_signal, args=[signal.SIGKILL]).start()
             note = monitor.finish(Ending("finished"))
-    assert note.startswith("2 steps kept, not sent (the process that sends has ended with exit code -9); later: ")
+    assert note.startswith("2 steps kept, not sent (the sending process ended with exit code -9); later: ")
 
 
 def test_a_server_that_never_answers_delays_the_end_by_its_limit_at_most(

@@ -1,16 +1,16 @@
 """The final model as a version in MLflow's model registry.
 
-    models/step-000120/         an artifact of the run, that loads with mlflow.transformers and mlflow.pyfunc
-      MLmodel                   what it is
+    models/step-000120/         an artifact of the run that mlflow.transformers and mlflow.pyfunc can load
+      MLmodel                   MLflow's description
       requirements.txt, python_env.yaml
       model/                    the run's model/
       components/tokenizer/     its files without weights
 
-Invariant: a run has one version per step at which it ended, however often this is tried. Each file is noted when it has
-arrived: the upload of a large model resumes where it was interrupted. The version comes after all of them. Its tags
-have the run's id and the step, and find it again even if the answer to its creation was lost.
+Invariant: a run has one version for each step at which it ended, even after several attempts. Each file is noted once
+it has arrived, so the upload of a large model resumes where it was interrupted. The version is created after all files.
+Its tags have the run's id and step, which find it again even if the answer to its creation was lost.
 
-``mlflow.transformers.save_model`` is not used: it copies the weights, and asks the Hugging Face hub for a licence.
+``mlflow.transformers.save_model`` would copy the weights, and ask the Hugging Face hub for a licence.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from asyncrl_cli.runs.directory import MODEL, RunDirectory
 RUN_TAG = "asyncrl_run"
 STEP_TAG = "asyncrl_step"
 WEIGHTS = (".safetensors", ".safetensors.index.json")
-"""Endings of the names of files with weights, and of their index."""
+"""Suffixes of files with weights, and of their index."""
 PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
 """Packages needed to load the model."""
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 UPLOAD_S = 600
-"""Seconds that a server may take to store a file of the model before it answers."""
+"""Seconds that a server may take to store one of the model's files."""
 
 
 def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
-    """Make the run's model a version of the registered model ``name``, unless it is one.
+    """Make the run's model a version of the registered model ``name``, unless it is one already.
 
-    Raises what MLflow raises, and ``RunError`` when the folder of the run has no model.
+    Raises MLflow's errors, and ``RunError`` if the run's folder has no model.
     """
     path = f"models/step-{run.state.step:06d}"
     key = f"{name}, {path}"
@@ -77,7 +77,7 @@ def register(client: Any, outbox: Outbox, run: RunDirectory, name: str) -> None:
 
 
 def _describe(config: dict[str, Any], size: int, folder: Path) -> None:
-    """Write MLflow's description of a model of so many bytes, as its own transformers flavor would."""
+    """Write MLflow's description of a model with ``size`` bytes, as its transformers flavor would."""
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
     from mlflow.types import ColSpec, Schema
@@ -100,7 +100,7 @@ def _describe(config: dict[str, Any], size: int, folder: Path) -> None:
     pyfunc.add_to_model(described, loader_module="mlflow.transformers", python_env="python_env.yaml")
     described.model_size_bytes = size
     described.save(str(folder / "MLmodel"))
-    # A version's part after `+` names a local build, which no package index has.
+    # The part after `+` names a local build, which package indexes do not have.
     packages = [f"{package}=={installed(package).partition('+')[0]}\n" for package in PACKAGES]
     (folder / "requirements.txt").write_text("".join(packages))
     environment = {"python": python_version(), "dependencies": ["-r requirements.txt"]}
@@ -108,7 +108,7 @@ def _describe(config: dict[str, Any], size: int, folder: Path) -> None:
 
 
 def _find(client: Any, run: RunDirectory, name: str) -> str:
-    """The version that an earlier attempt has made, if any."""
+    """The version that an earlier attempt has created; empty if there is none."""
     versions = client.search_model_versions(f"name = '{name}' and tags.{RUN_TAG} = '{run.run_id}'")
     return next((str(one.version) for one in versions if one.tags.get(STEP_TAG) == str(run.state.step)), "")
 
@@ -134,7 +134,7 @@ def _create(client: Any, mlflow_run_id: str, run: RunDirectory, name: str, artif
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """A server may take longer for a large file than for other requests."""
+    """Wait longer for answers: a server needs more time for a large file than for other requests."""
     before = os.environ[TIMEOUT]
     os.environ[TIMEOUT] = str(max(int(before), UPLOAD_S))
     try:

@@ -1,14 +1,14 @@
-"""The data of a run that MLflow does not have yet, read from the run's folder.
+"""A run's data that MLflow does not have yet, read from the run's folder.
 
-    metrics.jsonl, system.jsonl, spec.yaml, evaluations/, model/    all there is to send
-    mlflow.json                                                     what has been sent, and to which MLflow run
+    metrics.jsonl, system.jsonl, spec.yaml, evaluations/, model/    all data to send
+    mlflow.json                                                     record of the sent data, and the MLflow run
 
-No data is stored for MLflow only, so a server that does not answer costs no memory and a killed process loses nothing.
-Progress is noted after sending. So after a crash some data is sent again, which changes nothing, because each number is
+All data is on disk anyway, so a server that does not answer costs no memory, and a killed process loses nothing.
+Progress is noted after sending, so after a crash some data is sent again. This changes nothing, because each number is
 sent with the step and the time at which it was recorded.
 
-A step has not been sent if its number or its time is above the last sent step's. A resumed run repeats steps; their new
-numbers are sent, too, and MLflow shows both.
+A step is new if its number or its time is above the last sent step's. A resumed run repeats steps; their new numbers
+are sent, too, and MLflow shows both.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Sent:
     experiment: str
     run_id: str = ""
     status: str = ""
-    """MLflow's word for the state of the run."""
+    """MLflow's status of the run."""
     step: int = 0
     time: float = 0.0
-    """Number and time (unix time, s) of the last step."""
+    """The last step's number and unix time (s)."""
     sampled: float = 0.0
-    """Time (unix time, s) of the machine's last sample."""
+    """Unix time (s) of the machine's last sample."""
     files: Mapping[str, int] = field(default_factory=dict)
-    """Files by what they were sent as and their path in the run's folder, with the time of the version (mtime, ns)."""
+    """Modification time (ns) of the sent version of each file, by ``PURPOSE: PATH`` with the path in the folder."""
     registered: Mapping[str, str] = field(default_factory=dict)
-    """Versions of registered models, by the model's name and artifact."""
+    """Versions of registered models, by ``NAME, ARTIFACT``."""
     problem: str = ""
     """Why the last attempt did not send everything."""
 
@@ -70,29 +70,31 @@ class Outbox:
 
     @property
     def version(self) -> str:
-        """The newest version of a registered model that the run is; empty for none."""
+        """The newest registered version of the run's model; empty without one."""
         return list(self.sent.registered.values())[-1] if self.sent.registered else ""
 
     def note(self, **changes: Any) -> None:
-        """Record that something has been sent."""
+        """Record that data has been sent."""
         self.sent = replace(self.sent, **changes)
         self.run.write_json(FILE, asdict(self.sent), private=True)
 
     def forget(self) -> None:
-        """Have everything sent again."""
+        """Send everything again."""
         self.sent = Sent(self.sent.uri, self.sent.experiment)
 
     def steps(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl that have not been sent, in order."""
+        """Return the rows of metrics.jsonl that have not been sent, in order."""
         return self._new_rows(STEPS, lambda row: row["step"] > self.sent.step or row["time"] > self.sent.time)
 
     def samples(self) -> list[dict[str, Any]]:
-        """Rows of system.jsonl that have not been sent, in order."""
+        """Return the rows of system.jsonl that have not been sent, in order."""
         return self._new_rows(SAMPLES, lambda row: row["time"] > self.sent.sampled)
 
     def files(self, purpose: str, paths: Iterable[Path]) -> Iterator[Path]:
-        """Files that were not sent for this purpose, or were written again since. Each is noted as sent when the next
-        one is asked for, and not if the caller raises or leaves the loop."""
+        """Yield the files that were not sent for this purpose, or were written again since.
+
+        A file is noted as sent when the caller asks for the next one, and not if the caller raises or leaves the loop.
+        """
         for path in sorted(paths):
             name, version = f"{purpose}: {path.relative_to(self.run.path)}", path.stat().st_mtime_ns
             if self.sent.files.get(name) != version:
@@ -104,7 +106,8 @@ class Outbox:
 
 
 def _rows_from_the_end(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole rows of a JSON Lines file, last first: a long run's file is not read through for every step."""
+    """Yield the complete rows of a JSON Lines file, last first: reading all of a long run's file for every step would
+    be slow."""
     try:
         file = path.open("rb")
     except OSError:
@@ -122,7 +125,7 @@ def _rows_from_the_end(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """None for half a line, which a kill can leave."""
+    """None for an incomplete line, which a kill can leave."""
     try:
         row = json.loads(line)
     except ValueError:

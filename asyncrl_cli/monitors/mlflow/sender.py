@@ -1,8 +1,8 @@
 """Sends a run's data to MLflow: numbers, parameters, evaluations and their tables, files, the report and the model.
 
-Invariant: ``send`` may fail or be killed at any point and be called again, by any process; in the end MLflow has one
-run with all data once. A tag of the MLflow run has the run's id, and finds it again even if the answer to its creation
-was lost.
+Invariant: ``send`` may fail or be killed at any point, and any process may call it again. In the end MLflow has one run
+with all data once. The MLflow run is tagged with the run's id, which finds it even if the answer to its creation was
+lost.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ Number = tuple[str, float, float, int]
 
 FINISHED = "FINISHED"
 STATUS = {"finished": FINISHED, "interrupted": "KILLED", "failed": "FAILED"}
-"""MLflow's status for each phase of a run that has ended."""
+"""MLflow's status by the phase of an ended run."""
 REPORT = "report.html"
 NO_METRICS = ("step", "version", "time")
 """Keys of a row that are not metrics."""
 TABLES_TAG = "mlflow.loggedArtifacts"
-"""The tag of a run with the names of its tables."""
+"""A run's tag that lists its tables."""
 FIRST_COLUMNS = ("step", "kind", "uid", "prompt", "response", "reward", "finished")
-"""Columns of every table. An evaluation's other fields follow them."""
+"""Columns of every table. An evaluation's other fields follow."""
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
 PARAMETER_LENGTH = 6000
 TAG_LENGTH = 8000
-"""MLflow's limits: entries of one request, and characters of a parameter's and a tag's value."""
+"""MLflow's limits: entries in one request, and characters in a parameter's or a tag's value."""
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "15",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -57,8 +57,8 @@ ENVIRONMENT = {
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""MLflow waits two minutes for an answer and tries seven times; here the caller tries again. And it writes to the
-terminal. The user's settings stay."""
+"""By default MLflow waits two minutes for an answer, tries seven times, and writes to the terminal. Here the caller
+tries again. The user's own settings take precedence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ class Target:
     uri: str
     experiment: str
     artifacts: str | None = None
-    """Where a new experiment keeps its files; None leaves that to MLflow."""
+    """Where a new experiment stores its files; None leaves the choice to MLflow."""
     model: str | None = None
-    """The registered model that gets a finished run's model as a version; None for none."""
+    """Name of the registered model that gets a finished run's model as a version, if any."""
 
 
 def target_of(spec: ExperimentSpec) -> Target:
@@ -91,16 +91,16 @@ class Sender:
     """Sends one run."""
 
     def __init__(self, run: RunDirectory, target: Target) -> None:
-        # Its own view of the folder: the driver's remembers the state that it wrote.
+        # A separate view of the folder, because the driver's view caches the state that it wrote.
         self._run = RunDirectory(run.path)
         self._target = target
         self._client: Any = None
         self.outbox = Outbox(run, target.uri, target.experiment)
         self.steps = 0
         self.evaluations = 0
-        """Steps and evaluations that this object has sent."""
+        """Number of steps and evaluations that this object has sent."""
         self.reported = False
-        """Whether it has sent a report."""
+        """True once this object has sent a report."""
         self.unreported = ""
         """Why no report could be made."""
         for name, value in ENVIRONMENT.items():
@@ -112,8 +112,8 @@ class Sender:
         return self.outbox.sent.run_id
 
     def send(self, status: str, ended: RunDirectory | None = None) -> None:
-        """Send what is missing; ``status`` is MLflow's word for the state of the run. ``ended`` is the run as the
-        report shows it; None for no report. Raises what MLflow raises.
+        """Send the missing data. ``status`` is MLflow's status for the run, ``ended`` the run as its report shows it
+        (None for no report). Raises MLflow's errors.
         """
         if self._client is None:
             self._connect()
@@ -228,7 +228,7 @@ class Sender:
 
             try:
                 page = render([summarize(ended)])
-            except Exception as error:  # trying again would not help, and `asyncrl report` says more
+            except Exception as error:  # trying again would not help; `asyncrl report` says more
                 self.unreported = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
                 return
             self._client.log_text(self.mlflow_run_id, page, REPORT)
@@ -243,13 +243,13 @@ class Sender:
 
 
 def send_rest(run: RunDirectory, target: Target) -> Sender:
-    """Send the remaining data of a run that has ended. Raises ``RunError`` when not everything could be sent."""
+    """Send the remaining data of an ended run. Raises ``RunError`` if not everything could be sent."""
     sender = Sender(run, target)
     phase = run.state.phase
     ended = run if phase in STATUS else run.as_if(phase="failed", reason="its process died")
     try:
         sender.send(STATUS.get(phase, "FAILED"), ended)
-    except RunError:  # the run's folder lacks something, and trying again later would not help
+    except RunError:  # the run's folder lacks a file, so trying again later would not help
         raise
     except Exception as error:
         raise RunError(
@@ -261,7 +261,7 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
 
 
 def failure(error: Exception, uri: str) -> str:
-    """The cause of a failed request, in one line."""
+    """Return the cause of a failed request in one line."""
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__module__.startswith("requests"):
@@ -272,15 +272,15 @@ def failure(error: Exception, uri: str) -> str:
 
 
 def parameters(spec: dict[str, Any]) -> dict[str, str]:
-    """A spec in MLflow's form: dotted names, short texts."""
+    """Convert a spec to MLflow's parameters: dotted names, short texts."""
     return {re.sub(r"[^\w.\-/ ]", "_", key): str(value)[:PARAMETER_LENGTH] for key, value in flatten(spec).items()}
 
 
 def table(evaluation: Path) -> str:
-    """An evaluation's responses as a table of MLflow: JSON with ``columns`` and ``data``.
+    """Convert an evaluation's responses to an MLflow table: JSON with ``columns`` and ``data``.
 
-    MLflow's own ``log_table`` appends to a table that exists. Here a table is one whole evaluation, so sending it twice
-    changes nothing (decision 0032).
+    MLflow's ``log_table`` would append to an existing table. Here a table is one whole evaluation, so sending it twice
+    changes nothing (decision 0020).
     """
     with evaluation.open(encoding="utf-8") as file:
         result = json.loads(file.readline())
@@ -295,14 +295,14 @@ def table(evaluation: Path) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """The value of a cell: messages as JSON text, and None for NaN and infinity, which JSON does not have."""
+    """A cell's value: messages as JSON text, and None for NaN and infinity, which JSON lacks."""
     if isinstance(value, list | dict):
         return json.dumps(value, ensure_ascii=False)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def tables_tag(tables: Iterable[str]) -> str:
-    """The tag that names these tables; if they do not fit, as many of the last ones as do."""
+    """Return the tag that lists these tables, or as many of the last tables as fit into it."""
     entries = [json.dumps({"path": name, "type": "table"}) for name in tables]
     lengths = accumulate((len(entry) + len(", ") for entry in reversed(entries)), initial=len("[]"))
     fitting = sum(length <= TAG_LENGTH for length in lengths) - 1
@@ -310,7 +310,7 @@ def tables_tag(tables: Iterable[str]) -> str:
 
 
 def _requests(rows: Sequence[dict[str, Any]]) -> Iterator[Sequence[dict[str, Any]]]:
-    """Split rows into parts that fit into one request each, if no single row is too long."""
+    """Split rows into parts that fit into one request, unless a single row is too long."""
     return _chunks(rows, max(1, METRICS_AT_ONCE // max(map(len, rows), default=1)))
 
 

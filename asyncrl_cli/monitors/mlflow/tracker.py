@@ -1,14 +1,14 @@
-"""The monitor for MLflow. A child process sends: imports, database and a slow server cost the run nothing.
+"""The monitor for MLflow. A child process sends the data, so imports, database and a slow server cost the run nothing.
 
     working --failed--> waiting (1 s, 2 s, ... 30 s, or the run's end) --> working
     working --all sent--> idle --more--> working
     working --all sent, and the run has ended--> exit
 
-The child's standard input brings lines of JSON: first the run and the target, then null for new data in the run's
-folder, at last how the run ended. If the input closes before that, the driver is gone, and the child ends.
+The child reads lines of JSON from its standard input: first the run and the target, then null for new data in the run's
+folder, and last how the run ended. If the input closes earlier, the driver is gone, and the child ends.
 
 Invariant: the driver never waits for MLflow before the run's end. All data is on disk (``outbox``), so the child may be
-killed at any time. The next step starts another one; `asyncrl track` sends what is missing at the end.
+killed at any time. The next step starts a new child; `asyncrl track` sends the data that is missing at the end.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from asyncrl_cli.spec.sections import ExperimentSpec
 from asyncrl_cli.system.logs import redirect_output
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
-"""Seconds between two attempts: the first value, and the largest."""
+"""Seconds between two attempts: first and largest value."""
 SAMPLE_S = 10.0
 """Seconds between two samples of the machine, as in MLflow."""
 RESTARTS = 10
-"""Restarts of the child in one run: one that cannot work dies at every step."""
+"""Largest number of restarts in one run: a child that cannot work would die at every step."""
 TRACKING_S = {"finished": 30.0, "failed": 10.0, "interrupted": 2.0}
 """Seconds that a run waits for MLflow at its end, by its phase."""
 
@@ -60,7 +60,7 @@ class Mlflow(Monitor):
         self._start()
 
     def stepped(self, step: int, version: int, metrics: Mapping[str, float]) -> None:
-        self._recorder.then(self._more)  # once it is on disk: the child reads it there
+        self._recorder.then(self._more)  # after the step is on disk, because the child reads it there
 
     def evaluated(self, result: EvaluationResult) -> None:
         self._recorder.then(self._more)
@@ -78,13 +78,13 @@ class Mlflow(Monitor):
         return f"{kept} kept, not sent ({problem}); later: asyncrl track {run.argument}"
 
     def _start(self) -> None:
-        # In its own session, because Ctrl-C in the terminal must not end it. The run's mark is in its environment: so
-        # the reaper ends it, and an input that closes does so in a cluster that has no reaper.
+        # In its own session, because Ctrl-C in the terminal must not end it. The reaper finds it by the run's mark in
+        # its environment; in a cluster without a reaper, it ends when its input closes.
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, bufsize=0, start_new_session=True
         )
         os.set_blocking(self._input.fileno(), False)
-        # Not as arguments, which every user of the machine can read: the URI may hold a password.
+        # Not as arguments, because every user of the machine can read them, and the URI may contain a password.
         self._tell([str(self._recorder.run.path), asdict(self._target), self._system_metrics])
 
     @property
@@ -93,7 +93,7 @@ class Mlflow(Monitor):
         return self._child.stdin
 
     def _tell(self, message: Any) -> None:
-        with suppress(OSError):  # it has ended, or it hangs and its input is full
+        with suppress(OSError):  # the child has ended, or it hangs and its input is full
             self._input.write(json.dumps(message).encode() + b"\n")
 
     def _more(self) -> None:
@@ -105,7 +105,7 @@ class Mlflow(Monitor):
             self._start()
 
     def _end(self, ending: Ending) -> str:
-        """Wait until everything is sent. Returns the problem that prevents it; empty if there is none."""
+        """Wait until everything is sent. Returns the problem that prevented it; empty if there is none."""
         self._more()
         self._tell(asdict(ending))
         limit_s = TRACKING_S[ending.phase]
@@ -118,11 +118,11 @@ class Mlflow(Monitor):
             self._child.kill()
             self._child.wait()
             self._input.close()
-        return f"the process that sends has ended with exit code {code}" if code else ""
+        return f"the sending process ended with exit code {code}" if code else ""
 
 
 class Tracker:
-    """The child's side: sends again and again, until the run has ended and everything is sent."""
+    """The child's side: sends until the run has ended and everything is sent."""
 
     def __init__(self, run: RunDirectory, target: Target) -> None:
         self._run = run
@@ -163,9 +163,9 @@ class Tracker:
                     wait_s = FIRST_WAIT_S
 
     def _attempt(self, ending: Ending | None) -> str:
-        """Send what is missing. Returns the problem; empty if there is none."""
+        """Send the missing data. Returns the problem; empty if there is none."""
         ended = None
-        if ending is not None and ending.phase != "interrupted":  # which has no time for a report
+        if ending is not None and ending.phase != "interrupted":  # an interrupted run has no time for a report
             ended = self._run.as_if(phase=ending.phase, reason=ending.reason)
         try:
             self._sender.send("RUNNING" if ending is None else STATUS[ending.phase], ended)
@@ -180,7 +180,7 @@ class Tracker:
 
 
 def machine_monitors() -> list[Any]:
-    """MLflow's monitors of processors, memory, disk, network and GPUs."""
+    """Make MLflow's monitors of processors, memory, disk, network and GPUs."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.disk_monitor import DiskMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
@@ -189,7 +189,7 @@ def machine_monitors() -> list[Any]:
 
     monitors: list[Any] = [CPUMonitor(), DiskMonitor(), NetworkMonitor()]
     for gpus in (GPUMonitor, ROCMMonitor):
-        with suppress(Exception):  # no such GPU, or no library for it; each library has its own type of error
+        with suppress(Exception):  # no such GPU, or no library for it; each library raises its own errors
             monitors.append(gpus())
     return monitors
 
@@ -197,10 +197,9 @@ def machine_monitors() -> list[Any]:
 def sample_machine(
     run: RunDirectory, monitors: Sequence[Any], more: Callable[[], None], stopped: Event, every_s: float = SAMPLE_S
 ) -> None:
-    """Add rows to system.jsonl until ``stopped``.
+    """Add rows to system.jsonl until ``stopped``, which are sent like steps.
 
-    MLflow's own thread around its monitors ends at the first request that a server does not answer. These samples are
-    kept and sent like steps.
+    MLflow's own sampling thread would end at the first request that a server does not answer.
     """
 
     def measured() -> dict[str, float]:
@@ -211,14 +210,14 @@ def sample_machine(
             monitor.clear_metrics()
         return found
 
-    measured()  # shares of time are since the call before, in the same thread
+    measured()  # in this thread, because shares of time count since the thread's previous call
     while not stopped.wait(every_s):
         run.append(SAMPLES, {"step": run.state.step, "time": time.time(), **measured()})
         more()
 
 
 def main() -> None:
-    # Unbuffered: Python cannot exit while another thread waits in a buffered reader of standard input.
+    # Unbuffered, because Python cannot exit while another thread waits in a buffered reader of standard input.
     messages = map(json.loads, FileIO(0, closefd=False))
     path, target, system_metrics = next(messages)
     run = RunDirectory(Path(path))
@@ -239,7 +238,7 @@ def main() -> None:
 
     Thread(target=listen, daemon=True).start()
     if system_metrics:
-        # Imported before the other thread imports MLflow.
+        # Make the monitors here: they import MLflow, as the sender does, and one thread should do all imports.
         Thread(target=sample_machine, args=(run, machine_monitors(), tracker.more, ended), daemon=True).start()
     tracker.send_until_done()
 
