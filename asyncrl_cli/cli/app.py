@@ -54,114 +54,27 @@ app = typer.Typer(
 
 add(
     app,
-    name="init",
-    function=init.init,
-    summary="Copy a template: a spec with its code and data.",
-    example="asyncrl init agent my-task",
-)
-add(
-    app,
-    name="train",
-    function=running.train,
-    summary="Check a spec, then train.",
-    example="asyncrl train specs/quickstart.yaml --set seed=1",
-)
-add(
-    app,
-    name="resume",
-    function=running.resume,
-    summary="Continue a stopped or killed run.",
-    example="asyncrl resume latest --steps 280",
-)
-add(
-    app,
-    name="replay",
-    function=replay.replay,
-    summary="Train recorded batches again, compare weights.",
-    example="asyncrl replay latest --to 20",
-)
-add(
-    app,
-    name="evaluate",
-    function=evaluate.evaluate,
-    summary="Measure a model's accuracy, without training.",
-    example="asyncrl evaluate latest --samples 4",
-)
-add(
-    app,
-    name="serve",
-    function=serve.serve,
-    summary="Serve a model through an OpenAI-compatible API.",
-    example="asyncrl serve latest --port 8000",
-)
-add(app, name="watch", function=watch.watch, summary="Watch a run in the terminal.", example="asyncrl watch latest")
-add(
-    app,
-    name="scale",
-    function=runs.scale,
-    summary="Change how many engines a live run has.",
-    example="asyncrl scale latest --engines 4",
-)
-add(app, name="runs", function=runs.runs, summary="List runs.", example="asyncrl runs --json")
-add(
-    app,
-    name="track",
-    function=runs.track,
-    summary="Send the missing data of an ended run to MLflow.",
-    example="asyncrl track latest",
+    ("init", init.init, "Copy a template: a spec with its code and data.", "init agent my-task"),
+    ("train", running.train, "Check a spec, then train.", "train specs/quickstart.yaml --set seed=1"),
+    ("resume", running.resume, "Continue a stopped or killed run.", "resume latest --steps 280"),
+    ("replay", replay.replay, "Train recorded batches again, compare weights.", "replay latest --to 20"),
+    ("evaluate", evaluate.evaluate, "Measure a model's accuracy, without training.", "evaluate latest --samples 4"),
+    ("serve", serve.serve, "Serve a model through an OpenAI-compatible API.", "serve latest --port 8000"),
+    ("watch", watch.watch, "Watch a run in the terminal.", "watch latest"),
+    ("scale", runs.scale, "Change how many engines a live run has.", "scale latest --engines 4"),
+    ("runs", runs.runs, "List runs.", "runs --json"),
+    ("track", runs.track, "Send the missing data of an ended run to MLflow.", "track latest"),
+    ("events", inspect.events, "Print a run's events, in order.", "events latest --kind fault"),
+    ("staleness", inspect.staleness, "Show and verify staleness.", "staleness latest --what-if 4"),
+    ("doctor", doctor.doctor, "Check whether this machine can run asyncrl.", "doctor --deep"),
+    ("report", report.report, "Write an HTML report of one or more runs.", "report latest -o report.html"),
+    ("timeline", report.timeline, "Write a trace for ui.perfetto.dev.", "timeline latest -o out.json"),
+    ("plan", plan.plan, "Predict the step time of a spec.", "plan SPEC --calibrate-from latest"),
+    ("validate-spec", validate_spec.validate_spec, "Check a spec.", "validate-spec specs/quickstart.yaml"),
 )
 app.add_typer(inspect.app, name="inspect")
-add(
-    app,
-    name="events",
-    function=inspect.events,
-    summary="Print a run's events, in order.",
-    example="asyncrl events latest --kind fault",
-)
-add(
-    app,
-    name="staleness",
-    function=inspect.staleness,
-    summary="Show and verify staleness.",
-    example="asyncrl staleness latest --what-if 4",
-)
-add(
-    app,
-    name="doctor",
-    function=doctor.doctor,
-    summary="Check whether this machine can run asyncrl.",
-    example="asyncrl doctor --deep",
-)
-add(
-    app,
-    name="report",
-    function=report.report,
-    summary="Write an HTML report of one or more runs.",
-    example="asyncrl report latest -o report.html",
-)
-add(
-    app,
-    name="timeline",
-    function=report.timeline,
-    summary="Write a trace for ui.perfetto.dev.",
-    example="asyncrl timeline latest -o out.json",
-)
-add(
-    app,
-    name="plan",
-    function=plan.plan,
-    summary="Predict the step time of a spec.",
-    example="asyncrl plan SPEC --calibrate-from latest",
-)
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(convert.app, name="convert")
-add(
-    app,
-    name="validate-spec",
-    function=validate_spec.validate_spec,
-    summary="Check a spec.",
-    example="asyncrl validate-spec specs/quickstart.yaml",
-)
 
 
 def _version(wanted: bool) -> None:

@@ -115,19 +115,18 @@ class Group(TyperGroup):
         raise UsageError(f"No such command {word!r}.\nhint: {hint}", ctx=ctx)
 
 
-def add(
-    app: typer.Typer, name: str, function: Callable[..., None], summary: str, example: str, *, foreign: bool = False
-) -> None:
-    """Add a command, with its line in the help of its group and an example in its own.
+def add(app: typer.Typer, *commands: tuple[str, Callable[..., None], str, str], foreign: bool = False) -> None:
+    """Add commands: each with its name, its function, its line in the group's help, and an example for its own help.
 
-    ``summary`` may have 61 characters: the space next to the longest name on a terminal of 80 columns. A ``foreign``
-    command receives unknown options as arguments.
+    The line may have 61 characters, which fit next to the longest name on a terminal with 80 columns. ``foreign``
+    commands receive unknown options as arguments.
     """
-    settings = {"ignore_unknown_options": foreign}
-    command = app.command(
-        name, cls=Command, short_help=summary, epilog=f"Example: {example}", context_settings=settings
-    )
-    command(function)
+    for name, function, summary, example in commands:
+        settings = {"ignore_unknown_options": foreign}
+        register = app.command(
+            name, cls=Command, short_help=summary, epilog=f"Example: asyncrl {example}", context_settings=settings
+        )
+        register(function)
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:

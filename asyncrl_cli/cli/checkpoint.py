@@ -161,36 +161,9 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
 
 add(
     app,
-    name="list",
-    function=list_checkpoints,
-    summary="List checkpoints and why each is kept.",
-    example="asyncrl checkpoint list latest",
-)
-add(
-    app,
-    name="show",
-    function=show_checkpoint,
-    summary="Show one checkpoint.",
-    example="asyncrl checkpoint show latest --step 40",
-)
-add(
-    app,
-    name="verify",
-    function=verify_checkpoints,
-    summary="Compare every byte with its checksum.",
-    example="asyncrl checkpoint verify latest",
-)
-add(
-    app,
-    name="export",
-    function=export,
-    summary="Write the model as a Hugging Face folder.",
-    example="asyncrl checkpoint export --to my-model",
-)
-add(
-    app,
-    name="prune",
-    function=prune,
-    summary="Remove the checkpoints that no rule keeps.",
-    example="asyncrl checkpoint prune latest --dry-run",
+    ("list", list_checkpoints, "List checkpoints and why each is kept.", "checkpoint list latest"),
+    ("show", show_checkpoint, "Show one checkpoint.", "checkpoint show latest --step 40"),
+    ("verify", verify_checkpoints, "Compare every byte with its checksum.", "checkpoint verify latest"),
+    ("export", export, "Write the model as a Hugging Face folder.", "checkpoint export --to my-model"),
+    ("prune", prune, "Remove the checkpoints that no rule keeps.", "checkpoint prune latest --dry-run"),
 )

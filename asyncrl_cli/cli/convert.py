@@ -158,25 +158,8 @@ def _finish(results: list[Result], force: bool) -> None:
 
 add(
     app,
-    name="verl",
-    function=verl,
-    summary="Convert verl's configurations.",
-    example="asyncrl convert verl config.yaml trainer.nnodes=2 -o spec.yaml",
-    foreign=True,
-)
-add(
-    app,
-    name="trl",
-    function=trl,
-    summary="Convert TRL's arguments.",
-    example="asyncrl convert trl grpo config.yaml --num_processes 8 -o spec.yaml",
-    foreign=True,
-)
-add(
-    app,
-    name="prime-rl",
-    function=prime_rl,
-    summary="Convert prime-rl's configuration.",
-    example="asyncrl convert prime-rl rl.toml -o spec.yaml",
+    ("verl", verl, "Convert verl's configurations.", "convert verl config.yaml trainer.nnodes=2 -o spec.yaml"),
+    ("trl", trl, "Convert TRL's arguments.", "convert trl grpo config.yaml --num_processes 8 -o spec.yaml"),
+    ("prime-rl", prime_rl, "Convert prime-rl's configuration.", "convert prime-rl rl.toml -o spec.yaml"),
     foreign=True,
 )

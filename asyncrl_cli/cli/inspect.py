@@ -237,15 +237,6 @@ def _watch(look: Callable[[], Page]) -> None:
 
 add(
     app,
-    name="buffer",
-    function=inspect_buffer,
-    summary="Show what is in a run's buffer.",
-    example="asyncrl inspect buffer latest --state running",
-)
-add(
-    app,
-    name="run",
-    function=inspect_run,
-    summary="Show how a run started and what happened in it.",
-    example="asyncrl inspect run latest --json",
+    ("buffer", inspect_buffer, "Show what is in a run's buffer.", "inspect buffer latest --state running"),
+    ("run", inspect_run, "Show how a run started and what happened in it.", "inspect run latest --json"),
 )
