@@ -1,8 +1,7 @@
 """The command line: `asyncrl COMMAND`.
 
-Each command is a function in one of the modules below and is registered here. At the top, these modules import only
-typer and modules that load in milliseconds; everything else inside their functions. So `asyncrl --help` never waits for
-torch, Ray or vLLM.
+Each command is a function in one of the modules below. At the top, these modules import only typer and modules that
+load in milliseconds; their functions import the rest. So `asyncrl --help` never waits for torch, Ray or vLLM.
 """
 
 from __future__ import annotations
@@ -91,18 +90,18 @@ def options(
     ] = False,
 ) -> None:
     if debug:
-        os.environ["ASYNCRL_DEBUG"] = "1"  # the actors of a run inherit it
+        os.environ["ASYNCRL_DEBUG"] = "1"  # a run's actors inherit it
 
 
 OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
-"""Errors of writing to standard output or standard error. An error of a file has its name, and the command that writes
-the file handles it."""
+"""Errors when writing to standard output or standard error. If an error names a file, the command that writes the file
+handles it."""
 
 
 def console_script() -> None:
-    """The entry point of the process: runs ``main``, then ends the process without delay."""
+    """The process's entry point: runs ``main``, then ends the process without delay."""
     exit_codes: list[int] = []
-    atexit.register(_end_quickly, exit_codes)  # before everything else: handlers run in reverse order
+    atexit.register(_end_quickly, exit_codes)  # first, because handlers run in reverse order and this must be the last
     try:
         main()
     except SystemExit as ended:
@@ -114,7 +113,8 @@ def console_script() -> None:
 def _end_quickly(exit_codes: list[int]) -> None:
     """End the process immediately if torch is loaded: Python takes more than a second to unload it (decision 0044).
 
-    By then, threads have ended and exit handlers have run. If the output cannot be flushed, Python ends the process.
+    At this point, threads have ended and exit handlers have run. If the output cannot be flushed, Python ends the
+    process.
     """
     if "torch" not in sys.modules or not exit_codes:
         return
@@ -125,11 +125,11 @@ def _end_quickly(exit_codes: list[int]) -> None:
 
 
 def main() -> None:
-    """Run a command, and show a UserError as a diagnostic, without its traceback."""
+    """Run a command, and show a UserError as a diagnostic without its traceback."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
-        except OSError:  # the parent process closed it: the next file that is opened would get its number
+        except OSError:  # the parent process closed it; the next opened file would get its number, and be written to
             os.open(os.devnull, os.O_RDWR)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None if the parent process closed it
@@ -152,7 +152,6 @@ def main() -> None:
 
 
 def _given_runs_dir(words: Sequence[str]) -> Path | None:
-    """The value of --runs-dir."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")
         if name == "--runs-dir":
@@ -161,8 +160,8 @@ def _given_runs_dir(words: Sequence[str]) -> Path | None:
 
 
 def _end(message: str, code: int) -> NoReturn:
-    """Print the error that is being handled and exit. Output that cannot be written is dropped: Python would try
-    again, print a traceback and exit with another code."""
+    """Print the current error and exit. Output that cannot be written is dropped: otherwise Python would try again,
+    print a traceback and exit with another code."""
     if debugging():
         echo(traceback.format_exc(), err=True)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Adds commands to the command line, and defines the arguments and options that several of them share, with shell
+"""Adds commands to the command line, and defines the arguments and options that several commands share, with shell
 completion."""
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from asyncrl_cli.core.errors import UserError
 from asyncrl_cli.runs.catalogue import all_runs, find_run
 
 UsageError: type[Any] = typer.BadParameter.__mro__[1]
-"""The base class of typer's errors of usage, which has other names in other releases."""
+"""The base class of typer's usage errors; its name differs between releases."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\.\w+)*=.*", re.DOTALL)
 
 
 class Command(TyperCommand):
-    """A command with hints in its errors of usage. Its usage line reads `train SPEC`; typer's own reads `train {SPEC}`.
+    """A command with hints in its usage errors. Its usage line reads `train SPEC` instead of typer's `train {SPEC}`.
 
-    A command with --set also takes `KEY=VALUE` without it, as other trainers do."""
+    A command with --set also accepts a bare `KEY=VALUE`, as other trainers do."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if ctx.resilient_parsing:  # for the shell's completion, which has no place for an error
+        if ctx.resilient_parsing:  # the shell's completion has no place for an error
             return super().parse_args(ctx, args)
         try:
             return super().parse_args(ctx, list(self._with_overrides(ctx, args)))
@@ -38,7 +38,7 @@ class Command(TyperCommand):
             raise
 
     def _with_overrides(self, ctx: Any, args: list[str]) -> Iterator[str]:
-        """The arguments, with --set before each assignment. Raises ``UsageError`` for an unknown option."""
+        """Insert --set before each assignment. Raises ``UsageError`` for an unknown option."""
         options = {name: param for param in self.get_params(ctx) for name in param.opts + param.secondary_opts}
         words = iter(args)
         for word in words:
@@ -56,7 +56,7 @@ class Command(TyperCommand):
                     yield from (value for value in [next(words, None)] if value is not None)
 
     def _meant(self, ctx: Any, option: str, value: str, options: dict[str, Any]) -> str:
-        """A hint that replaces an unknown option."""
+        """A hint for an unknown option."""
         from asyncrl_cli.core.suggest import closest
 
         words = option.removeprefix("--").replace("-", "_")
@@ -79,7 +79,7 @@ class Command(TyperCommand):
         return f"options: {', '.join(name for name in options if name.startswith('--'))}"
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Show the help of all options. `{names}` stands for the names that the shell completes."""
+        """Show the help of all options. `{names}` in it stands for the names that the shell completes."""
         for param in self.params:
             if "{names}" in (getattr(param, "help", None) or ""):
                 *names, last = [item.value for item in param.shell_complete(ctx, "")]
@@ -130,7 +130,7 @@ def add(app: typer.Typer, *commands: tuple[str, Callable[..., None], str, str], 
 
 
 def run_names(context: typer.Context, incomplete: str) -> list[str]:
-    """The ids of the runs in ``--runs-dir`` that begin with the typed text."""
+    """Complete a run's id from the runs in ``--runs-dir``."""
     runs_dir = Path(context.params.get("runs_dir") or "runs")
     names = [run.run_id for run in all_runs(runs_dir)] if runs_dir.is_dir() else []
     return [name for name in names if name.startswith(incomplete) and name.isprintable()]
@@ -142,14 +142,14 @@ def one_of(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 def checkpoint_steps(context: typer.Context, incomplete: str) -> list[str]:
-    """The steps of the checkpoints of the run that the command line names."""
+    """Complete a step from the checkpoints of the run that the command line names."""
     from asyncrl_cli.runs.checkpoints import complete_checkpoints
 
     values = context.params
     name = values.get("run") or values.get("run_id") or values.get("target") or "latest"
     try:
         run = find_run(Path(values.get("runs_dir") or "runs"), str(name))
-    except UserError:  # a completion has no place for a message
+    except UserError:  # the shell's completion has no place for an error
         return []
     steps = (str(checkpoint.step) for checkpoint in complete_checkpoints(run.path / "checkpoints"))
     return [step for step in steps if step.startswith(incomplete)]

@@ -34,7 +34,7 @@ def list_checkpoints(run: RunName = "latest", as_json: AsJson = False, runs_dir:
 def show_checkpoint(
     run: RunName = "latest", step: Step = None, as_json: AsJson = False, runs_dir: RunsDir = Path("runs")
 ) -> None:
-    """Show the newest checkpoint, or the one of --step, with its files."""
+    """Show the newest checkpoint, or the checkpoint of --step, with its files."""
     from asyncrl_cli.inspect.checkpoint_pages import show_page, stored
 
     found = find_run(runs_dir, run)
@@ -42,9 +42,9 @@ def show_checkpoint(
 
 
 def verify_checkpoints(run: RunName = "latest", step: Step = None, runs_dir: RunsDir = Path("runs")) -> None:
-    """Compare every byte of all checkpoints, or the one of --step, with the checksums they were written with.
+    """Compare every byte of all checkpoints, or of --step's checkpoint, with the recorded checksums.
 
-    Exit code: 0 when all are undamaged; 1, with the names of the damaged files, when one is not.
+    Exit code: 0 when all are undamaged; 1 when a file is damaged, with its name.
     """
     from rich.filesize import decimal
 
@@ -65,15 +65,15 @@ def export(
     step: Step = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Write the newest checkpoint's model, or that step's with --step, as a Hugging Face directory.
+    """Write the model of the newest checkpoint, or of --step's checkpoint, as a Hugging Face directory.
 
-    transformers and vLLM load it. The checkpoint is verified first.
+    transformers and vLLM can load it. The checkpoint is verified first.
     """
     from asyncrl_cli.runs.checkpoints import verified_checkpoint
     from asyncrl_cli.spec.load import load_recorded
 
     found = find_run(runs_dir, run)
-    _chosen(found, step)  # raises when there is none, before torch is imported
+    _chosen(found, step)  # raises if there is none, before torch is imported
 
     from asyncrl_cli.train.model.initial import model_stub_path
     from asyncrl_cli.train.model.saving import check_target, export_model
@@ -97,7 +97,7 @@ def prune(
     keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the N newest.")] = None,
     keep_every: Annotated[
         int | None,
-        typer.Option("--keep-every", metavar="N", min=0, help="Keep those of steps divisible by N; 0 for none."),
+        typer.Option("--keep-every", metavar="N", min=0, help="Keep steps divisible by N; 0 for none."),
     ] = None,
     keep_best: Annotated[
         int | None, typer.Option("--keep-best", metavar="N", min=0, help="Keep the N with the best greedy accuracy.")
@@ -105,9 +105,9 @@ def prune(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Remove the checkpoints that no rule keeps. The options replace the rules of the run's spec.
+    """Delete checkpoints that no retention rule keeps. The options replace the rules in the run's spec.
 
-    Refused while a process drives the run: it prunes them itself.
+    A run that is being driven refuses this: its own process deletes checkpoints.
     """
     from rich.filesize import decimal
 
@@ -127,15 +127,15 @@ def prune(
         )
     if not dry_run:
         found.lock()
-        has = stored(found)  # its driver may have changed them
+        has = stored(found)  # again: until the lock was held, the driver may have changed them
     reasons = has.reasons(retention)
     removed = [checkpoint for checkpoint in has.checkpoints if not reasons[checkpoint.step]]
     freed = sum(checkpoint.size for checkpoint in removed)
     if not dry_run:
         for checkpoint in removed:
             remove(checkpoint)
-        # After the files: `journal.keep` deletes tokens that only removed checkpoints need, so a checkpoint that still
-        # exists must not be recorded as removed.
+        # After the files are gone, because `journal.keep` deletes tokens that only removed checkpoints need. In the
+        # other order, a kill in between would leave a checkpoint on disk without its tokens.
         checkpoints_removed(found.path, [checkpoint.step for checkpoint in removed])
         found.unlock()
     steps = ", ".join(str(checkpoint.step) for checkpoint in removed)
@@ -144,7 +144,7 @@ def prune(
 
 
 def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
-    """All checkpoints, or one step's. Raises ``RunError`` when there is none."""
+    """All checkpoints, or one step's checkpoint. Raises ``RunError`` if there is none."""
     from asyncrl_cli.runs.checkpoints import checkpoint_of, complete_checkpoints
 
     if step is not None:
@@ -165,5 +165,5 @@ add(
     ("show", show_checkpoint, "Show one checkpoint.", "checkpoint show latest --step 40"),
     ("verify", verify_checkpoints, "Compare every byte with its checksum.", "checkpoint verify latest"),
     ("export", export, "Write the model as a Hugging Face folder.", "checkpoint export --to my-model"),
-    ("prune", prune, "Remove the checkpoints that no rule keeps.", "checkpoint prune latest --dry-run"),
+    ("prune", prune, "Delete checkpoints that no retention rule keeps.", "checkpoint prune latest --dry-run"),
 )

@@ -1,4 +1,4 @@
-"""`asyncrl convert`: configurations of other trainers as specs."""
+"""`asyncrl convert`: converts configurations of other trainers to specs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Output = Annotated[
         help="The spec to write; a folder if there are several. Default: standard output; for several, `converted`.",
     ),
 ]
-Force = Annotated[bool, typer.Option("--force", help="Replace a spec that exists with other content.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an existing spec with different content.")]
 
 
 def verl(
@@ -77,10 +77,10 @@ def trl(
     output: Output = None,
     force: Force = False,
 ) -> None:
-    """Write a spec for each file of TRL's arguments, with a comment for every one (docs/from-trl.md).
+    """Write a spec for each file of TRL's arguments, with a comment for every argument (docs/from-trl.md).
 
-    Accelerate sets the number of processes: add --num_processes N, or --accelerate_config FILE. The exit codes are the
-    same as those of `convert verl`.
+    Accelerate sets the number of processes: add --num_processes N, or --accelerate_config FILE. Exit codes are the same
+    as for `convert verl`.
     """
     from asyncrl_cli.convert.source import read_file
     from asyncrl_cli.convert.trl import TRAINERS
@@ -107,7 +107,7 @@ def prime_rl(
 ) -> None:
     """Write a spec for a configuration of prime-rl, with a comment for every key (docs/from-prime-rl.md).
 
-    It has the exit codes of `convert verl`.
+    Exit codes are the same as for `convert verl`.
     """
     from asyncrl_cli.convert.prime_rl import TRAINER, read
 
@@ -116,7 +116,7 @@ def prime_rl(
 
 
 def _convert(trainer: Trainer, found: dict[str, tuple[str, dict[str, Any]]], output: Path | None, force: bool) -> None:
-    """Convert configurations, by the name of their file: each with its origin in a few words, and its keys."""
+    """Convert configurations. ``found`` maps a file's name to a short text about its origin, and its keys."""
     from asyncrl_cli.convert.files import convert_one, targets
 
     results = []
@@ -126,15 +126,15 @@ def _convert(trainer: Trainer, found: dict[str, tuple[str, dict[str, Any]]], out
 
 
 def _label(file: str, count: int, kind: str) -> str:
-    """The origin in a few words: a command line would be longer than the rest of the output."""
+    """A short text about the origin: a command line would be longer than the rest of the output."""
     counted = f"{count} {kind}{'' if count == 1 else 's'}"
     return f"{file} and {counted}" if file and count else file or counted
 
 
 def _finish(results: list[Result], force: bool) -> None:
-    """Write the specs, and print where they are and what remains to be done.
+    """Write the specs, and print their paths, the remaining problems and the next commands.
 
-    A result without a file is printed to standard output, and then all other text goes to standard error."""
+    A result without a file is printed to standard output. Then all other text goes to standard error."""
     from asyncrl_cli.convert.files import write
 
     write(results, force=force)

@@ -44,8 +44,8 @@ def doctor(
     """Check versions, devices, memory, disk, clocks, ports, limits, the compiler, and whether vLLM, DeepSpeed and Ray
     work, with a hint for each problem. With --deep, vLLM generates and DeepSpeed makes a step of ZeRO-3.
 
-    With --cluster: whether the hosts of a Ray cluster can work together: connections between all of them, their speed,
-    token, versions, clocks, memory, and the folder of runs. With a spec, also whether it fits the cluster.
+    With --cluster, check whether the hosts of a Ray cluster can work together: all connections and their speed, token,
+    versions, clocks, memory, and the folder of runs. With a spec, also check whether it fits the cluster.
 
     Exit code: 0 when a run can work here, also with warnings; 1 when it cannot.
     """
@@ -72,7 +72,7 @@ def _of_cluster(address: str | None, runs_dir: Path) -> Iterator[Finding]:
 
 
 def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
-    """The checks of a start of the spec on the cluster. ``address`` takes precedence over the spec's."""
+    """The start checks of a spec on its cluster. ``address`` takes precedence over the spec's address."""
     from asyncrl_cli.checks.start import CLUSTER_CHECKS
     from asyncrl_cli.cli.output import start_checks
     from asyncrl_cli.spec.load import load_spec
@@ -88,14 +88,14 @@ def _of_spec(file: Path, address: str | None) -> Iterator[Finding]:
 def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> bool:
     """Print each finding immediately and the failures again at the end, or print one JSON document.
 
-    Returns whether no finding is a failure; in JSON the key ``verdict`` has this.
+    Returns True if no finding is a failure; the JSON document has this value under ``verdict``.
     """
     from dataclasses import asdict
 
     found = []
     for finding in findings:
         found.append(finding)
-        if not as_json:  # immediately: the last checks take long
+        if not as_json:  # immediately, because the last checks take long
             show_finding(finding)
     failures = [finding for finding in found if finding.status == "failure"]
     if as_json:
@@ -109,7 +109,7 @@ def show_findings(findings: Iterable[Finding], verdict: str, as_json: bool) -> b
 
 
 def show_finding(finding: Finding) -> None:
-    """Print one check: a mark for its status, its name, its finding and the hint."""
+    """Print one check: status, name, finding and hint."""
     from asyncrl_cli.inspect.pages import paragraph
 
     hint = [f"-> {finding.hint}"] if finding.hint else []

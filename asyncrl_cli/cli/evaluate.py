@@ -34,12 +34,12 @@ def evaluate(
         str,
         typer.Argument(
             metavar="RUN|SPEC|MODEL",
-            help="A run, a YAML spec (its initial model), or the folder of a saved model.",
+            help="A run, a YAML spec (its initial model), or a saved model's folder.",
             autocompletion=run_names,
         ),
     ],
     spec: Annotated[
-        Path | None, typer.Option("--spec", metavar="SPEC", help="For a model's folder: the spec with task and data.")
+        Path | None, typer.Option("--spec", metavar="SPEC", help="For a model's folder: a spec with task and data.")
     ] = None,
     step: Step = None,
     data: Annotated[
@@ -49,7 +49,7 @@ def evaluate(
         int | None, typer.Option("--samples", metavar="K", min=1, help="Sample K responses per prompt: pass@1 to K.")
     ] = None,
     greedy: Annotated[
-        bool | None, typer.Option("--greedy/--sampled", help="How to generate. Default: as the spec evaluates.")
+        bool | None, typer.Option("--greedy/--sampled", help="How to generate. Default: as in the spec.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -61,12 +61,12 @@ def evaluate(
 ) -> None:
     """Evaluate a model with the engines, the task and the data of a spec, without training.
 
-    For a run: its final model, or the newest checkpoint's if it has not finished. The responses are in the run's folder
-    `evaluations`; otherwise in a new folder below `RUNS_DIR/evaluate`. Exit code: 2 when nothing was started, 1 when
-    the evaluation failed or no response got a reward, 130 after Ctrl-C.
+    For a run, this is its final model, or its newest checkpoint if it has not finished. The responses are written to
+    the run's folder `evaluations`, or without a run to a new folder in `RUNS_DIR/evaluate`. Exit code: 2 when nothing
+    was started, 1 when the evaluation failed or no response got a reward, 130 after Ctrl-C.
     """
     if samples is not None and greedy:
-        raise typer.BadParameter("one greedy response per prompt is all there is", param_hint="--samples")
+        raise typer.BadParameter("there is only one greedy response per prompt", param_hint="--samples")
     with refusing():
         if output is not None and not output.absolute().parent.is_dir():
             raise ConfigError("no such folder", location=str(output.parent), hint="make it, or choose another -o FILE")
@@ -84,7 +84,7 @@ def evaluate(
             raise ConfigError(
                 "there are no prompts to evaluate on: data.eval is null, and there are no evaluation.sets",
                 location=target,
-                hint="name a file: --data PATH, or --set data.eval.path=PATH with further keys of data.eval",
+                hint="name a file: --data PATH, or --set data.eval.path=PATH and other keys of data.eval",
             )
 
         from asyncrl_cli.orchestrator.offline import offline
@@ -101,7 +101,7 @@ def evaluate(
             from asyncrl_cli.spec.load import dump_spec
 
             model = initial_model(checked, lambda: experiment.tasks[""], base)
-            # In the form of a run's folder, for MLflow, but not where it would be listed as a run.
+            # MLflow needs the form of a run's folder. It must not be in `runs`, where it would be listed as a run.
             folder = RunDirectory.create(settings.runs_dir / "evaluate", settings.name)
             manifest = describe_start(base / "spec.yaml") | {EVALUATED: target}
             folder.begin(dump_spec(settings, loaded.references), 0, manifest)
@@ -125,7 +125,7 @@ def evaluate(
 def _read(
     target: str, *, spec_file: Path | None, data: str | None, changes: Sequence[str], runs_dir: Path
 ) -> tuple[LoadedSpec, Path, RunDirectory | None]:
-    """The spec for ``target``, the folder of the user's own modules, and the run if the target is one."""
+    """Return the spec for ``target``, the folder of the user's modules, and the run if the target is one."""
     from asyncrl_cli.orchestrator.serving import saved_model
     from asyncrl_cli.spec.load import load_recorded, load_spec
 
@@ -150,7 +150,7 @@ def _read(
         raise ConfigError("a saved model has no task and no data", location=target, hint=hint)
     loaded = load(changes)
     if data is not None:
-        # The columns, the template and the system message stay.
+        # Other prompts, but the same columns, template and system message.
         split = loaded.spec.data.eval
         known = split if split is not None and split.path else loaded.spec.data.train
         form = known.model_dump(exclude={"path", "size", "config", "split"})
@@ -159,14 +159,14 @@ def _read(
 
 
 def _name(data: str) -> str:
-    """The name of an evaluation on these prompts."""
+    """Name an evaluation after the file of its prompts."""
     return re.sub(r"\W+", "_", Path(data).stem.rpartition(":")[2])[:32]
 
 
 def _run(
     experiment: Experiment, served: Served, choose: Choose, *, folder: RunDirectory, is_new: bool
 ) -> tuple[list[tuple[Measured, str | None]], str]:
-    """Make the evaluations. Returns each with the path of its file (None if it could not be written), and a text about
+    """Run the evaluations. Returns each with its file's path (None if it could not be written), and a text about
     MLflow."""
     from asyncrl_cli.checks.hosts.examine import check_cluster
     from asyncrl_cli.monitors.mlflow.sender import send_rest, target_of
@@ -182,7 +182,7 @@ def _run(
     with run_terminal(served.logs) as terminal:
 
         def show(line: str) -> None:
-            """Replace the line of progress."""
+            """Replace the progress line."""
             if terminal.err.isatty():
                 terminal.err.draw(f"\r\x1b[K{line}")
 
@@ -229,7 +229,7 @@ def _run(
 
 
 def _shown(heads: Sequence[dict[str, Any]]) -> list[str]:
-    """A table of the evaluations' results, with 95 % confidence intervals."""
+    """A table with the evaluations' results and 95 % confidence intervals."""
     from asyncrl_cli.monitors.base import evaluation_metrics
 
     rows = []

@@ -1,8 +1,8 @@
 """`asyncrl init`: copies a template to a new folder.
 
-A template is a folder of `templates/` with a spec, the code and data that it names, and a README whose heading is what
-`--list` shows. An installed wheel has the folders as `asyncrl_cli/_templates`; an editable install takes them from the
-repository.
+A template is a folder in `templates/` with a spec, the code and data that the spec names, and a README; `--list` shows
+the README's heading. An installed wheel has the folders in `asyncrl_cli/_templates`; an editable install uses the
+repository's folders.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from asyncrl_cli.core.errors import UserError
 
 SPEC = "spec.yaml"
 MODEL = "model"
-"""A template's model: config and tokenizer, to which ``copy`` adds random weights."""
+"""A template's model: config and tokenizer; ``Template.copy`` adds random weights."""
 STARTS = {"slurm": ("sbatch", "job.sbatch"), "kuberay": ("kubectl apply -f", "rayjob.yaml")}
-"""For each template for a cluster: the command that starts a run, and the file that it is given. The other templates
-are started with `asyncrl train`."""
+"""Command and file that start a run, for cluster templates. `asyncrl train` starts all other templates."""
 
 
 class TemplateError(UserError):
@@ -39,7 +38,7 @@ class TemplateError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One folder to copy."""
+    """A template's folder."""
 
     folder: Path
 
@@ -57,9 +56,9 @@ class Template:
 
     def copy(self, folder: Path, force: bool) -> list[str]:
         """Copy the template to ``folder``, set the spec's ``name`` to the folder's name, and make random weights if the
-        template has a model. Returns the names of the files written, which include a JSON schema for editors.
+        template has a model. Returns the names of the written files, including a JSON schema for editors.
 
-        With ``force``, ``folder`` may contain files: those of the same name are replaced, the others are kept. Raises
+        With ``force``, ``folder`` may contain files: files with the same name are replaced, all others are kept. Raises
         ``TemplateError``.
         """
         from asyncrl_cli.spec.schema import FILE, schema_text
@@ -68,7 +67,7 @@ class Template:
             if folder.exists() and not folder.is_dir():
                 raise TemplateError("a file with this name exists", location=str(folder), hint="name a folder")
             if not force and folder.is_dir() and any(folder.iterdir()):
-                hint = "name another one, or use --force, which replaces files of the same name"
+                hint = "name another one, or use --force, which replaces files with the same name"
                 raise TemplateError("the folder is not empty", location=str(folder), hint=hint)
             shutil.copytree(self.folder, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
             spec = folder / SPEC
@@ -76,18 +75,18 @@ class Template:
             spec.write_text(_renamed(text, folder.resolve().name), encoding="utf-8")
             (folder / FILE).write_text(schema_text(), encoding="utf-8")
             if self.has_model:
-                # Without this, DeepSpeed, which transformers imports, prints on stdout that it found no accelerator.
+                # Otherwise DeepSpeed, which transformers imports, prints to stdout that it found no accelerator.
                 os.environ.setdefault("DS_ACCELERATOR", "cpu")
                 from asyncrl_cli.train.model.initial import write_weights
 
                 write_weights(folder / MODEL, seed=0)
-        except OSError as error:  # includes shutil.Error, which copytree raises
+        except OSError as error:  # includes copytree's shutil.Error
             raise TemplateError(f"the folder cannot be written: {error}", location=str(folder)) from error
         return sorted([FILE, *(path.name for path in self.folder.iterdir() if path.name != "__pycache__")])
 
 
 def _renamed(spec: str, folder: str) -> str:
-    """The spec's text with ``name`` replaced by the folder's name, without characters that a run's name cannot have."""
+    """Set ``name`` in a spec's text to the folder's name, without characters that a run's name must not have."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder).strip("-._")[:64]
     return re.sub(r"^name: .*$", f'name: "{name}"', spec, count=1, flags=re.MULTILINE) if name else spec
 
@@ -100,7 +99,7 @@ def templates() -> list[Template]:
 
 
 def find_template(name: str) -> Template:
-    """The template of this name. Raises ``TemplateError`` if there is none, with the most similar name as the hint."""
+    """Return the template with this name. Raises ``TemplateError`` with the most similar name if there is none."""
     from asyncrl_cli.core.suggest import did_you_mean
 
     known = {template.name: template for template in templates()}
@@ -125,10 +124,10 @@ def init(
     show_list: Annotated[bool, typer.Option("--list", help="List the templates and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --list: print JSON.")] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Write into a folder that is not empty; replaces files of the same name.")
+        bool, typer.Option("--force", help="Write into a folder that is not empty; replaces files with the same name.")
     ] = False,
 ) -> None:
-    """Copy a template, which is a spec with its code and data, to a new folder, and print the next commands."""
+    """Copy a template (a spec with its code and data) to a new folder, and print the next commands."""
     if show_list:
         rows = [{"template": template.name, "what": template.title} for template in templates()]
         if as_json:

@@ -1,4 +1,4 @@
-"""Views of a run's journal: `asyncrl inspect`, `asyncrl events` and `asyncrl staleness`. None of them needs Ray."""
+"""`asyncrl inspect`, `asyncrl events` and `asyncrl staleness`: views of a run's journal, without Ray."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def inspect_buffer(
     ] = None,
     stale_over: Annotated[
         int | None,
-        typer.Option("--stale-over", metavar="N", help="List groups whose staleness is above N versions."),
+        typer.Option("--stale-over", metavar="N", help="List groups with a staleness above N versions."),
     ] = None,
     limit: Annotated[
         int | None,
@@ -77,10 +77,10 @@ def inspect_buffer(
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Show what is in a run's buffer, list some of its groups, or show one.
+    """Summarize a run's buffer, list some of its groups, or show one.
 
-    Steps count from 1, as in metrics.jsonl. For a group that is not taken yet, the staleness is what it would be if it
-    were taken now.
+    Steps count from 1, as in metrics.jsonl. The staleness of a group that is not taken yet is calculated as if it were
+    taken now.
     """
     from asyncrl_cli.inspect.buffer_pages import group_page, list_page, overview_page, rollout_page
     from asyncrl_cli.journal.queries import STATES, GroupFilter, snapshot
@@ -124,7 +124,7 @@ def inspect_buffer(
 
 
 def inspect_run(run: RunName = "latest", as_json: AsJson = False, runs_dir: RunsDir = Path("runs")) -> None:
-    """Show how a run was started and what happened in it: starts, failures, throughput, checkpoints, evaluations."""
+    """Show a run's history: starts, failures, throughput, checkpoints, evaluations."""
     from asyncrl_cli.inspect.history_page import history_page
     from asyncrl_cli.journal.history import history
     from asyncrl_cli.journal.queries import snapshot
@@ -155,7 +155,7 @@ def events(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Print the events of a run, which may be running, stopped or dead, in the order of their times.
+    """Print a run's events in order of time. The run may be running, stopped or dead.
 
     docs/journal.md explains each kind.
     """
@@ -182,7 +182,7 @@ def staleness(
             "--what-if",
             metavar="S",
             min=0,
-            help="Estimate how long a step would take with this bound.",
+            help="Estimate the time of a step with this bound.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -190,7 +190,7 @@ def staleness(
 ) -> None:
     """Show the staleness of every trained group, and verify from the journal that it stayed within the bound.
 
-    Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups trained late with `on_stale: train`
+    Exit code: 0 when it did, 1 when rows of the journal violate the bound. Groups that `on_stale: train` trained late
     are counted, but are not violations. Steps count from 1, as in metrics.jsonl.
     """
     from asyncrl_cli.inspect.resolved import resolved_spec

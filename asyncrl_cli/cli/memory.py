@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryAnswer:
-    """A memory estimate to print. ``fits`` is false if no run of the spec can work."""
+    """A memory estimate to print. ``fits`` is False if the spec cannot run."""
 
     fits: bool
     text: str
@@ -28,7 +28,7 @@ class MemoryAnswer:
 
 
 def parse_memory(text: str | None) -> int | None:
-    """The value of the option `--gpu-memory` in bytes."""
+    """Convert the value of `--gpu-memory` to bytes."""
     from asyncrl_cli.sizing.parts import memory_size
 
     try:
@@ -38,7 +38,7 @@ def parse_memory(text: str | None) -> int | None:
 
 
 def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
-    """The config of a spec's model: that in ``folder``, or None to find it by the model's name."""
+    """Read the config of a spec's model from ``folder``; None finds it by the model's name."""
     from asyncrl_cli.core.imports import large_imports
 
     with large_imports():
@@ -53,7 +53,7 @@ def model_config(spec: ExperimentSpec, folder: Path | None) -> Any:
 
 
 def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Path | None) -> MemoryAnswer:
-    """Estimate a spec's memory; ``config_folder``: as for ``model_config``."""
+    """Estimate a spec's memory; ``config_folder`` as in ``model_config``."""
     from asyncrl_cli.checks.memory import estimate_memory, memory_problems
     from asyncrl_cli.sizing.model import size_model
 
@@ -75,7 +75,7 @@ def memory_answer(spec: ExperimentSpec, gpu_bytes: int | None, config_folder: Pa
 
 
 def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
-    """The estimate as text: each GPU and host with the parts of its memory and its capacity."""
+    """Show the estimate as text: each GPU and host with its capacity and the parts of its memory."""
     from asyncrl_cli.sizing.parts import shown
 
     trained = f", {_many(model.trained)} of them trained" if model.trained < model.parameters else ""

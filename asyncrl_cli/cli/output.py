@@ -1,4 +1,4 @@
-"""How commands print: text without control characters for the terminal, valid JSON, notices of checks."""
+"""Output of commands: text without control characters, valid JSON, notices of checks."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ _COMMAND = re.compile(
 
 
 def debugging() -> bool:
-    """Whether tracebacks are shown: `--debug`, or ASYNCRL_DEBUG."""
+    """True if tracebacks are shown (`--debug` or ASYNCRL_DEBUG)."""
     return os.environ.get("ASYNCRL_DEBUG", "0") not in ("", "0")
 
 
 def in_runs_dir(hint: str, runs_dir: Path | None) -> str:
-    """The hint with --runs-dir in its commands, without which they would look for the run in `runs`."""
+    """Add --runs-dir to the commands in a hint; otherwise they would look for the run in `runs`."""
     if runs_dir is None or runs_dir.absolute() == DEFAULT_RUNS.absolute():
         return hint
     return _COMMAND.sub(lambda found: f"{found[0]} --runs-dir {shlex.quote(str(runs_dir))}", hint)
 
 
 def echo(text: str, err: bool = False) -> None:
-    """Print text to standard output, or to standard error."""
     typer.echo(printable(text), err=err)
 
 
 def echo_json(value: Any) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False)
-    # JSON's own escapes: it allows unescaped characters that control a terminal or cannot be encoded.
+    # Escape more than JSON requires: some characters control a terminal or cannot be encoded.
     typer.echo("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))
 
 
@@ -65,7 +64,7 @@ def start_checks(
     training: bool = True,
     takes_data: bool = True,
 ) -> StartChecks:
-    """All checks of a start. Checks that take long print a notice to standard error."""
+    """Prepare all checks of a start. Slow checks print a notice to standard error."""
     from asyncrl_cli.checks.start import StartChecks
 
     return StartChecks(

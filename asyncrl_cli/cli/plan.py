@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from asyncrl_cli.spec.sections import ExperimentSpec
 
 SPREAD = 0.6
-"""Default standard deviation of the logarithm of the response lengths, when no run is measured."""
+"""Default standard deviation of the logarithm of response lengths, if no run is measured."""
 
 
 def plan(
@@ -43,7 +43,7 @@ def plan(
         int | None, typer.Option("--gpus", metavar="N", min=2, help="With --search: GPUs to split.")
     ] = None,
     gpu: Annotated[
-        str, typer.Option("--gpu", metavar="KIND", help="Without a measurement: the GPU whose data sheet is used.")
+        str, typer.Option("--gpu", metavar="KIND", help="Without a measurement: use this GPU's data sheet.")
     ] = "h100",
     mean_tokens: Annotated[
         float | None,
@@ -79,17 +79,17 @@ def plan(
         typer.Option(
             "--compare",
             metavar="RUN",
-            help="Print the prediction beside what this run measured.",
+            help="Print the prediction next to this run's measurements.",
             autocompletion=run_names,
         ),
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Predict a spec's step time, what each side waits for, and how stale groups will be.
+    """Predict a spec's step time, the waiting time on each side, and the groups' staleness.
 
-    The simulation uses the same ledger as a real run (docs/planning.md). Speeds and lengths are measured in a run
-    (--calibrate, --calibrate-from), or estimated from data sheets. Exit code: 0 with a prediction; 2 when there is
+    The simulation uses the same ledger as a real run (docs/planning.md). Speeds and lengths come from a run
+    (--calibrate, --calibrate-from), or are estimated from data sheets. Exit code: 0 with a prediction; 2 when there is
     nothing to predict from, or when the simulation does not reproduce the measured run within 10 %.
     """
     from asyncrl_cli.cli.plan_sources import Assumed, calibration_run, data_sheet_source, measured_source
@@ -101,7 +101,7 @@ def plan(
     if search is (gpus is None):
         raise typer.BadParameter("--search and --gpus belong together", param_hint="--search")
     loaded = load_spec(spec, overrides or ()).spec
-    # Before anything is measured: a run that does not exist is reported first.
+    # Before measuring: a wrong run id must be reported first.
     compared = find_run(runs_dir, compare) if compare is not None else None
     run = find_run(runs_dir, calibrate_from) if calibrate_from is not None else None
     if calibrate:
@@ -122,8 +122,7 @@ def plan(
 def _predicted(
     spec: ExperimentSpec, source: Source, calibration: RunDirectory | None, run: RunDirectory | None
 ) -> dict[str, Page]:
-    """The prediction, the machine's speed since the ``calibration``, and a comparison with the measurements of
-    ``run``."""
+    """The prediction, the machine's speed since the ``calibration``, and a comparison with ``run``'s measurements."""
     from asyncrl_cli.cli.plan_sources import measure
     from asyncrl_cli.inspect.plan_page import comparison_page, machine_page, plan_page
     from asyncrl_cli.plan.comparison import compare, error_parts
@@ -142,7 +141,7 @@ def _predicted(
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
     pages = {"plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, memory=gpus)}
     if calibration is not None and shares_host(spec):
-        # A run to compare with was made at its own speed.
+        # A compared run recorded the machine's speed at its own time.
         now = processor_speed() if run is None else run.manifest.get(SPEED)
         pages["machine"] = machine_page(calibration, now, predicted.outcome.step_s)
     if run is not None:

@@ -1,4 +1,4 @@
-"""The inputs of `asyncrl plan`: a run that was measured, or data sheets."""
+"""The inputs of `asyncrl plan`: a measured run, or data sheets."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from asyncrl_cli.train.flops import Gpu
 
 CALIBRATION_STEPS = 10
-"""Steps that `--calibrate` trains after the buffer has been filled three times."""
+"""Steps that `--calibrate` trains after filling the buffer three times."""
 ASSUMED_GROUPS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Assumptions used without a measurement: the kind of GPU, mean and spread of lengths, the model's config."""
+    """Assumptions without a measurement: the kind of GPU, the lengths' mean and spread, the model's config."""
 
     gpu: str
     mean_tokens: float | None
@@ -43,14 +43,14 @@ class Assumed:
 class Source:
     """The basis of a prediction."""
 
-    planned: Callable[[ExperimentSpec, int | None], Planned]  # from a spec and the tokens that its cache has room for
-    engine_gpus: tuple[int, ...]  # the sizes of engines with a known speed
+    planned: Callable[[ExperimentSpec, int | None], Planned]  # from a spec and its cache's room in tokens
+    engine_gpus: tuple[int, ...]  # sizes of engines with known speed
     model: SizedModel | None = None  # for the memory estimate
     gpu_bytes: int | None = None
     page: Page | None = None
 
     def memory(self, spec: ExperimentSpec) -> Estimate | None:
-        """The memory that the GPUs need; None if the model or its GPUs are not known."""
+        """Estimate the memory that the GPUs need; None if the model or its GPUs are not known."""
         from asyncrl_cli.sizing.estimate import estimate
 
         if self.model is None or self.gpu_bytes is None:
@@ -59,7 +59,7 @@ class Source:
 
 
 def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -> Source:
-    """The measurements of a run. Raises ``ConfigError`` if the simulation does not reproduce the run."""
+    """Use a run's measurements. Raises ``ConfigError`` if the simulation does not reproduce the run."""
     from asyncrl_cli.inspect.plan_page import calibration_page
     from asyncrl_cli.orchestrator.actors import buffer_settings
     from asyncrl_cli.plan.scenario import planned_scenario
@@ -81,7 +81,7 @@ def measured_source(spec: ExperimentSpec, run: RunDirectory, assumed: Assumed) -
 
 
 def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
-    """Guesses from data sheets and assumed lengths. Raises ``ConfigError`` for a spec without GPUs."""
+    """Use guesses from data sheets and assumed lengths. Raises ``ConfigError`` for a spec without GPUs."""
     from asyncrl_cli.orchestrator.actors import buffer_settings
     from asyncrl_cli.plan.guess import guessed_costs, guesses, shape_of
     from asyncrl_cli.plan.lengths import LengthModel
@@ -90,7 +90,7 @@ def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
 
     if not spec.rollout.gpus_per_engine or not spec.trainer.gpus_per_rank:
         raise ConfigError(
-            "nothing is measured, and no data sheet says how fast a CPU is",
+            "nothing is measured, and no data sheet gives the speed of a CPU",
             location="rollout.gpus_per_engine",
             hint="measure: --calibrate here, or --calibrate-from RUN",
         )
@@ -120,7 +120,7 @@ def data_sheet_source(spec: ExperimentSpec, assumed: Assumed) -> Source:
 
 
 def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
-    """Lengths and costs measured in a run's journal. Raises ``ConfigError`` if the journal has too few steps."""
+    """Read lengths and costs from a run's journal. Raises ``ConfigError`` if the journal has too few steps."""
     from asyncrl_cli.journal.queries import snapshot
     from asyncrl_cli.journal.schema import FILE
     from asyncrl_cli.plan.from_journal import calibrate
@@ -135,7 +135,7 @@ def measure(run: RunDirectory, spec: ExperimentSpec) -> Calibration:
 
 
 def calibration_run(path: Path, overrides: Sequence[str]) -> RunDirectory:
-    """Train a few steps of a spec with one engine and as few trainer ranks as possible; batches are scaled to these."""
+    """Train a few steps with one engine and as few trainer ranks as possible. Batches are scaled to the ranks."""
     from asyncrl_cli.cli.output import start_checks
     from asyncrl_cli.cli.running import drive
     from asyncrl_cli.orchestrator.launch import Start
@@ -214,7 +214,7 @@ def _sized(spec: ExperimentSpec, assumed: Assumed) -> tuple[SizedModel, Any]:
         return size_model(spec, config), config
     except UserError:
         raise
-    except Exception as error:  # of transformers, for a config that it cannot build
+    except Exception as error:  # transformers cannot build the config
         text = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"the model cannot be sized: {text}", location="model", hint="calibrate with a run of this spec"

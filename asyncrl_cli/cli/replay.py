@@ -27,7 +27,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object per step.")] = False,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Train again from the journal, without a rollout engine, and compare the weights.
+    """Train again from the journal, without rollout engines, and compare the weights.
 
     Starts from the newest checkpoint before --from, or from the initial model. Exit code: 0 when all published versions
     are equal, or when --set changed something; 1 when one differs.
@@ -101,9 +101,6 @@ def replay(
 
 def _line(step: Any) -> str:
     verdict = {True: "equal", False: "DIFFER", None: "not published"}[step.equal]
-    numbers = [_number(value) for value in (step.recorded_loss, step.loss, step.gradient_norm)]
-    return f"{step.step + 1:>6}  {step.version:>7}  {numbers[0]:>13}  {numbers[1]:>10}  {numbers[2]:>8}  {verdict}"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    values = (step.recorded_loss, step.loss, step.gradient_norm)
+    recorded, loss, gradient = ("-" if value is None else f"{value:.4g}" for value in values)
+    return f"{step.step + 1:>6}  {step.version:>7}  {recorded:>13}  {loss:>10}  {gradient:>8}  {verdict}"

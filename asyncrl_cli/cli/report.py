@@ -1,4 +1,4 @@
-"""`asyncrl report` and `asyncrl timeline`: runs as an HTML page, and one as a trace for Perfetto."""
+"""`asyncrl report` and `asyncrl timeline`: runs as an HTML page, and a run as a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl_cli.runs.catalogue import find_run
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="RUN", help="Runs' ids, unique prefixes of them, paths, or `latest` (the default)."),
+        typer.Argument(metavar="RUN", help="Ids of runs, unique prefixes of ids, paths, or `latest` (the default)."),
     ] = None,
     output: Annotated[
         Path | None,
@@ -30,7 +30,7 @@ def report(
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Write a report that any browser opens without a network: whether the run learned, what limited its speed, its
-    staleness and its failures, with the curves, distributions and rollouts behind that.
+    staleness and failures, with curves, distributions and rollouts.
 
     Reads the journals of runs that are running, stopped or dead.
     """
@@ -80,4 +80,4 @@ def _writing(what: str, path: Path) -> Iterator[None]:
 
 
 def _confirm(path: Path, text: str) -> None:
-    echo(text, err=not is_replaceable(path))  # the file itself may be standard output
+    echo(text, err=not is_replaceable(path))  # the file may itself be standard output

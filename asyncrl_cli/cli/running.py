@@ -1,4 +1,4 @@
-"""`asyncrl train` and `asyncrl resume`, and their parts: checks, the header, the live view and the closing lines."""
+"""`asyncrl train` and `asyncrl resume`, with their checks, header, live view and closing lines."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Print only the run's id and problems.")]
 CALIBRATING_STEPS = 20
-"""`asyncrl plan` cannot be calibrated with a shorter run. Its machine's speed is not measured."""
+"""Shortest run that can calibrate `asyncrl plan`. Only from this length on the machine's speed is measured."""
 
 
 def train(
@@ -70,10 +70,10 @@ def train(
         measuring.submit(lambda: speeds.append(processor_speed(beside_work=True)))
     with start_checks(loaded.spec, spec.absolute().parent) as checks:
         experiment = checks.experiment()
-    checked = experiment.spec  # with the steps of `stop.epochs`
+    checked = experiment.spec  # with `stop.epochs` converted to steps
     measuring.wait(2 * SECONDS)
     speed = speeds[0] if speeds and checked.stop.total >= CALIBRATING_STEPS else None
-    # After the checks: a spec that is refused leaves no folder behind (decision 0028).
+    # After the checks, because a refused spec must leave no folder behind (decision 0028).
     run = RunDirectory.create(checked.runs_dir, checked.name)
     run.begin(
         dump_spec(checked, loaded.references), checked.stop.total, describe_start(spec, speed, checked.model.path)
@@ -82,7 +82,7 @@ def train(
 
 
 def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[Finding]:
-    """The problems of the spec, then the findings of the start checks. Raises ``SpecError`` unless ``as_json``."""
+    """Yield the spec's problems, then the start checks' findings. Raises ``SpecError`` unless ``as_json``."""
     from asyncrl_cli.checks.finding import Finding, Status
     from asyncrl_cli.spec.load import load_spec
     from asyncrl_cli.spec.problems import SpecError
@@ -129,7 +129,7 @@ def resume(
     """Continue a run from where it stopped.
 
     The trainer starts from the newest checkpoint (or the initial model) and trains the batches recorded since then
-    again; unfinished rollouts continue from their recorded tokens. Exit codes are those of `asyncrl train`.
+    again; unfinished rollouts continue from their recorded tokens. Exit codes are the same as for `asyncrl train`.
     """
     from asyncrl_cli.spec.changes import check_changes, kept_horizon
     from asyncrl_cli.spec.load import dump_spec, load_recorded
@@ -152,7 +152,7 @@ def resume(
         with start_checks(spec, search_path(run), takes_data=plan.takes_data) as checks:
             experiment = checks.experiment()
         check_data(run, experiment=experiment, plan=plan, accept_changed_data=accept_changed_data)
-    start = plan.carry_out(run, accept_changed_data)  # until here, nothing has changed on disk
+    start = plan.carry_out(run, accept_changed_data)  # until now, nothing has changed on disk
     if start.note != plan.start.note:
         echo(f"{run.run_id}: {start.note}", err=True)
     if horizon is not None:
@@ -163,13 +163,13 @@ def resume(
 
 
 def search_path(run: RunDirectory) -> Path:
-    """The folder with the modules that a run's spec names: the folder of the spec file it was started from."""
+    """Return the folder with the user's modules: the run was started with a spec file in this folder."""
     return Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """A block that only checks. A ``UserError`` in it gets exit code 2: nothing was changed or started."""
+    """Give a ``UserError`` in this block exit code 2. The block only checks: it must not change or start anything."""
     try:
         yield
     except UserError as error:
@@ -178,7 +178,7 @@ def refusing() -> Iterator[None]:
 
 
 def drive(experiment: Experiment, run: RunDirectory, start: Start, quiet: bool) -> None:
-    """Run an experiment with its header, view and closing lines; a ``quiet`` one prints only its id and problems."""
+    """Run an experiment with header, view and closing lines; if ``quiet``, print only its id and problems."""
     from asyncrl_cli.monitors.outlet import run_terminal
 
     with run_terminal(run.path / "logs") as terminal:
@@ -214,7 +214,7 @@ def _drive(experiment: Experiment, run: RunDirectory, start: Start, *, quiet: bo
         raise typer.Exit(INTERRUPTED) from None
     except UserError as error:
         error.hint = in_runs_dir(error.hint, run.path.parent)
-        error.exit_code = UserError.exit_code  # 2 would mean that nothing was started
+        error.exit_code = UserError.exit_code  # exit code 2 would mean that nothing was started
         raise
     except Exception as error:
         if debugging():
@@ -257,7 +257,7 @@ def summary(run: RunDirectory, outcome: Outcome, spec: ExperimentSpec) -> str:
 
 
 def _shown(path: Path) -> str:
-    """The path, relative to the working directory when it is inside."""
+    """The path, relative to the working directory if it is inside."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`asyncrl runs`, `asyncrl scale` and `asyncrl track`: all runs of a folder; the engines of a live run; MLflow."""
+"""`asyncrl runs`, `asyncrl scale` and `asyncrl track`: all runs in a folder; a live run's engines; MLflow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from asyncrl_cli.runs.directory import ACTIVE, RunDirectory
 
 POLL_S = 0.5
 QUIET = ("starting", "running", "finished")
-"""Phases without a reason to show."""
+"""Phases that show no reason."""
 
 
 def runs(
@@ -33,7 +33,7 @@ def runs(
 ) -> None:
     """List runs, oldest first: phase, step, engines (serving/wanted), held-out accuracy, duration, `--set` values.
 
-    A run that failed or was interrupted has the reason below it. Times are in UTC.
+    The reason is below a run that failed or was interrupted. Times are in UTC.
     """
     rows = [_row(run) for run in all_runs(runs_dir)]
     if as_json:
@@ -53,12 +53,11 @@ def runs(
 
 
 def _row(run: RunDirectory) -> dict[str, Any]:
-    """A run's state, its duration until its end or now (None if that is not known), and the settings that its command
-    changed."""
+    """A run's state, its duration until its end or now (None if unknown), and the settings that its command changed."""
     manifest, state = run.manifest, run.state
     status, started, took_s = run.status, str(manifest.get("started", "")), None
     ended = time.time() if status in ACTIVE else state.updated
-    if status == "died":  # the state is as old as the last step; its processes wrote logs until they were killed
+    if status == "died":  # the state is as old as the last step, but processes wrote logs until they were killed
         ended = max(ended, *(log.stat().st_mtime for log in run.path.glob("logs/*")), 0.0)
     if state.updated:
         with suppress(ValueError):
@@ -93,19 +92,16 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def scale(
     run_id: RunName,
-    engines: Annotated[
-        int, typer.Option("--engines", metavar="N", min=1, help="Number of engines that the run should have.")
-    ],
+    engines: Annotated[int, typer.Option("--engines", metavar="N", min=1, help="Wanted number of engines.")],
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait up to this long for all of them to serve.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0, help="Wait up to this long until all of them serve.")
     ] = 120.0,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Change how many engines a live run has, within the bounds of `rollout.engines` in its spec.
 
-    An engine that leaves first returns its rollouts, and other engines continue them from their tokens. An engine that
-    joins waits until Ray has room for it. If that takes longer than --wait, the command prints what is missing and
-    exits with 0.
+    Before an engine leaves, it returns its rollouts, and other engines continue them from their tokens. A new engine
+    waits until Ray has room for it. If this takes longer than --wait, the command prints the reason and exits with 0.
     """
     from asyncrl_cli.runs.scaling import request_engines
 
@@ -144,9 +140,9 @@ def track(
     ] = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """Send the data of an ended run that MLflow does not have yet.
+    """Send an ended run's data that MLflow does not have yet.
 
-    Nothing is sent twice. Exit code: 1 when something could not be sent; then try again later.
+    Nothing is sent twice. Exit code: 1 when some data could not be sent; then try again later.
     """
     from importlib.util import find_spec
 
@@ -156,7 +152,7 @@ def track(
     if find_spec("mlflow") is None:
         raise ModuleNotFoundError(name="mlflow")
     run = find_run(runs_dir, run_id)
-    run.lock()  # a run that is still going sends its own data
+    run.lock()  # a live run sends its own data
     spec = load_recorded(run.path).spec
     changes = {"uri": uri, "register_model": register}
     tracking = spec.tracking.model_copy(update={key: value for key, value in changes.items() if value})

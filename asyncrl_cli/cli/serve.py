@@ -43,8 +43,8 @@ def serve(
 ) -> None:
     """Serve a model to any OpenAI client, without training, until Ctrl-C.
 
-    For a run: its final model, or the newest checkpoint's if it has not finished. For a spec: the model that training
-    starts from.
+    For a run, this is its final model, or its newest checkpoint if it has not finished. For a spec, it is the initial
+    model.
     """
     listen = [f"rollout.gateway.{key}={value}" for key, value in (("host", host), ("port", port)) if value is not None]
     changes = [*(overrides or ()), *listen]
@@ -68,7 +68,7 @@ def serve(
         def ready(address: Address) -> None:
             text = json.dumps(asdict(address)) if as_json else _shown(served, address)
             shown = printable(f"{text}\n")
-            terminal.out.draw(shown, shown)  # `write` would mask the key
+            terminal.out.draw(shown, shown)  # `write` would hide the key
 
         check_cluster(served.spec, actors=Actors(served.spec.rollout.min_engines, 0), folder=served.logs, notice=say)
         try:
@@ -106,14 +106,14 @@ def _of_spec(path: Path, changes: list[str], step: int | None) -> Served:
 
 
 def is_spec(target: str) -> bool:
-    """Whether an argument names a spec, and not a run or a model's folder."""
+    """True if an argument names a spec, and not a run or a model's folder."""
     return target.endswith((".yaml", ".yml")) or Path(target).is_file()
 
 
 def initial_model(spec: ExperimentSpec, load_task: Callable[[], Task], folder: Path) -> Path:
-    """The folder of a spec's initial model, which is made if necessary, with lines about its progress.
-    ``folder``: of the user's own modules."""
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print on stdout that it found no other
+    """Return the folder of a spec's initial model, after making the model if necessary. ``folder`` has the user's
+    modules."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed prints to stdout that it found no accelerator
 
     from asyncrl_cli.train.model.initial import prepare_model
 

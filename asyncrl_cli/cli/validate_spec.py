@@ -1,4 +1,4 @@
-"""`asyncrl validate-spec`: reports every problem of a spec with its line, without starting anything."""
+"""`asyncrl validate-spec`: reports every problem in a spec with its line, without starting anything."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ def validate_spec(
     prompt: Annotated[
         bool,
         typer.Option(
-            "--prompt", help="Load task, data and tokenizer, and show the first prompts as the model gets them."
+            "--prompt", help="Load task, data and tokenizer, and show the first prompts as the model sees them."
         ),
     ] = False,
     memory: Annotated[
-        bool, typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse what does not fit.")
+        bool,
+        typer.Option("--memory", help="Estimate the memory of each GPU and host, and refuse a spec that does not fit."),
     ] = False,
     gpu_memory: Annotated[
         str | None,
@@ -58,8 +59,8 @@ def validate_spec(
 ) -> None:
     """Check specs: types, spelling, and whether their parts fit together.
 
-    Exit code: 0 when every spec is valid, also with warnings; 2 when one is not, or does not fit with --memory. With
-    --json, one spec gives an object and several give a list.
+    Exit code: 0 when every spec is valid, also with warnings; 2 when a spec is not, or with --memory does not fit.
+    --json prints an object for one spec, and a list for several.
     """
     if schema:
         from asyncrl_cli.spec.schema import json_schema
@@ -71,7 +72,7 @@ def validate_spec(
     if len(specs) > 1 and (resolved or prompt or "-" in specs):
         raise typer.BadParameter("--resolved, --prompt and `-` take one spec at a time", param_hint="SPEC")
     if prompt and specs == ["-"]:
-        raise typer.BadParameter("--prompt needs a file: task and data are looked for beside it", param_hint="SPEC")
+        raise typer.BadParameter("--prompt needs a file: task and data are in its folder", param_hint="SPEC")
     if not memory and (gpu_memory is not None or model_config is not None):
         raise typer.BadParameter("needs --memory", param_hint="--gpu-memory" if gpu_memory else "--model-config")
     sizes = _Memory(parse_memory(gpu_memory), model_config) if memory else None
@@ -110,7 +111,7 @@ class _Answer:
 
 
 class _Memory(NamedTuple):
-    """The options of `--memory`."""
+    """The options for `--memory`."""
 
     gpu_bytes: int | None
     config_folder: Path | None
@@ -153,7 +154,7 @@ def _check(spec: str, overrides: Sequence[str], resolved: bool, prompt: bool, me
 
 
 def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
-    """A warning if this machine lacks the sandbox: the spec is valid, but a run may start on another machine only."""
+    """Warn if this machine lacks the sandbox: the spec is valid, but a run can only start on another machine."""
     if (settings := loaded.spec.task.sandbox) is None:
         return
     from asyncrl_cli.sandbox.trial import HINTS, missing
@@ -165,7 +166,7 @@ def _sandbox_warnings(spec: str, loaded: LoadedSpec) -> Iterator[Problem]:
 
 
 def _prompt(spec: str, loaded: LoadedSpec) -> tuple[Finding, ...]:
-    """The checks that show the first prompts, and the checks that they depend on."""
+    """Run the checks that show the first prompts, and the checks that they depend on."""
     from asyncrl_cli.checks.start import PROMPT_CHECKS
     from asyncrl_cli.cli.output import start_checks
 
@@ -182,7 +183,7 @@ def _standard_input() -> bytes:
 
 
 def summary(loaded: LoadedSpec) -> str:
-    """What the spec runs, in one line."""
+    """Describe the spec's run in one line."""
     from asyncrl_cli.inspect.pages import count_range
 
     spec = loaded.spec

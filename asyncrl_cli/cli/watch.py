@@ -1,4 +1,4 @@
-"""`asyncrl watch`: a dashboard of a run, from any terminal."""
+"""`asyncrl watch`: a run's dashboard in any terminal."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 REFRESH_S = 1.0
 """Seconds between two updates."""
 OLDER, NEWER = (b"p", b"\x1b[D", b"\x1bOD"), (b"n", b"\x1b[C", b"\x1bOC")
-"""Keys: letters, and what terminals send for the arrows to the left and the right."""
+"""Keys: letters, and the sequences that terminals send for the left and right arrows."""
 KEYS = "p older rollout · n newer · f all, right or wrong · 12g to step 12 · c colours · b back · q quit"
 KEY = re.compile(rb"\x1b\[[0-9;]*[^0-9;]|\x1bO.|\x1b(?=[^\[O])|[^\x1b]", re.DOTALL)
-"""Bytes that terminals send for one key: a single one, or an escape sequence."""
+"""Bytes that terminals send for one key: a single byte, or an escape sequence."""
 MOST_DIGITS = 9
-"""The largest number of digits of the step number that `g` takes."""
+"""Largest number of digits in a step number before `g`."""
 READ_BYTES = 1024
-"""Bytes read at a time: several keys may arrive together."""
+"""Bytes read at a time, because several keys may arrive together."""
 
 
 def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
-    """Watch a run that is running, stopped or dead: reward, accuracy, length, loss and staleness, what trainer and
-    engines do, the groups in the buffer with their deadlines, and the latest faults.
+    """Watch a run that is running, stopped or dead: reward, accuracy, length, loss and staleness, the activity of
+    trainer and engines, the groups in the buffer with their deadlines, and the latest faults.
 
     Keys: p and n (or the arrows) show the older and newer rollout, f filters by right and wrong, a number and g go to
     the rollouts of that step, c colours tokens by log-prob or weight version, b goes back, q quits. If the output is
@@ -57,7 +57,7 @@ def watch(run: RunName = "latest", runs_dir: RunsDir = Path("runs")) -> None:
 
 
 class Screen:
-    """The contents of the screen: the dashboard, or a rollout."""
+    """The screen's contents: the dashboard, or a rollout."""
 
     def __init__(self, run: RunDirectory) -> None:
         from asyncrl_cli.inspect.watching import Pager
@@ -68,7 +68,7 @@ class Screen:
         self._digits = ""
 
     def press(self, key: bytes) -> bool:
-        """Handle a key; False when it quits."""
+        """Handle a key. Returns False if it quits."""
         if key.isdigit():
             self._digits = (self._digits + key.decode())[-MOST_DIGITS:]
             return True
@@ -111,7 +111,7 @@ def _show_until_quit(screen: Screen, console: Console) -> None:
 
 
 def split_keys(data: bytes) -> tuple[list[bytes], bytes]:
-    """The keys in what a terminal sent, and the rest: an escape sequence that is not complete."""
+    """Split a terminal's bytes into keys. Also returns the rest, an incomplete escape sequence."""
     keys, at = [], 0
     while found := KEY.match(data, at):
         keys.append(found[0])
@@ -121,7 +121,7 @@ def split_keys(data: bytes) -> tuple[list[bytes], bytes]:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], list[bytes]]]:
-    """A context whose value is a function: it waits up to the given seconds for keys and returns all that have arrived.
+    """Yield a function that waits up to the given seconds for keys and returns all keys that have arrived.
     In the block, the terminal delivers each key immediately and does not echo it."""
     import termios
     import tty
@@ -136,7 +136,7 @@ def _keys() -> Iterator[Callable[[float], list[bytes]]]:
     def next_keys(seconds: float) -> list[bytes]:
         nonlocal rest
         if not select.select([source], [], [], seconds)[0]:
-            rest = b""  # the escape key alone
+            rest = b""  # only the escape key was pressed
             return []
         if not (data := os.read(source, READ_BYTES)):
             return [b"q"]  # the terminal is gone

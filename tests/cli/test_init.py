@@ -112,7 +112,7 @@ def test_a_folder_in_use_is_unchanged_unless_forced(asyncrl, tmp_path: Path) -> 
     assert asyncrl("init", "agent", "mine")[0] == 0, "an empty folder is free"
     (folder / "spec.yaml").write_text("mine")
     (folder / "notes").write_text("mine")
-    hint = "name another one, or use --force, which replaces files of the same name"
+    hint = "name another one, or use --force, which replaces files with the same name"
     refused = f"error: the folder is not empty\n --> mine\nhint: {hint}\n"
     assert asyncrl("init", "agent", "mine") == (2, "", refused)
     assert (folder / "spec.yaml").read_text() == "mine"
