@@ -1,11 +1,11 @@
-# The habits of this project, one command each.
-# The packages for CPUs, or with DEVICE=gpu those for GPUs, in an environment beside them.
+# The commands of everyday work.
+# The environment for CPUs, or with DEVICE=gpu a separate one for GPUs.
 DEVICE ?= $(if $(filter gpu,$(MAKECMDGOALS)),gpu,cpu)
 VENV ?= $(if $(filter cpu,$(DEVICE)),.venv,.venv-$(DEVICE))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Python keeps the compiled tests: without them each process of pytest needs five seconds more to rewrite their assertions.
+# Let Python keep compiled tests: otherwise each pytest process needs five more seconds to rewrite their assertions.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: quickstart install agents test-setup test test-fast nightly parity faults cluster lint format bench against-trl gpu lock docs clean
@@ -19,19 +19,19 @@ $(STAMP): requirements/$(DEVICE).lock requirements/install.sh pyproject.toml
 	bash requirements/install.sh $(VENV) $(DEVICE)
 	touch $@
 
-# Other people's agents, for tests that train them unchanged. Those that cannot be installed are named.
+# Other people's agents, for tests that train them unchanged. Prints the agents that cannot be installed.
 AGENTS ?= .agents
 agents: install
 	bash requirements/agents.sh $(BIN)/python $(AGENTS)
 
-# Everything that tests need outside the environment. Tests skip what cannot be installed.
+# Programs that tests need outside the environment. Tests skip if one cannot be installed.
 test-setup: install
 	bash requirements/sandboxes.sh
 	bash requirements/agents.sh $(BIN)/python $(AGENTS) mini-swe-agent codex claude-code openenv || true
 
-# Tests share the machine; those of a file share a process, because what their fixtures start takes seconds.
-# tests/conftest.py says which files come first. Three processes for two cores: tests of hosts and commands wait a third of
-# their time. Real runs wait for nothing.
+# A file's tests share a process, because their fixtures take seconds to start. tests/conftest.py says which files come
+# first. Three processes run on two cores, because tests of hosts and commands wait a third of their time; real runs do
+# not wait, so two processes run them.
 PROCESSES ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 # Both parts run, so that one failure does not hide another.
 test: test-setup
@@ -44,14 +44,14 @@ test: test-setup
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow and not stack and not nightly" -n logical --dist loadfile --no-loadscope-reorder
 
-# What takes hours: rare combinations, the fault campaign, agent libraries in bulk, the spec fuzzer.
+# Takes hours: rare combinations, the fault campaign, agent libraries in bulk, the spec fuzzer.
 nightly: test-setup faults
 	$(BIN)/python -m pytest -m nightly
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 200 --agents all
 	$(BIN)/python -m tests.spec.fuzz
 
-# The mathematics against TRL's and verl's own, in an environment that has them beside the packages of this one.
+# Compares the mathematics with TRL's and verl's, in a separate environment that also has their packages.
 parity: install $(VENV)-parity/.installed
 	$(VENV)-parity/bin/python -m pytest tests/parity
 
@@ -63,7 +63,7 @@ $(VENV)-parity/.installed: requirements/parity.txt requirements/parity.sh $(STAM
 faults: install
 	$(BIN)/python -m tests.e2e.faults.campaign --kills 60 --seed 0
 
-# Several hosts, made of namespaces on this machine (root), and the campaign that kills, cuts off, slows and adds them.
+# Several hosts, made of namespaces on this machine (needs root), and a campaign that kills, cuts off, slows and adds hosts.
 cluster: install
 	$(BIN)/python -m pytest tests/cluster -m ""
 	$(BIN)/python -m tests.cluster.campaign --events 30 --seed 0
@@ -81,14 +81,14 @@ format: install
 bench: install
 	$(BIN)/python benchmarks/async_vs_sync.py
 
-# Samples per second beside TRL's trainer, on the quickstart and with a larger model.
+# Samples per second compared with TRL's trainer, on the quickstart and with a larger model.
 STEPS ?= 20
 SIZES ?= 0.3M 9.5M
 against-trl: install $(VENV)-parity/.installed
 	PYTHONPATH=. $(VENV)-parity/bin/python benchmarks/against_trl.py --asyncrl $(BIN)/asyncrl --steps $(STEPS) --sizes $(SIZES)
 
-# Every part of asyncrl on this machine's GPUs, in about fifteen minutes: gpu-report/report.md is for sending.
-# DEVICE=cpu runs the same in small, in ten minutes on two cores. MODEL=FOLDER measures a saved model, too.
+# Tests every part of asyncrl on this machine's GPUs, in about fifteen minutes, and writes gpu-report/.../report.md to send.
+# DEVICE=cpu runs smaller versions, in ten minutes on two cores. MODEL=FOLDER also measures a saved model.
 gpu: install
 	PYTHONPATH=benchmarks $(BIN)/python -m gpu_report --device $(DEVICE:gpu=cuda) --out gpu-report/$(shell date +%Y%m%d-%H%M%S) $(if $(MODEL),--model $(MODEL))
 
@@ -96,8 +96,8 @@ docs: install
 	$(BIN)/python -m asyncrl_cli.spec.reference > docs/spec.md
 	$(BIN)/python -m asyncrl_cli.spec.schema > specs/spec.schema.json
 
-# Needs uv. Pass INDEX="--find-links DIR" where torch's CPU build lies elsewhere.
-# One file for all versions of Python. What is pinned stays, as far as it can; UPGRADE=--upgrade takes the newest.
+# Needs uv. Pass INDEX="--find-links DIR" if torch's CPU build is somewhere else. One file serves all versions of Python.
+# Existing pins stay where possible; UPGRADE=--upgrade takes the newest versions.
 INDEX ?= --extra-index-url https://download.pytorch.org/whl/cpu
 COMPILE = uv pip compile --universal --python-version 3.11 --index-strategy unsafe-best-match --no-annotate --no-header \
   --quiet $(UPGRADE)

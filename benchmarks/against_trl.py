@@ -29,7 +29,8 @@ SKIPPED_STEPS = 3
 class Size(NamedTuple):
     """A model.
 
-    ``config`` changes the quickstart's. ``warm_start``: updates. ``microbatch``: completions of one pass of TRL.
+    ``config`` changes the quickstart's config, ``warm_start`` counts updates, and ``microbatch`` completions in one
+    pass of TRL.
     """
 
     config: dict[str, int]
@@ -75,7 +76,7 @@ def main() -> None:
             tokens = figures["rate"] * figures["length"]
             columns = f"{figures['rate']:.1f}", f"{tokens:,.0f}", f"{figures['step_s']:.2f}", f"{figures['length']:.1f}"
             print(row(name, trainer, *columns))
-        # By tokens: the responses of the two grow at different rates.
+        # Compared by tokens, because responses grow at different rates.
         by_tokens = ours["rate"] * ours["length"] / (theirs["rate"] * theirs["length"])
         print(
             row(name, "asyncrl / TRL", f"{ours['rate'] / theirs['rate']:.2f}", f"{by_tokens:.2f}", "", ""), flush=True
@@ -87,7 +88,7 @@ def samples_per_step(spec: dict[str, Any]) -> int:
 
 
 def train_here(folder: Path, command: str, spec: dict[str, Any], steps: int) -> dict[str, float]:
-    """Run asyncrl. Its last steps, in which the pipeline drains, are not timed either."""
+    """Run asyncrl. The last steps are not timed either, because the pipeline drains."""
     staleness = spec["pipeline"]["max_staleness"]
     changes = {"stop": {"steps": steps + staleness + 1}, "tracking": {"mlflow": False}, "runs_dir": str(folder)}
     path = folder / "spec.yaml"

@@ -2,10 +2,10 @@
 
     python benchmarks/async_vs_sync.py [--steps N] [--repeats N] [--modes MODE ...] [--group-sizes N ...]
 
-The lengths of the responses have a long tail (long_tail.py), and the learning rate is almost zero, so that the lengths
-do not change. Only the training loop is timed, without start-up. One engine and one trainer rank, with one thread each.
+Response lengths have a long tail (long_tail.py) and do not change, because the learning rate is almost zero. Only the
+training loop is timed, without start-up. One engine and one trainer rank have one thread each.
 
-Every step has 128 rollouts. `--group-sizes 8 1` shows what it costs to wait for a group's slowest rollout: groups of
+Every step has 128 rollouts. `--group-sizes 8 1` shows the cost of waiting for a group's slowest rollout: groups of
 one are trained with `preset: single_rollout`.
 """
 
@@ -26,7 +26,7 @@ from common import QUICKSTART, header, metrics, row, run_spec
 from asyncrl_cli.journal.schema import FILE
 
 SKIPPED_STEPS = 4
-"""Steps at the start that are not timed: the pipeline fills, and caches warm up."""
+"""Number of steps at the start that are not timed, because the pipeline fills and caches warm up."""
 
 ROLLOUTS = 128
 """Rollouts of a step."""
@@ -66,7 +66,7 @@ def spec(runs_dir: Path, mode: str, steps: int, group_size: int = GROUP_SIZE) ->
 
 
 def measure(run: Path) -> dict[str, float]:
-    """Rates over the middle steps, without those in which the pipeline fills or drains."""
+    """Rates over the middle steps, after the pipeline has filled and before it drains."""
     rows = metrics(run)
     drained = int(yaml.safe_load((run / "spec.yaml").read_text())["pipeline"]["max_staleness"]) + 1
     timed = rows[SKIPPED_STEPS : len(rows) - drained]
@@ -103,7 +103,7 @@ def group_wait_s(run: Path) -> float:
 
 
 def bound(figures: dict[str, float]) -> str:
-    """A text that states what the mode waits for."""
+    """The mode's bottleneck, as text."""
     trainer, engine = figures["trainer busy"], figures["engine busy"]
     if trainer + engine < 1.2:
         return "each waits for the other"

@@ -1,4 +1,4 @@
-"""What several benchmarks use: the quickstart's spec, the command `asyncrl`, the metrics of a run, and tables."""
+"""Shared parts of benchmarks: the quickstart's spec, the command `asyncrl`, a run's metrics, and tables."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def run_spec(spec: Path, *options: str) -> None:
 
 
 def overrides(changes: Iterable[str]) -> list[str]:
-    """The options of `asyncrl` for these changes of a spec, each ``key=value``."""
+    """Options of `asyncrl` that change a spec; each change is ``key=value``."""
     return [part for change in changes for part in ("--set", change)]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The metrics of a run's steps. The last line of a run that was killed may be incomplete."""
+    """Return the metrics of a run's steps. A killed run's last line may be incomplete, and is skipped."""
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def seconds_of(action: Callable[[], object]) -> float:
-    """The duration of a call."""
+    """Return the duration of a call."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """The processor time that a process has used."""
+    """Return the processor time (s) that a process has used."""
     times = process.cpu_times()
     return float(times.user + times.system)
 

@@ -1,4 +1,4 @@
-"""The efficiency of `async`: its throughput divided by that of the slower side alone on the same cores.
+"""The efficiency of `async`: its throughput divided by the slower side's throughput alone on the same cores.
 
     python benchmarks/efficiency.py [--steps N]
 

@@ -1,8 +1,8 @@
-"""The time in which an engine loads a mixture of experts: its experts one by one, and those of a layer together.
+"""The time an engine needs to load a mixture of experts: one expert at a time, or a layer's experts together.
 
     python benchmarks/expert_loading.py [--experts 128] [--layers 4] [--repeats 5]
 
-The experts are small, so this is the work of Python for each tensor, which every engine pays in its pause. Both ways
+The experts are small, so this measures Python's work for each tensor, which every engine does in its pause. Both ways
 take turns in one process, with vLLM's own class for Qwen3-MoE and the project's transfer engine.
 """
 

@@ -2,9 +2,9 @@
 
     python benchmarks/joined_outputs.py [--requests N] [--repeats N]
 
-One CPU engine with the quickstart's model, whose greedy responses never end by themselves. Streamed requests get a
-record for each token, others get joined records; both alternate on the same engine. The CPU time of the two processes
-is measured, because other work on the machine affects it less than wall time.
+One CPU engine serves the quickstart's model, changed never to end a greedy response. Streamed requests get a record for
+each token, other requests get joined records; both alternate on the same engine. The CPU time of the two processes is
+measured, because other work on the machine affects it less than wall time.
 """
 
 from __future__ import annotations

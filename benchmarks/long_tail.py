@@ -1,8 +1,8 @@
-"""A task whose answers have lengths with a long tail: most are short, a few are twenty times as long.
+"""A task with a long tail of answer lengths: most answers are short, a few are twenty times as long.
 
 The prompt is one letter. A demonstration answers `s` with about 8 dots, `m` with about 32 and `l` with about 160. The
 lengths have a geometric distribution, so a warm-started model ends an answer with the same probability at every token.
-The reward is for an even number of dots, so the rewards of most groups differ.
+An even number of dots is rewarded, so rewards differ in most groups.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Each case is a DeepSpeed rank (or two ranks) in a separate process, with gloo: it loads the model, and trains two
 updates of two micro-batches of the largest size. The result is the peak of its resident memory (VmHWM), minus its
 memory after the imports and one pass of a tiny model, which loads the libraries' kernels. The start is measured
-separately: transformers reads the model's file, whose pages count while they are mapped. An engine (`--engine`) is
+separately: transformers reads the model's file, and its pages count while they are mapped. An engine (`--engine`) is
 started with each model, without a publish: the result is the additional memory of its processes, compared with an
 engine of the tiny model. `--record` adds the results to a JSON file, such as tests/sizing/measured.json.
 """
@@ -92,7 +92,7 @@ class Case:
         return f"{self.model}, ZeRO {self.stage}, {self.ranks} rank{'s' if self.ranks > 1 else ''}, {', '.join(extra)}"
 
     def spec(self, folder: Path) -> ExperimentSpec:
-        """The spec of the case, whose model is in ``folder``."""
+        """The case's spec, with its model in ``folder``."""
         overrides = [
             "model.warm_start=null",
             "model.init=null",
@@ -156,7 +156,7 @@ COUNTED: dict[tuple[object, ...], int] = {}
 
 
 def ranks(folder: Path, only: Sequence[str]) -> Iterator[Result]:
-    """Measure the cases whose names contain one of the words, and print a row of the table for each."""
+    """Measure the cases with one of the words in their names, and print a table row for each."""
     print("| case | estimated MB | measured MB | off by | at the start MB |\n|-|-|-|-|-|")
     for case in CASES:
         if only and not any(word in case.name for word in only):
@@ -188,7 +188,7 @@ def estimate(case: Case, folder: Path) -> tuple[int, int]:
 
 
 def measure(case: Case, folder: Path) -> tuple[int, int]:
-    """Bytes of a rank at its peak and at its start; with several ranks, those of the largest one.
+    """A rank's bytes at its peak and at its start; with several ranks, the largest rank's bytes.
 
     Raises ``IndexError`` or ``ValueError`` if a rank has failed.
     """
@@ -266,7 +266,7 @@ def largest(spec: ExperimentSpec, vocabulary: int) -> tuple[Any, Any]:
 
 
 def load_kernels(folder: Path, dtype: str) -> None:
-    """Train a tiny model once, so that libraries load their kernels and start their threads."""
+    """Train a tiny model once: libraries load their kernels and start their threads."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -4,10 +4,9 @@
 
 One run at staleness 2 is measured; `sync`, `one_step_off`, staleness 4 and half of the concurrency are predicted from
 it, and then run. Each run takes the time of its steps and about one more minute; everything together less than 20
-minutes on two idle cores. The learning rate is almost zero, so that lengths do not change, and errors are those of the
-model of the machine; with `--learn` the learning rate is the spec's. A second table has the processor time of a step of
-each run: if trainer and engines share processors, it helps to explain errors of a prediction.
-The machine must not be used by anything else.
+minutes on two idle cores. The learning rate is almost zero: lengths do not change, so all errors come from the model of
+the machine. `--learn` uses the spec's learning rate. A second table has each run's processor time per step: if trainer
+and engines share processors, it helps to explain a prediction's errors. Nothing else may use the machine.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ def _row(name: str, document: dict[str, Any]) -> Row:
 
 
 def _processors(run: Path) -> dict[str, float]:
-    """Means over the last steps of a run, without the first third, in which the pipeline fills."""
+    """Means over a run's steps, without the first third, while the pipeline fills."""
     steps = metrics(run)
     steps = steps[len(steps) // 3 :]
     return {name: sum(step[name] for step in steps) / len(steps) for name in PROCESSORS}

@@ -4,7 +4,7 @@
 
 Rows: docs/about/performance-summary.md of NVIDIA-NeMo/RL, v0.4, DGX-H100, bf16, GRPO. Half of the GPUs of a separated
 row generate (its recipes). Prompts of 100 tokens and the spread of lengths are assumed. Fitted to colocated rows only:
-the factor by which decoding is slower than estimated from the data sheet, and the MFU of dense models, both from the
+how much slower decoding is than estimated from the data sheet, and the MFU of dense models, both from the
 two dense rows; and an MFU for each mixture of experts, from its own row.
 """
 

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def steps_of(requests: int, mode: str) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """vLLM's own last step of sampling, and the one that asyncrl configures; called with logits."""
+    """vLLM's last sampling step and asyncrl's; both are called with logits."""
     import torch
     from vllm.v1.sample.sampler import Sampler
 
@@ -63,7 +63,7 @@ def steps_of(requests: int, mode: str) -> tuple[Callable[[Any], object], Callabl
 
 
 def time_of(step: Callable[[Any], object], logits: Any) -> float:
-    """Seconds of CPU time of one step, the mean over a few steps."""
+    """CPU time (s) of one step, as the mean over a few steps."""
     repeats: int = max(3, 2_000_000 // logits.numel())
     started = time.process_time()
     for _ in range(repeats):

@@ -3,7 +3,7 @@
     python benchmarks/sandboxes.py --sandboxes 64 --kind bubblewrap
 
 The memory is the proportional set size (PSS) of all processes of a sandbox: a page that N processes share counts 1/N
-for each. A command's processor time is that of all processes, the command `true` and its shell included; beside it
+for each. A command's processor time includes all processes, also the command `true` and its shell. The next column has
 the same without a sandbox, by `subprocess.run`.
 """
 
@@ -26,7 +26,7 @@ GATEWAY = "http://127.0.0.1:9/v1"
 
 
 async def opened(stack: AsyncExitStack, count: int, kind: Kind) -> list[ShellSandbox]:
-    """That many sandboxes, started at the same time."""
+    """Start ``count`` sandboxes at the same time."""
     settings = SandboxSpec(kind=kind)
     return await asyncio.gather(
         *(stack.enter_async_context(open_sandbox(settings, gateway=GATEWAY)) for _ in range(count))
@@ -34,19 +34,19 @@ async def opened(stack: AsyncExitStack, count: int, kind: Kind) -> list[ShellSan
 
 
 def pss_mb(pids: list[int]) -> float:
-    """MiB that processes use, shared pages by their share."""
+    """MiB that processes use; shared pages count by share."""
     return float(sum(psutil.Process(pid).memory_full_info().pss for pid in pids)) / 2**20
 
 
 def processor_s(pids: list[int]) -> float:
-    """Seconds of processor time of this process and of others, and of what they have waited for."""
+    """Processor time (s) of this process, of ``pids``, and of their ended children."""
     times = [psutil.Process(pid).cpu_times() for pid in [os.getpid(), *pids]]
     return float(sum(one.user + one.system + one.children_user + one.children_system for one in times))
 
 
 async def measure(count: int, commands: int, kind: Kind) -> None:
     """Print the rows of a table."""
-    async with AsyncExitStack() as stack:  # so that programs are in the page cache, and modules imported
+    async with AsyncExitStack() as stack:  # loads programs into the page cache and imports modules
         await opened(stack, 2, kind)
     threads = os.cpu_count()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

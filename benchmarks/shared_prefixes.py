@@ -3,8 +3,8 @@
     python benchmarks/shared_prefixes.py [--prompts 10 100 600 2000] [--responses 8] [--tokens 100] [--rounds 5]
 
 Both train the same batches with the same engine, in turn, on one rank and one thread, at a rate that changes no weight.
-A table for each model has trained tokens per second of CPU time (medians), their ratio, and the largest difference of
-the loss.
+A table for each model has trained tokens per second of CPU time (medians), their ratio, and the largest difference in
+loss.
 """
 
 from __future__ import annotations

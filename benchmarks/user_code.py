@@ -1,4 +1,4 @@
-"""The effect of rewards on the driver's event loop, if the driver owns the worker processes, or an actor does.
+"""The effect of rewards on the driver's event loop if the driver, or an actor, owns the worker processes.
 
     python benchmarks/user_code.py
 

@@ -1,9 +1,8 @@
-"""The speed at which a process fetches a version of the weights from another one on this host, and of a memory copy.
+"""How fast a process fetches a weight version from another process on this host, compared with a memory copy.
 
     python benchmarks/weight_movers.py [--mb 1 340] [--repeats N] [--streams 4]
 
-Both processes reuse their memory from version to version, as in a run. Between hosts the slower of this and the network
-determines the speed.
+Both processes reuse their memory from version to version, as in a run. Between hosts, the network may be slower.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def measure_pull(nbytes: int, repeats: int = 5, streams: int = STREAMS) -> PullT
 
 
 def _serve(connection: Pipe, slots: tuple[TensorSlot, ...]) -> None:
-    """A trainer's host: for each number that it receives it creates another version with other bytes."""
+    """Act as the trainer's host: for each received number, create another version with other bytes."""
     replica = Replica(slots, RANKS)
     url = WeightServer(replica, TOKEN, "127.0.0.1").url
     current: Manifest | None = None

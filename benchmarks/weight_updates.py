@@ -4,7 +4,7 @@
 
 The same spec in `async` with `keep`, `recompute` and `drain`, and in `sync` with partial rollouts (abort and continue).
 The model has random weights, so the lengths of its responses have a geometric distribution, and most rollouts have
-tokens of several versions. The learning rate is large enough for old keys and values to matter. The spec is that of
+tokens of several versions. The learning rate is large enough for old keys and values to matter. The spec is the one in
 async_vs_sync.py.
 """
 

@@ -4,8 +4,8 @@
 
 A rank writes its shard (all weights: one rank, ZeRO-0, float32) into the replica, the digests are computed, and a real
 vLLM engine loads the version and proves it: `stall` is its pause, `update` is from the request to the proof. `--hosts`
-adds a transfer between two hosts made of namespaces (root only), without a limit to its rate. Every time is the median
-of the rounds, in seconds, and its ratio to that of a copy of the same bytes by one thread in the same rounds. Sizes are
+adds a transfer between two hosts made of namespaces (root only), without a rate limit. Every time is the median of the
+rounds in seconds, with its ratio to a copy of the same bytes by one thread in the same rounds. Sizes are
 in MB. The necessary memory is about six times the largest size. `--lora`: the rank trains adapters of rank 16, and
 publishes them merged into the weights, or only the adapters.
 """

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Installs the programs of agents.txt: requirements/agents.sh PYTHON FOLDER [NAME...]
-# Commands are in FOLDER/bin. What cannot be installed is named, and the others are installed all the same.
-# Ends with 1 when one of them could not be.
+# Links the commands in FOLDER/bin. Names the programs that it cannot install, installs all others, and then exits with 1.
 set -uo pipefail
 list=$(cd "$(dirname "$0")" && pwd)/agents.txt
 python=$1
@@ -14,7 +13,7 @@ fail() {
   failed=1
 }
 
-# A Python that a package supports: PYTHON, or another one that is here.
+# Prints a Python that a package supports: PYTHON, or another one on this machine.
 python_for() {
   local candidate
   for candidate in "$python" python3.12 python3.13 "$HOME"/.pyenv/versions/3.12.*/bin/python; do
@@ -57,7 +56,7 @@ failed=0
 while read -r name source packages; do
   case $name in '#'* | '') continue ;; esac
   if [ $# -gt 0 ] && [[ " $* " != *" $name "* ]]; then continue; fi
-  # What is there is left as it is, until agents.txt has another version of it.
+  # Installed already, with the versions in agents.txt.
   [ "$(cat "$folder/$name.installed" 2>/dev/null)" = "$packages" ] && continue
   before=$failed failed=0
   # shellcheck disable=SC2086  # one word each

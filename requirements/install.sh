@@ -11,12 +11,12 @@ fail() {
   exit 2
 }
 
-# Whether this is a Python of a supported version. A name on the path may stand for none, as pyenv's do.
+# True for a Python with a supported version. A name on the path may be only a shim that starts no Python, as pyenv's.
 supports() {
   "$1" -c 'import sys; sys.exit(".".join(map(str, sys.version_info[:2])) not in sys.argv[1:])' "${supported[@]}" 2>/dev/null
 }
 
-# The command that installs a supported Python here.
+# Prints the command that installs a supported Python on this machine.
 command_for_python() {
   if command -v apt-get >/dev/null; then
     for version in 3.12 3.13 3.11; do
@@ -32,7 +32,7 @@ command_for_python() {
   echo "curl -LsSf https://astral.sh/uv/install.sh | sh && ~/.local/bin/uv python install 3.12"
 }
 
-# Installs a package of Debian or Ubuntu, as root or with sudo that asks for no password.
+# Installs a package on Debian or Ubuntu, as root or with passwordless sudo.
 from_debian() {
   local as_root=()
   [ "$(id -u)" = 0 ] || as_root=(sudo -n)
@@ -51,7 +51,7 @@ for candidate in ${PYTHON:-"${supported[@]/#/python}" python3}; do
   fi
   without_venv=$candidate
 done
-# Debian ships ensurepip in its own package. PYTHON names a user's choice, which stays.
+# Debian ships ensurepip in a separate package. PYTHON is the user's choice, so it is never replaced.
 if [ -z "$python${PYTHON:-}" ] && [ -n "$without_venv" ] && from_debian python3-venv &&
   "$without_venv" -c 'import ensurepip' 2>/dev/null; then
   python=$without_venv
@@ -71,9 +71,9 @@ fi
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
 
-# uv downloads and unpacks packages side by side; pip does one after the other, and compiles all of them.
+# uv downloads and unpacks packages in parallel; pip takes one after the other, and compiles all their modules.
 pip install --no-deps "$(grep '^uv==' "requirements/$device.lock")" || true
-# uv reads none of pip's settings: where packages are, and whose certificates are trusted.
+# uv does not read pip's settings, so pass on its indexes and certificates.
 while IFS='=' read -r key value; do
   value=${value:1:-1}
   case "${key##*.}" in
@@ -82,7 +82,7 @@ while IFS='=' read -r key value; do
     cert) export SSL_CERT_FILE="${SSL_CERT_FILE:-$value}" ;;
   esac
 done < <("$venv/bin/python" -m pip config list)
-# What uv cannot get, pip gets or names.
+# If uv cannot install a package, pip installs it or names the reason.
 packages() {
   "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --no-deps "$@" 2>/dev/null ||
     pip install --no-deps "$@"
@@ -91,19 +91,20 @@ packages() {
 stand_ins=()
 if [ "$device" = cpu ]; then
   torch=$(grep '^torch==' requirements/cpu.lock)
-  # Whatever index or folder pip is set up with may have the CPU build; PyTorch's own index certainly has.
+  # pip's configured indexes may have the CPU build; PyTorch's own index certainly has it.
   packages "$torch" 2>/dev/null || packages --extra-index-url "$torch_index" "$torch" ||
     fail "pip finds no $torch for $("$venv/bin/python" --version)" "pip's indexes and $torch_index" \
       "open a way to that index, or set PIP_FIND_LINKS to a folder with the wheel"
   stand_ins=(requirements/absent/torchaudio requirements/absent/torchcodec)
 fi
-# The only package of the locks that has to be compiled.
+# The only package in the locks that must be compiled.
 if ! packages "$(grep '^pycosat==' "requirements/$device.lock")" >/dev/null 2>&1; then
   echo "not installed: pycosat, for gym/zebra_puzzles: there is no C compiler, or no Python.h" >&2
   stand_ins+=(requirements/uncompiled/pycosat)
 fi
 packages --requirement <(grep -v '^pycosat==' "requirements/$device.lock")
-# What every run imports, on all cores. It is a third of all code; Python compiles the rest when it is first imported.
+# Compile the modules that every run imports, on all cores. They are a third of all code; Python compiles the rest when
+# it first imports them.
 "$venv/bin/python" - <<'PYTHON' || true
 import compileall
 import re
@@ -115,7 +116,7 @@ for name in "torch vllm ray sympy transformers deepspeed numpy openai networkx p
 PYTHON
 pip install --no-deps --no-build-isolation "${stand_ins[@]}" --editable .
 [ "$device" != cpu ] || bash requirements/vision.sh "$PWD/$venv/bin/python" || true
-# vLLM's wheel is for every Python, and its file WHEEL names 3.12 alone: newer releases of pip report that.
+# vLLM's wheel works with every Python, but its file WHEEL names only 3.12, which newer releases of pip report.
 problems=$("$venv/bin/python" -m pip --disable-pip-version-check check |
   grep -v -e '^vllm.* is not supported on this platform$' -e '^No broken requirements') || true
 if [ -n "$problems" ]; then

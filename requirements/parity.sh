@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the environment of `make parity`: requirements/parity.sh BASE FOLDER
-# It has the packages of BASE, by a .pth file, and those of parity.txt, which asyncrl neither needs nor should meet.
+# A .pth file adds the packages of BASE. parity.txt's packages stay separate: asyncrl must work without them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 base=$1 venv=$2

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs from Debian or Ubuntu what sandboxes need: bubblewrap, libseccomp2 and gVisor's runsc.
-# Needs root, or sudo without a password. Prints one line for each package that it cannot install and ends with 0:
-# tests skip the sandboxes that are missing.
+# Installs the programs that sandboxes need from Debian or Ubuntu: bubblewrap, libseccomp2 and gVisor's runsc.
+# Needs root, or sudo without a password. Prints one line for each package that it cannot install, and exits with 0,
+# because tests skip missing sandboxes.
 set -uo pipefail
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(sudo -n)
@@ -16,7 +16,7 @@ present() {
 
 apt() { "${as_root[@]}" apt-get -qq -o Dpkg::Use-Pty=0 "$@" </dev/null >"$log" 2>&1; }
 
-# Debian 12's own runsc is too old, the one in its backports is not. The machine's list of sources stays unchanged.
+# Debian 12's runsc is too old, so use its backports. The machine's list of sources stays unchanged.
 backports() {
   local mirror
   [ "$(. /etc/os-release && echo "${VERSION_CODENAME:-}")" = bookworm ] || return 0

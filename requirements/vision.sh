@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs torchvision, which models with images need, next to a CPU build of PyTorch: requirements/vision.sh [PYTHON]
-# install.sh calls it. Ends with 1 if torchvision cannot be had; text alone works without it.
+# install.sh calls it. Exits with 1 if torchvision is not available; text works without it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-.venv/bin/python}
@@ -9,13 +9,13 @@ pip() { "$python" -m pip --disable-pip-version-check --quiet --retries 1 --timeo
 works() { "$python" -c 'import torchvision' 2>/dev/null; }
 
 works && exit 0
-# Reinstalled, because the stand-in counts as this version. The CPU build is on PyTorch's index. Other indexes have the build for CUDA alone.
+# Reinstall, because pip takes the stand-in for this version. PyTorch's index has the CPU build, other indexes only CUDA's.
 if ! pip install --force-reinstall --no-deps "torchvision==$version+cpu" &&
   ! pip install --force-reinstall --no-deps --extra-index-url https://download.pytorch.org/whl/cpu "torchvision==$version+cpu"; then
   pip install --force-reinstall --no-deps "torchvision==$version"
 fi
 # The compiled part of the CUDA build does not load next to a CPU build of PyTorch. Its Python code needs that part only to
-# declare two operators, which no image processor calls. A new file, because uv's cache may have the same one.
+# declare two operators, which no image processor calls. Write a new file: the old one may be a hard link into uv's cache.
 works || "$python" - <<'PYTHON'
 import importlib.util
 import os

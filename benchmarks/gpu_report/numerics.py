@@ -1,4 +1,4 @@
-"""How exactly this device computes what a run relies on: float32 products, bfloat16 models, and the output head."""
+"""The exactness of this device's float32 products, bfloat16 models, and output head."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYERS = {"cuda": 16, "cpu": 2}
 LARGEST_LOGIT = 40.0
 """Trained models of this size have logits like this; the rounding of bfloat16 grows with them."""
 HEAD = {"cuda": (4096, 2560), "cpu": (16, 64)}
-"""Positions and width; the vocabulary is that of Qwen3."""
+"""Positions and width; the vocabulary is Qwen3's."""
 VOCABULARY = 151_936
 EXACT = 1e-5
 """The largest error of a float32 product, relative to its largest number. With TF32 it is about 3e-4."""

@@ -17,7 +17,7 @@ from gpu_report.copies import copy_speeds
 from gpu_report.runs import Bench, checksums, probe_gaps
 
 SKIPPED_STEPS = 2
-"""Steps at the start that are not timed: caches warm up, and graphs are captured."""
+"""Number of steps at the start that are not timed, because caches warm up and graphs are captured."""
 MODEL = {
     "cuda": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16}
     | {"num_key_value_heads": 8, "head_dim": 64, "initializer_range": 0.02},
@@ -48,7 +48,7 @@ def quickstart(bench: Bench) -> dict[str, Any]:
 
 
 def exactness(bench: Bench) -> dict[str, Any]:
-    """Whether `async` at staleness 0 gives exactly the weights of `sync` in float32; otherwise their difference."""
+    """Compare the weights of `async` at staleness 0 with `sync` in float32: they must be equal."""
     try:
         runs = [_exact(bench, "sync"), _exact(bench, "async")]
     except RuntimeError as error:
@@ -162,9 +162,9 @@ def own_model(bench: Bench) -> dict[str, Any]:
 
 
 def kill_and_resume(bench: Bench) -> dict[str, Any]:
-    """A run whose driver is killed is resumed: it must end, with the weights of an uninterrupted run.
+    """Kill a run's driver and resume the run: it must end with the weights of an uninterrupted run.
 
-    On GPUs in bfloat16: if float32 engines do not work, this part still does.
+    On GPUs it uses bfloat16, so it works even if float32 engines do not.
     """
     dtype = "bfloat16" if bench.device == "cuda" else "float32"
     spec = _exact_spec("async", dtype)
@@ -226,8 +226,8 @@ def _quickstart(dtype: str) -> dict[str, Any]:
 
 
 def _untrained(dtype: str) -> dict[str, Any]:
-    """A model with random weights, which ends a response with the same probability at every token, and a task whose
-    rewards differ between responses, so that there are gradients."""
+    """A model with random weights, which ends a response with the same probability at every token, and a task with
+    rewards that differ between responses, which gives gradients."""
     spec = _quickstart(dtype)
     spec["model"]["warm_start"] = None
     spec["task"] = {"use": "long_tail:LongTail"}

@@ -111,7 +111,7 @@ def finish(process: subprocess.Popen[str], limit_s: float, check: bool = True) -
     try:
         written = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # so that a run stops its processes
+        process.send_signal(signal.SIGINT)  # on SIGINT, a run stops its processes
         try:
             written = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
@@ -129,8 +129,8 @@ def last_lines(output: str, errors: str) -> str:
 
 
 def probe_gaps(folder: Path) -> list[float]:
-    """Nats by which engines of the runs in ``folder`` were refused: how far their log-probs of a version's probe were
-    from the trainer's."""
+    """The gaps (nats) between the trainer's log-probs of a version's probe and an engine's, for every engine that the
+    runs in ``folder`` refused."""
     found: list[float] = []
     for path in folder.glob(f"*/{FILE}"):
         with closing(open_for_reading(path)) as journal:
