@@ -18,21 +18,21 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# If a shell started the tests in the background, SIGINT is ignored; under nohup, SIGHUP. Processes that tests
-# start and interrupt would inherit that.
+# A background shell makes processes ignore SIGINT, and nohup SIGHUP. Processes that tests start and interrupt would
+# inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# An example that takes long on a busy machine is not a failure.
+# A slow example on a busy machine is not a failure.
 settings.register_profile("asyncrl", deadline=None)
 settings.load_profile("asyncrl")
 
 SESSION = "ASYNCRL_TEST_SESSION"
-"""Environment variable that processes inherit from the tests of one pytest process; each of xdist's has its own."""
+"""Environment variable that child processes inherit; its value is different in each pytest (xdist) process."""
 GRACE_S = 30.0
-"""Seconds that processes have to end."""
+"""Seconds that leftover processes get to end."""
 LIBRARIES = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"torch/_inductor/compile_worker")
-"""Processes of libraries that end with the pytest process."""
+"""Library processes that end with the pytest process."""
 LONG = (
     "e2e/test_quickstart.py",
     "e2e/test_runs.py",
@@ -69,21 +69,21 @@ gc.disable()
 
 
 def pytest_collection_finish() -> None:
-    """Enable the garbage collector, and have torch use one thread in the processes of pytest."""
+    """Enable the garbage collector, and let torch use one thread in pytest's processes."""
     gc.enable()
     if torch := sys.modules.get("torch"):
-        # More processes than cores: waiting threads would take more time than the work itself (decision 0041).
+        # There are more processes than cores, so waiting threads would take more time than the work (decision 0041).
         torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files come first: processes take the tests by file, and no process should begin a long file at the end."""
+    """Move long files to the front: a process takes a whole file, and none should begin a long file at the end."""
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Name each reason for skipped tests once: one that this machine cannot meet may skip hundreds of them."""
+    """Print each reason for skipped tests once, because a single reason may skip hundreds of tests."""
     # The last part of `longrepr` is the reason, after the file and the line.
     reasons = Counter(str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in sorted(reasons.items()):
@@ -102,7 +102,7 @@ def no_process_is_left() -> Iterator[None]:
 
 
 def _processes_with(entry: bytes) -> list[str]:
-    """The other processes with this entry in their environment: pid, command line and the test that started them."""
+    """Other processes with this entry in their environment: pid, command line, and the test that started them."""
     found = []
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
@@ -121,7 +121,7 @@ def _processes_with(entry: bytes) -> list[str]:
 
 @contextmanager
 def not_writable(folder: Path) -> Iterator[None]:
-    """Makes a folder read-only. Root may write anywhere, so the process becomes another user meanwhile."""
+    """Make a folder read-only during the block. Root may write anywhere, so the process changes its user."""
     mode, me = folder.stat().st_mode, os.geteuid()
     folder.chmod(0o555)
     try:

@@ -1,4 +1,4 @@
-"""Small models of the architectures that docs/models.md lists, with random weights, as transformers makes them."""
+"""Small transformers models with random weights, for the architectures that docs/models.md lists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 VISION_SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION: dict[str, dict[str, Any]] = {"gemma3": {**VISION_SIZES, "image_size": 28, "patch_size": 14}}
-"""The sizes of vision models, for architectures whose sizes above are those of their text model."""
+"""Sizes of vision models. For these architectures, the sizes above describe only the text model."""
 
 
 def small_model(architecture: str) -> Any:

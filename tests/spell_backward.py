@@ -4,11 +4,11 @@ The prompt is the word and ``>``, the response its letters from last to first:
 
     sun>    nus
 
-Most demonstrations copy the word unchanged, so a warm-started model can write a word backward and rarely does;
-reinforcement makes it do so. Palindromes are excluded: a copy of one would get the reward.
+Most demonstrations copy the word unchanged, so a warm-started model can write a word backward but rarely does.
+Reinforcement makes it do so. Palindromes are excluded, because a copy of one would get the reward.
 
-Invariant: a word is held out or trained on by its value (``prompts.is_held_out``), in prompts and in
-demonstrations; ``_draw`` alone draws words.
+Invariant: the word itself decides whether it is held out (``prompts.is_held_out``), in prompts and in demonstrations.
+Only ``_draw`` draws words.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from asyncrl_cli.tasks.ready.gym import ROWS, procedural_data
 
 
 class SpellBackward:
-    """Words are reasoning-gym's, in lower case."""
+    """Uses reasoning-gym's words, in lower case."""
 
     def __init__(self, min_letters: int = 3, max_letters: int = 5, careful: float = 0.3) -> None:
-        """Words of ``min_letters`` to ``max_letters`` letters; a share ``careful`` of the mixture is right."""
+        """``careful`` is the share of correct demonstrations in the mixture."""
         self._letters = (min_letters, max_letters)
         self._careful = careful
 
     def prompts(self, split: Split, size: int) -> Sequence[Prompt]:
-        """``size`` rows of the split; row ``i`` is the same at every size. One word may fill several rows."""
+        """Return ``size`` rows of the split; row ``i`` is the same for every size. A word may fill several rows."""
 
         def row(index: int) -> Prompt:
             uid = f"spell_backward/{split}/{index}"
@@ -43,11 +43,11 @@ class SpellBackward:
         return LazyPrompts(size, row)
 
     def reward(self, prompt: Prompt, response: str, finished: bool) -> float:
-        """1.0 if the sequence ended and is the word backward, else 0.0."""
+        """Return 1.0 if the sequence ended and is the word backward, else 0.0."""
         return float(finished and response == prompt.fields["answer"])
 
     def demonstration(self, rng: random.Random, clean: bool) -> tuple[str, str]:
-        """A word of the train split, and its letters backward (``clean``) or a draw from the mixture."""
+        """Return a word of the train split with its letters backward (``clean``), or a draw from the mixture."""
         word = self._draw(rng, "train")
         right = clean or rng.random() < self._careful
         return f"{word}>", word[::-1] if right else word

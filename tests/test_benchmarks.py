@@ -1,4 +1,4 @@
-"""Every benchmark runs at its smallest size and prints figures, so that others can repeat those that docs quote."""
+"""Every benchmark runs at its smallest size and prints figures: others can repeat the figures that docs quote."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncrl_cli.sandbox.trial import problem
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 LIMIT_S = 900.0
 NOT_QUIET = "the run's own steps are not reproduced within"
-"""How `asyncrl plan` refuses a run whose times do not fit one another: that is right on a busy machine."""
+"""`asyncrl plan` refuses inconsistent times with this message, rightly so on a busy machine."""
 SMALLEST = {
     "against_trl.py": f"--steps 6 --asyncrl {Path(sys.executable).with_name('asyncrl')}",
     "async_vs_sync.py": "--steps 12 --modes sync async --group-sizes 8 1",
@@ -45,7 +45,7 @@ SMALLEST = {
     "weight_updates.py": "--steps 6",
     "weights.py": "--sizes 1 --rounds 1",
 }
-"""Options by program."""
+"""Smallest options by program."""
 
 
 def test_every_benchmark_has_a_smallest_size() -> None:

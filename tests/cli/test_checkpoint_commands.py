@@ -25,13 +25,13 @@ stop: {steps: 100}
 checkpoints: {every: 10, keep_last: 1, keep_every: 30, keep_best: 1}
 """
 SAVED = 1_767_225_600.0
-"""Unix time before the first checkpoint."""
+"""Unix time just before the first checkpoint."""
 ACCURACIES = {10: 0.25, 20: 0.75, 30: 0.5}
 
 
 @pytest.fixture
 def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Run `asyncrl checkpoint ...` in this process: its exit code, stdout and stderr."""
+    """Run `asyncrl checkpoint ...` in this process; gives exit code, stdout and stderr."""
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.chdir(tmp_path)
 
@@ -46,7 +46,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    """A run with checkpoints of five steps, the first three of which were evaluated."""
+    """A run with checkpoints of five steps; the first three were evaluated."""
     run = RunDirectory.create(tmp_path / "runs", "test")
     run.unlock()
     (tmp_path / "spec.yaml").write_text(SPEC)
@@ -83,7 +83,7 @@ def damage(run: RunDirectory, step: int) -> None:
     path.write_bytes(b"y" + path.read_bytes()[1:])
 
 
-def test_the_list_says_why_each_is_kept(asyncrl: Any, run: RunDirectory) -> None:
+def test_list_says_why_each_checkpoint_is_kept(asyncrl: Any, run: RunDirectory) -> None:
     (run.path / "checkpoints/step-000040/state/shard").unlink()
     code, out, _ = asyncrl("list")
     assert code == 0
@@ -110,7 +110,7 @@ def test_uploads_are_listed(asyncrl: Any, run: RunDirectory) -> None:
     assert "upload      no space" in asyncrl("show", "--step", "30")[1]
 
 
-def test_the_list_for_programs(asyncrl: Any, run: RunDirectory) -> None:
+def test_list_as_json(asyncrl: Any, run: RunDirectory) -> None:
     (run.path / "checkpoints/step-000040/state/shard").unlink()
     code, out, _ = asyncrl("list", run.run_id[:6], "--json")
     assert code == 0
@@ -127,7 +127,7 @@ def test_the_list_for_programs(asyncrl: Any, run: RunDirectory) -> None:
     assert by_step[20]["folder"] == str(run.path / "checkpoints/step-000020")
 
 
-def test_without_journal_and_without_checkpoints(asyncrl: Any, run: RunDirectory) -> None:
+def test_list_without_a_journal_and_without_checkpoints(asyncrl: Any, run: RunDirectory) -> None:
     (run.path / FILE).unlink()
     code, out, _ = asyncrl("list")
     assert code == 0
@@ -141,7 +141,7 @@ def test_without_journal_and_without_checkpoints(asyncrl: Any, run: RunDirectory
         assert error.startswith(f"error: the run has no checkpoint\n --> {run.run_id}\nhint: ")
 
 
-def test_show_one(asyncrl: Any, run: RunDirectory) -> None:
+def test_show_prints_one_checkpoint(asyncrl: Any, run: RunDirectory) -> None:
     code, out, _ = asyncrl("show", "--step", 20)
     assert code == 0
     assert "trainer     2 ranks, ZeRO-0, float32\n" in out
@@ -167,7 +167,7 @@ def test_verify_reads_every_byte(asyncrl: Any, run: RunDirectory) -> None:
     assert asyncrl("verify", "--step", 30)[0] == 0
 
 
-def test_prune_by_the_spec(asyncrl: Any, run: RunDirectory) -> None:
+def test_prune_uses_the_rules_in_the_spec(asyncrl: Any, run: RunDirectory) -> None:
     code, out, _ = asyncrl("prune", "--dry-run")
     assert (code, out) == (0, "would remove the checkpoints of steps 10, 40 (4.1 kB); 3 kept\n")
     assert steps_of(run) == [10, 20, 30, 40, 50]
@@ -180,7 +180,7 @@ def test_prune_by_the_spec(asyncrl: Any, run: RunDirectory) -> None:
     assert asyncrl("prune")[1] == "removed nothing; 3 kept\n"
 
 
-def test_prune_by_the_options(asyncrl: Any, run: RunDirectory) -> None:
+def test_prune_options_replace_the_rules_in_the_spec(asyncrl: Any, run: RunDirectory) -> None:
     code, out, _ = asyncrl("prune", "--keep-last", 2, "--keep-every", 0, "--keep-best", 2)
     assert (code, out) == (0, "removed the checkpoints of steps 10 (2.1 kB); 4 kept\n")
     assert steps_of(run) == [20, 30, 40, 50]

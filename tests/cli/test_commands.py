@@ -1,4 +1,4 @@
-"""The commands as a user starts them: in separate processes, up to the point where anything heavy would start."""
+"""The commands as a user starts them, in separate processes, until heavy work would start."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def asyncrl(
 
 
 def refused(done: subprocess.CompletedProcess[str], code: int) -> str:
-    """The diagnostic that a refused command prints to stderr."""
+    """The diagnostic that a refused command prints."""
     assert (done.returncode, done.stdout) == (code, ""), done
     assert "Traceback" not in done.stderr
     assert done.stderr.endswith("\n")
@@ -80,7 +80,7 @@ def refused(done: subprocess.CompletedProcess[str], code: int) -> str:
 
 
 def make_run(runs_dir: Path, run_id: str, started: str, **state: Any) -> RunDirectory:
-    """A run's folder as its driver leaves it, without a driver."""
+    """A run's folder as its driver leaves it."""
     run = RunDirectory(runs_dir / run_id)
     (run.path / "checkpoints").mkdir(parents=True)
     run.write_json("manifest.json", {"started": started, "spec_file": str(runs_dir / "spec.yaml")})
@@ -122,7 +122,7 @@ def test_command_modules_import_nothing_heavy(module: str) -> None:
 # -- runs
 
 
-def test_no_runs(tmp_path: Path) -> None:
+def test_runs_without_a_run_prints_a_line(tmp_path: Path) -> None:
     done = asyncrl("runs", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "no runs in runs yet\n", "")
     assert asyncrl("runs", "--json", cwd=tmp_path).stdout == "[]\n"
@@ -294,7 +294,7 @@ def test_a_dry_run_without_gpus_shows_every_check_and_makes_nothing(tmp_path: Pa
 
 
 def resumable(runs_dir: Path, step: int = 0, checkpoint: int | None = None, **state: Any) -> RunDirectory:
-    """A run with a spec and, for a step above 0, a journal of this many trained steps and a checkpoint of the last.
+    """A run with a spec. If ``step`` is above 0, it has a journal with this many trained steps, and a checkpoint.
 
     The journal's batches have one group of one rollout, which is enough for a resume here.
     """
@@ -309,7 +309,7 @@ def resumable(runs_dir: Path, step: int = 0, checkpoint: int | None = None, **st
 
 
 def record(run: RunDirectory, steps: int) -> None:
-    """A journal of this many steps, each taken, trained and published."""
+    """Record this many steps, each taken, trained and published."""
     book = DurableLedger(run.path / FILE, BufferSettings(1, 1, 0, "wait", 10, 1, reject_uniform=False))
     for step in range(steps):
         prompt = Prompt(f"p{step}", "question?")
@@ -328,7 +328,7 @@ def record(run: RunDirectory, steps: int) -> None:
 
 
 def save(run: RunDirectory, step: int) -> None:
-    """An intact checkpoint of a step, without the trainer's part."""
+    """Save an intact checkpoint of a step, without the trainer's part."""
     trainer = load_spec(run.path / "spec.yaml").spec.trainer
     layout = {"ranks": trainer.ranks, "zero_stage": trainer.zero_stage, "dtype": trainer.dtype}
     checkpoint = Checkpoint(run.path / "checkpoints" / checkpoint_name(step), step)
@@ -337,7 +337,7 @@ def save(run: RunDirectory, step: int) -> None:
     seal(checkpoint.folder)
 
 
-def test_resume_of_nothing(tmp_path: Path) -> None:
+def test_resume_of_a_missing_run_is_refused(tmp_path: Path) -> None:
     shown = refused(asyncrl("resume", "nothing", cwd=tmp_path), 2)
     assert shown == "error: no run is called 'nothing'\n --> runs\nhint: list the runs: asyncrl runs"
     shown = refused(asyncrl("resume", "latest", cwd=tmp_path), 2)
@@ -422,11 +422,11 @@ running.drive = drive
 sys.argv[0] = "asyncrl"
 app.main()
 """
-"""`asyncrl` until the run would start: it prints the spec of the resumed run and how it would start."""
+"""`asyncrl` until the run would start. It prints the resumed run's spec and start."""
 
 
 def resumed(runs_dir: Path, *arguments: str) -> str:
-    """The arguments with which the driver is called."""
+    """The arguments of the driver's call."""
     done = subprocess.run(
         [
             sys.executable,

@@ -1,4 +1,4 @@
-"""Links between the pages of the documentation, and whether its list of pages is complete."""
+"""Links between documentation pages lead somewhere, and the list of pages is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the process of a command ends: Python does not finalize torch; everything else happens as without torch."""
+"""The end of a command's process: Python does not finalize torch; everything else is the same as without torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def process(module: str, *arguments: str, cwd: Path, **options: object) -> subpr
 
 
 def order(done: subprocess.CompletedProcess[str]) -> list[str]:
-    """What ended, in its order. The command's own output may come before or after the thread's."""
+    """The order of endings. The command's output may come before or after the thread's."""
     return [line for line in done.stdout.splitlines() if line in ("thread", "handled", "dismantled")]
 
 
@@ -59,7 +59,7 @@ def test_without_torch_python_ends_by_itself(tmp_path: Path) -> None:
     assert order(process("another", "--version", cwd=tmp_path)) == ["thread", "handled", "dismantled"]
 
 
-def test_output_that_cannot_be_written_is_as_without_torch(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_is_reported_as_without_torch(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         codes = {process(module, "--version", cwd=tmp_path, stdout=full).returncode for module in ("torch", "another")}
     assert len(codes) == 1 and codes != {0}

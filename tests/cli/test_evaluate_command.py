@@ -1,4 +1,4 @@
-"""`asyncrl evaluate` until anything would start: targets, refusals, options and output."""
+"""`asyncrl evaluate` until a process would start: targets, refusals, options and output."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_options_that_contradict_each_other_are_errors_of_usage(
 
 
 @pytest.mark.parametrize("off", ["", "evaluation: off\n", "evaluation: {temperature: 0.5}\n"])
-def test_data_replaces_the_held_out_prompts_and_keeps_the_columns(folder: Path, off: str) -> None:
+def test_option_data_replaces_the_held_out_prompts_and_keeps_the_columns(folder: Path, off: str) -> None:
     (folder / "spec.yaml").write_text(SPEC + off)
     spec = read("spec.yaml", data="test.jsonl")[0].spec
     assert spec.data.eval is not None
@@ -156,7 +156,7 @@ def test_every_evaluation_has_an_offline_name_and_all_prompts(folder: Path) -> N
     ],
 )
 def test_the_options_hold_for_all_evaluations(folder: Path, options: list[str], expected: dict[str, int]) -> None:
-    """Up to the engines, which a stand-in replaces; it has no responses, so there is nothing to print."""
+    """A stand-in without responses replaces the engines, so there is nothing to print."""
     (folder / "spec.yaml").write_text(SPEC + SETS)
     found: dict[str, int] = {}
 

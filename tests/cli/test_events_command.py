@@ -1,4 +1,4 @@
-"""`asyncrl events`: lines for people and for programs, of ended runs and of a running one."""
+"""`asyncrl events`: lines for people and for programs, for ended runs and a live run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """The exit code and the output of a command."""
+    """Run a command; gives exit code and output."""
 
     def run(*arguments: str) -> tuple[object, str]:
         (folder,) = {path.parent.parent for path in tmp_path.rglob(FILE)}
@@ -46,7 +46,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureF
     return run
 
 
-def test_a_line_says_when_and_what(ask: Ask, recorded: RecordedRun) -> None:
+def test_an_event_line_has_its_time_and_facts(ask: Ask, recorded: RecordedRun) -> None:
     code, shown = ask("--kind", "step", "--kind", "fault")
     assert code == 0
     first, second, fault = shown.splitlines()
@@ -83,7 +83,7 @@ def test_following_a_run_prints_new_events_until_it_ends(
 
 
 @pytest.mark.parametrize(("kind", "hint"), [("steps", "one of start, admit")])
-def test_an_unknown_kind(
+def test_an_unknown_kind_of_event_is_refused(
     recorded: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, hint: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["asyncrl", "events", "--kind", kind])

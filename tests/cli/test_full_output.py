@@ -1,4 +1,4 @@
-"""A command whose output cannot be written reports that in one line, and has no other error."""
+"""A command that cannot write its output reports this in one line, and shows no other error."""
 
 from __future__ import annotations
 

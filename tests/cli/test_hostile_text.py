@@ -144,7 +144,7 @@ def test_one_module_makes_the_texts_and_one_the_console() -> None:
 
 
 def runtime_imports(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Modules and names that a file imports, without imports for annotations."""
+    """Modules and names that a file imports at run time."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue

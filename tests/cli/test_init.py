@@ -27,7 +27,7 @@ NAMES = [
 
 @pytest.fixture
 def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Run a command line in this process, in an empty folder: its exit code, stdout and stderr."""
+    """Run a command line in this process, in an empty folder; gives exit code, stdout and stderr."""
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("JUDGE_API_KEY", "none")
@@ -43,7 +43,7 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 
 
 def names_in(folder: Path) -> list[str]:
-    """All files of a template, as paths in it."""
+    """Paths of all files in a template."""
     files = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(str(file) for file in files if "__pycache__" not in file.parts)
 

@@ -41,7 +41,7 @@ TEXT = "3+4 is 7,\nso: 7"
 
 @pytest.fixture
 def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):  # type: ignore[no-untyped-def]
-    """Run a command line in this process: its exit code, stdout and stderr."""
+    """Run a command line in this process; gives exit code, stdout and stderr."""
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.chdir(tmp_path)
 
@@ -164,7 +164,7 @@ def test_without_a_run_or_a_journal(asyncrl: Any, tmp_path: Path, arguments: tup
         "replay --from 5 --to 3",
     ],
 )
-def test_bad_usage(run: RecordedRun, asyncrl: Any, arguments: str) -> None:
+def test_wrong_usage_is_refused_with_a_hint(run: RecordedRun, asyncrl: Any, arguments: str) -> None:
     code, out, err = asyncrl(*arguments.split())
     assert (code, out) == (2, "")
     assert err.startswith("Usage: asyncrl ")
@@ -209,7 +209,7 @@ def test_nothing_heavy_is_imported(run: RecordedRun, tmp_path: Path) -> None:
 # -- inspect buffer
 
 
-def test_the_buffer_at_a_glance(run: RecordedRun, asyncrl: Any) -> None:
+def test_inspect_buffer_summarizes_the_buffer(run: RecordedRun, asyncrl: Any) -> None:
     out = asyncrl("inspect", "buffer")[1]
     lines = out.splitlines()
     assert lines[:2] == ["run      run-1, died", "progress 5 of 1000 batches taken, weight version 4"]
@@ -327,7 +327,7 @@ def test_masked_rollouts_are_named_and_counted(run: RecordedRun, asyncrl: Any) -
     assert run.book.opening().groups[-1].scored == {1}
 
 
-def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
+def test_filters_and_limit_select_groups(run: RecordedRun, asyncrl: Any) -> None:
     def listed(*arguments: str) -> dict[str, Any]:
         document: dict[str, Any] = json.loads(asyncrl("inspect", "buffer", *arguments, "--json")[1])
         return document
@@ -345,7 +345,7 @@ def test_filters_and_limit(run: RecordedRun, asyncrl: Any) -> None:
     assert asyncrl("inspect", "buffer", "--min-reward", "2")[:2] == (0, "no group of run-1 matches\n")
 
 
-def test_unknown_groups_and_rollouts(run: RecordedRun, asyncrl: Any) -> None:
+def test_unknown_groups_and_rollouts_are_refused(run: RecordedRun, asyncrl: Any) -> None:
     code, out, err = asyncrl("inspect", "buffer", "--group", "p1000")
     assert (code, out) == (1, "")
     assert err.startswith("error: no group has the id or the prompt uid 'p1000'\n --> run-1\nhint: ")
@@ -357,7 +357,7 @@ def test_unknown_groups_and_rollouts(run: RecordedRun, asyncrl: Any) -> None:
     )
 
 
-def test_ids_where_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+def test_token_ids_are_shown_if_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     folder = tmp_path / "runs/run-1"
     (folder / "model_stub").rename(tmp_path / "model")
     out = asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
@@ -369,7 +369,7 @@ def test_ids_where_there_is_no_tokenizer(run: RecordedRun, asyncrl: Any, tmp_pat
     assert "    3+4 is 7,\n    so: 7<eos>" in asyncrl("inspect", "buffer", "--rollout", "0-0")[1]
 
 
-def test_dropped_tokens(run: RecordedRun, asyncrl: Any) -> None:
+def test_a_rollout_with_dropped_tokens_says_so(run: RecordedRun, asyncrl: Any) -> None:
     write(run, "DELETE FROM segments WHERE group_id = 0")
     assert "(its tokens were dropped: journal.keep)" in asyncrl("inspect", "buffer", "--group", "0")[1]
     assert "tokens of some steps were dropped" in asyncrl("staleness")[1]
@@ -408,7 +408,7 @@ def test_watch_redraws_until_it_is_stopped(run: RecordedRun, tmp_path: Path) -> 
 # -- inspect run
 
 
-def test_a_runs_history(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
+def test_inspect_run_shows_the_history(run: RecordedRun, asyncrl: Any, tmp_path: Path) -> None:
     journal = run.book.journal
     journal.checkpointed(2, "step-000002", 1.5)
     journal.checkpoint_removed(2)
@@ -506,7 +506,7 @@ def test_long_runs_fit_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.slow
-def test_what_if(run: RecordedRun, asyncrl: Any) -> None:
+def test_what_if_estimates_the_step_time(run: RecordedRun, asyncrl: Any) -> None:
     out = asyncrl("staleness", "--what-if", "0")[1]
     assert "This is an estimate" in out
     estimate = json.loads(asyncrl("staleness", "--what-if", "0", "--json")[1])["what_if"]
@@ -531,7 +531,7 @@ def test_what_if_before_the_first_trained_step(tmp_path: Path, monkeypatch: pyte
 # -- helpers
 
 
-def test_decoding_byte_pairs_across_segments() -> None:
+def test_byte_pairs_are_decoded_across_segments() -> None:
     text = "naïve 🙂 café, naïve 🙂 café 7"
     tokenizer = byte_pairs(text * 3)
     ids = tokenizer.encode(text).ids
@@ -543,7 +543,7 @@ def test_decoding_byte_pairs_across_segments() -> None:
         assert "\ufffd" not in parts[0]
 
 
-def test_decoding_where_the_first_space_is_dropped() -> None:
+def test_decoding_drops_only_the_first_space() -> None:
     tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "▁7": 1, "▁is": 2, "x": 3}, unk_token="<unk>"))
     tokenizer.decoder = decoders.Metaspace()
     decoder = Decoder(tokenizer)
@@ -557,7 +557,7 @@ def test_text_cannot_move_the_cursor() -> None:
     assert paragraph("") == [""]
 
 
-def test_short_forms() -> None:
+def test_numbers_are_shown_in_short_forms() -> None:
     assert [duration(seconds) for seconds in (0, 9.94, 60, 119, 120, 7199, 7200, 200_000)] == [
         "0.0 s",
         "9.9 s",

@@ -1,5 +1,4 @@
-"""The templates for Slurm and KubeRay: their commands, options, fields and placeholders, as far as these can be checked
-without Slurm and KubeRay."""
+"""The templates for Slurm and KubeRay: commands, options, fields and placeholders, checked without either of them."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ def test_ports_are_pinned_and_none_twice(start_options: set[str], job: dict[str,
         assert last - first > 1000, "every worker needs one"
 
     wanted = {option.lstrip("-") for option in start_options if re.fullmatch(r"--.*(?<!shard)-port", option)}
-    # The head has them: Ray's own port, and those of a dashboard and of Ray Client, which no run of asyncrl uses.
+    # Only the head has them: the ports of Ray, the dashboard and Ray Client. No run uses the last two.
     wanted -= {"port", "dashboard-port", "ray-client-server-port"}
     slurm = dict(re.findall(r"--([a-z-]+-port) (\d+)", _job_text()))
     assert slurm.keys() == wanted
@@ -72,7 +71,7 @@ def test_ports_are_pinned_and_none_twice(start_options: set[str], job: dict[str,
         check(ports | {"dashboard-agent-listen-port": "52365", "metrics-export-port": "8080"})
 
 
-def test_commands_of_asyncrl_are_there(job: dict[str, Any]) -> None:
+def test_the_job_uses_existing_asyncrl_commands(job: dict[str, Any]) -> None:
     from typer.main import get_command
 
     commands = get_command(app).commands  # type: ignore[attr-defined]
@@ -157,8 +156,8 @@ FIELDS = {
     "GROUP.template.spec.volumes[].persistentVolumeClaim.claimName": str,
     "GROUP.template.spec.volumes[].configMap.name": str,
 }
-"""The fields of a RayJob that the template uses, with their types or values in KubeRay 1.5.1 to 1.7.0. GROUP is the
-head's or a worker's; a star is any name."""
+"""RayJob fields that the template uses, with their types or values in KubeRay 1.5.1 to 1.7.0. GROUP stands for the
+head's or a worker's group, a star for any name."""
 
 
 def test_every_field_is_one_that_kuberay_has_with_its_type() -> None:
@@ -213,7 +212,7 @@ def groups(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def container(group: dict[str, Any]) -> dict[str, Any]:
-    """The one container of a group's pods."""
+    """The only container in a group's pods."""
     (found,) = group["template"]["spec"]["containers"]
     return dict(found)
 

@@ -1,4 +1,4 @@
-"""`asyncrl validate-spec --memory`: the table, what is refused, and where a model's config comes from."""
+"""`asyncrl validate-spec --memory`: the table, refusals, and the source of a model's config."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_specs_of_gpus_fit_with_room_to_spare(name: str) -> None:
         assert device["capacity"] is None or 0.1 < used / device["capacity"] < most
 
 
-def test_what_does_not_fit_is_refused_in_three_lines_that_name_a_change() -> None:
+def test_a_spec_that_does_not_fit_is_refused_with_a_remedy_in_three_lines() -> None:
     answer = ask(str(ROOT / "specs/qwen3-4b-8gpu.yaml"), "--gpu-memory", "24GB")
     assert answer.exit_code == 2
     error = answer.stderr[answer.stderr.index("error: ") :].strip().splitlines()
@@ -47,7 +47,7 @@ def test_what_does_not_fit_is_refused_in_three_lines_that_name_a_change() -> Non
     assert error[2].startswith("hint: set trainer.")
 
 
-def test_a_config_that_is_not_on_the_machine_is_asked_for(tmp_path: Path) -> None:
+def test_a_missing_model_config_is_refused_with_a_hint(tmp_path: Path) -> None:
     spec = tmp_path / "spec.yaml"
     spec.write_text("{model: {path: someone/unknown}, task: {use: chain_sum}, stop: {steps: 1}}")
     answer = ask(str(spec))

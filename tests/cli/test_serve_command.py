@@ -1,4 +1,4 @@
-"""`asyncrl serve` until anything would start: what it serves, and what it refuses."""
+"""`asyncrl serve` until a process would start: the served model, and refusals."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_of_adapters_is_served_merged(run: RunDirectory, tmp_path: 
     torch.testing.assert_close(merged(ids).logits, trained, rtol=1e-4, atol=1e-4)
 
 
-def test_it_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
+def test_serve_prints_the_address_and_ends_with_130(run: RunDirectory, capfd: pytest.CaptureFixture[str]) -> None:
     (run.path / "model").mkdir()
     run.update(phase="finished", step=10)
     address = Address("http://127.0.0.1:1/v1", "secret", run.run_id)

@@ -1,4 +1,4 @@
-"""What docs/shell.md promises: exit codes, --quiet, NO_COLOR, completion."""
+"""The promises of docs/shell.md: exit codes, --quiet, NO_COLOR, completion."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = "model: {init: {architecture: llama, config: {}}}\ntask: {use: chain_sum}
 
 @pytest.fixture
 def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., object]:
-    """A command's exit code."""
+    """Run a command; gives its exit code."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> object:
@@ -60,7 +60,9 @@ def asyncrl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ob
         (("train", "no-such-spec.yaml"), 2),
     ],
 )
-def test_exit_codes(asyncrl: Callable[..., object], arguments: tuple[str, ...], code: int) -> None:
+def test_commands_end_with_the_documented_exit_codes(
+    asyncrl: Callable[..., object], arguments: tuple[str, ...], code: int
+) -> None:
     assert asyncrl(*arguments) == code
 
 
@@ -223,7 +225,7 @@ def test_help_lists_every_kind_of_event(asyncrl: Callable[..., object], capsys: 
         ("init reward", "did you mean `reward-function`?"),
     ],
 )
-def test_wrong_words_get_a_hint(
+def test_wrong_commands_and_options_get_a_hint(
     asyncrl: Callable[..., object], capsys: pytest.CaptureFixture[str], arguments: str, hint: str
 ) -> None:
     assert asyncrl(*arguments.split()) == 2

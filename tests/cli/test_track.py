@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 
 @pytest.mark.stack
-def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: Path) -> None:
+def test_track_sends_the_missing_data_once(run: RunDirectory, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
     first = track(cwd=tmp_path)
@@ -74,7 +74,7 @@ def test_it_sends_what_is_missing_and_then_nothing(run: RunDirectory, tmp_path: 
 
 @pytest.mark.stack
 def test_an_evaluation_outside_a_run_goes_to_the_store_of_the_runs(tmp_path: Path) -> None:
-    """`asyncrl evaluate SPEC` sends to that store, and keeps its folder below `RUNS_DIR/evaluate`."""
+    """`asyncrl evaluate SPEC` sends to the store of the runs, although its folder is in `RUNS_DIR/evaluate`."""
     made = RunDirectory.create(tmp_path / "runs/evaluate", "mine")
     (tmp_path / "spec.yaml").write_text(SPEC)
     made.begin(dump_spec(load_spec(tmp_path / "spec.yaml").spec, {}), 0, {"evaluated": "spec.yaml"})
@@ -142,7 +142,7 @@ def test_a_run_without_its_spec_is_refused_with_what_is_missing(run: RunDirector
     assert "check the path" not in refused.stderr and "restore the file" in refused.stderr
 
 
-def test_there_is_no_run(tmp_path: Path) -> None:
+def test_track_without_a_run_is_refused(tmp_path: Path) -> None:
     refused = track(cwd=tmp_path)
     assert refused.returncode == 1
     assert "there is no run yet" in refused.stderr

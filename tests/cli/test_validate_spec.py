@@ -22,7 +22,7 @@ HEAVY = ("torch", "ray", "vllm", "deepspeed", "mlflow", "numpy", "rich")
 
 @pytest.fixture
 def asyncrl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):  # type: ignore[no-untyped-def]
-    """Run a command line in this process: its exit code, stdout and stderr."""
+    """Run a command line in this process; gives exit code, stdout and stderr."""
     monkeypatch.setenv("ASYNCRL_DEBUG", "0")
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
 
@@ -69,7 +69,7 @@ def test_a_sandbox_that_this_machine_lacks_is_a_warning(asyncrl, monkeypatch: py
     assert asyncrl("validate-spec", spec, "--set", "task.sandbox.kind=none")[2] == ""
 
 
-def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_json_has_all_problems(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", BROKEN, "--json")
     document = json.loads(out)
     assert (code, err, document["valid"]) == (2, "", False)
@@ -86,7 +86,7 @@ def test_json(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert code == 0 and json.loads(out) == {"spec": QUICKSTART, "valid": True, "problems": []}
 
 
-def test_resolved_loads_again(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_the_resolved_spec_loads_again(asyncrl, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     rare = 'task.options={"a\u200d": "\u2028\u00a0\U000e0001"}'
     _, first, _ = asyncrl("validate-spec", QUICKSTART, "--resolved", "--set", "seed=7", "--set", rare)
     (tmp_path / "resolved.yaml").write_text(first)
@@ -101,7 +101,7 @@ def test_schema_needs_no_spec(asyncrl) -> None:  # type: ignore[no-untyped-def]
     assert asyncrl("validate-spec")[0] == 2
 
 
-def test_several_specs(asyncrl) -> None:  # type: ignore[no-untyped-def]
+def test_several_specs_are_checked_together(asyncrl) -> None:  # type: ignore[no-untyped-def]
     code, out, err = asyncrl("validate-spec", QUICKSTART, BROKEN)
     assert code == 2 and out.startswith(f"{QUICKSTART} is valid") and "17 errors" in err
     code, out, err = asyncrl("validate-spec", QUICKSTART, BROKEN, "--json")

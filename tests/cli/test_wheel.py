@@ -1,4 +1,4 @@
-"""The wheel is complete: everything that commands need at run time is in it, not only in the repository."""
+"""The wheel is complete: it has everything that commands need at run time."""
 
 from __future__ import annotations
 

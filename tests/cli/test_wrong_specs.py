@@ -1,5 +1,6 @@
-"""Specs that are well-formed and realistic, but cannot work: all are refused before a process starts, each with the
-wrong key and a hint. `asyncrl train` makes exactly these checks, in this order, before it creates the run's folder.
+"""Realistic specs that cannot work are refused before a process starts, with the wrong key and a hint.
+
+`asyncrl train` makes exactly these checks, in this order, before it creates the run's folder.
 """
 
 from __future__ import annotations
@@ -133,14 +134,14 @@ USELESS = [
     ("pipeline.publish_every=20", "pipeline.publish_every"),
     ("checkpoints={keep_best: 2, every: 3}", "checkpoints.keep_best"),
 ]
-"""Settings that have no effect: a warning."""
+"""Settings without effect, which give a warning."""
 
 
 @pytest.fixture
 def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Make the checks of a start, with one setting changed."""
+    """Make a start's checks with one changed setting."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(machine, "installed_gpus", lambda: ())  # so that the result does not depend on this machine
+    monkeypatch.setattr(machine, "installed_gpus", lambda: ())  # the result must not depend on this machine
     for name, text in FILES.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
@@ -255,7 +256,7 @@ def test_the_file_for_the_engine_check_has_references_instead_of_secrets(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_signal_during_the_checks_leaves_no_temporary_folder(tmp_path: Path, number: int) -> None:
+def test_a_signal_during_the_checks_leaves_no_temporary_folder_behind(tmp_path: Path, number: int) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("chain_sum", "slow:reward"))
     (tmp_path / "slow.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     (tmp_path / "temporary").mkdir()
@@ -283,7 +284,7 @@ def test_the_engines_check_does_not_outlive_its_parent(tmp_path: Path) -> None:
 def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
     argument: dict[str, object], tmp_path: Path
 ) -> None:
-    """`--dry-run` does this in a separate process; with `train` the engine reports it, and is not restarted."""
+    """`--dry-run` checks this in a separate process; in `train` the engine reports it, and is not restarted."""
     spec = small_spec(gpu=False)
     write_model_stub(spec.model.init, spec.model.max_length, tmp_path)
     wrong = spec.model_copy(update={"rollout": spec.rollout.model_copy(update={"engine_args": argument})})
@@ -294,7 +295,7 @@ def test_impossible_engine_arguments_are_refused_by_vllm_without_an_engine(
 
 
 @pytest.mark.slow
-def test_heads_that_a_cpu_engine_would_die_of_are_refused_before(tmp_path: Path) -> None:
+def test_heads_that_crash_a_cpu_engine_are_refused(tmp_path: Path) -> None:
     spec = small_spec(gpu=False)
     assert spec.model.init is not None
     init = spec.model.init.model_copy(update={"config": {**spec.model.init.config, "head_dim": 24}})

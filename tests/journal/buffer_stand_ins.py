@@ -38,7 +38,7 @@ def made_ledger(
     total_steps: int | None = None,
     ahead: int | None = None,
 ) -> Ledger:
-    """A ledger with these settings; without ``total_steps`` its run is long enough for every test."""
+    """A ledger with these settings; the default ``total_steps`` is enough for every test."""
     steps = 10**9 if total_steps is None else total_steps
     return Ledger(BufferSettings(groups_per_step, publish_every, max_staleness, on_stale, steps, 1, False, ahead=ahead))
 
@@ -72,12 +72,12 @@ def part(of: Rollout, start: int, end: int | None = None) -> Rollout:
 
 
 def pieces(of: Rollout, start: int = 0, end: int | None = None) -> list[Segment]:
-    """Some of a rollout's tokens as an engine delivers them, split where the version changes."""
+    """Some of a rollout's tokens, split where the version changes, as an engine delivers them."""
     return of.slice(start, end).segments(of.rollout_id, start)
 
 
 def extended(of: Rollout, more: Rollout) -> Rollout:
-    """A rollout with the tokens of another one appended."""
+    """A rollout with another rollout's tokens appended."""
     return replace(
         of,
         ids=np.concatenate([of.ids, more.ids]),
@@ -87,13 +87,13 @@ def extended(of: Rollout, more: Rollout) -> Rollout:
 
 
 def episode(sequences: Iterable[Rollout]) -> Rollout:
-    """A rollout of these sequences. The end of a branch is not recorded, so here it is that of the first sequence."""
+    """A rollout with these sequences. Branches get the first one's finish reason, because theirs is not recorded."""
     root, *branches = sequences
     return replace(root, branches=tuple(replace(branch, finish_reason=root.finish_reason) for branch in branches))
 
 
 def joined(rollout_id: str, segments: Iterable[Segment]) -> Rollout:
-    """Segments that follow each other from token 0, joined."""
+    """Join segments that follow each other from token 0."""
     so_far = rollout(rollout_id, ())
     for segment in segments:
         assert segment.rollout_id == rollout_id
@@ -144,12 +144,12 @@ def group_rollouts(group_id: int, versions: Sequence[int] = (0, 0)) -> list[Roll
 
 
 def group_outcomes(group_id: int) -> list[Outcome]:
-    """Rewards that differ, so that the group is not rejected."""
+    """Different rewards, which keep the group from being rejected."""
     return [Outcome(training_rollout_id(group_id, index), Scored(float(index))) for index in range(SETTINGS.group_size)]
 
 
 def fill(book: DurableLedger, first: int) -> tuple[Group, ...]:
-    """Admit the prompts of the serials from ``first`` on, as many as there is room for."""
+    """Admit prompts with serials from ``first`` on until there is no more room."""
     return book.admit(candidates(first, book.ledger.room()))
 
 

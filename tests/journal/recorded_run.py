@@ -1,4 +1,4 @@
-"""A complete run in a journal, without engines and trainers: the buffer's real code with a simulated clock."""
+"""A complete run in a journal without engines and trainers: the buffer's real code with a simulated clock."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METRICS = {
 
 
 def settings(**changes: object) -> BufferSettings:
-    """Two groups of two a step, a version every step, at most one version behind."""
+    """Two groups of two rollouts per step, a version every step, a staleness of at most 1."""
     usual = {
         "groups_per_step": 2,
         "publish_every": 1,
@@ -46,14 +46,15 @@ def settings(**changes: object) -> BufferSettings:
 
 
 class RecordedRun:
-    """A run: ``step`` does what the orchestrator does, and everything is written to the journal.
+    """A run: ``step`` acts like the orchestrator, and everything is written to the journal.
 
-    Group g runs for ``seconds(g)``; ``concurrency`` groups run at once. If a version is published meanwhile, its
-    rollouts have tokens of both versions. ``response`` has the token ids of each rollout; rewards are 0, 1, 0, 1, ...
+    Group g runs for ``seconds(g)``; ``concurrency`` groups run at a time. If a version is published during this
+    time, the group's rollouts have tokens of both versions. ``response`` has each rollout's token ids. Rewards are
+    0, 1, 0, 1, ...
     """
 
     prompt_ids: tuple[int, ...] = (9, 9, 9)
-    metrics: Mapping[str, float] = {}  # metrics of the task
+    metrics: Mapping[str, float] = {}  # the task's metrics
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class RecordedRun:
         self.commit()
 
     def take(self) -> int:
-        """Take the next batch as soon as it is ready; returns its step."""
+        """Take the next batch once it is ready. Returns its step."""
         step = self.book.ledger.step
         while (waiting := self.book.take(step)) is not None:
             for old, new, _ in self.book.requeue(waiting.overdue):
@@ -113,7 +114,7 @@ class RecordedRun:
         self.now = until
 
     def crash(self, down_s: float) -> None:
-        """Crash, and resume ``down_s`` later; running groups continue from where they were."""
+        """Crash, and resume ``down_s`` seconds later; running groups continue where they were."""
         self.book.journal.close()
         self.now += down_s
         self._ends = [(end + down_s, group_id) for end, group_id in self._ends]
@@ -130,7 +131,7 @@ class RecordedRun:
         self.commit()
 
     def rollout(self, group_id: int, index: int) -> Rollout:
-        """A rollout of a group that ends now: its first half is of the version at admission."""
+        """A rollout that ends now. Its first half has the version at the group's admission."""
         half = len(self._response) // 2
         versions = [self._admitted_at[group_id]] * half + [self.book.ledger.version] * (len(self._response) - half)
         return Rollout(
@@ -174,9 +175,9 @@ class RecordedRun:
 
 
 class EpisodeRun(RecordedRun):
-    """A run of episodes: two calls with two tokens of ``tool`` between them, and a branch of one call.
+    """A run of episodes: two calls with two ``tool`` tokens between them, and a branch with one call.
 
-    The first call gives half of ``response`` and the second the other half; the branch gives all of it.
+    Each of the two calls samples half of ``response``; the branch samples all of it.
     """
 
     prompt_ids = ()
@@ -185,7 +186,7 @@ class EpisodeRun(RecordedRun):
     tool: Sequence[int] = (14, 15)
 
     def rollout(self, group_id: int, index: int) -> Rollout:
-        """As in the base class, with given tokens between the two calls."""
+        """As in the base class, but with given tokens between the two calls."""
         answered = super().rollout(group_id, index)
         half = len(self._response) // 2
         calls = answered.ids[:half], answered.ids[half:]

@@ -1,4 +1,4 @@
-"""The buffer's calls: many calls share a commit, and each is answered after its commit."""
+"""The buffer's calls: many calls share a commit, and each returns after its commit."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from asyncrl_cli.records.groups import BufferSettings, Opening, Outcome, StepRec
 from asyncrl_cli.records.rewards import RewardFailure
 
 LIMIT_S = 120.0
-"""Seconds after which a test that should have ended counts as hung."""
+"""A test counts as hung after this many seconds."""
 NEVER_S = 1e6
 
 
@@ -50,19 +50,19 @@ async def opened(folder: Path, settings: BufferSettings = SETTINGS, kind: str = 
 
 
 def opening_of(folder: Path, settings: BufferSettings = SETTINGS) -> Opening:
-    """The journal as another process would read it now."""
+    """Read the journal as another process would."""
     return DurableLedger(folder / FILE, settings).opening()
 
 
 async def started(*calls: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
-    """Returns when all calls have begun and are waiting."""
+    """Return when all calls have begun and are waiting."""
     tasks = [asyncio.create_task(call) for call in calls]
     await asyncio.sleep(0)
     return tasks
 
 
 class Gate:
-    """A gate for the journal's commits: each waits until the test lets it continue or fail."""
+    """Stops each of the journal's commits until the test lets it continue or fail."""
 
     def __init__(self, buffer: Buffer) -> None:
         self.commits: list[Sequence[Statement]] = []
@@ -84,7 +84,7 @@ class Gate:
         await asyncio.get_running_loop().run_in_executor(None, self._begun.acquire)
 
     def release(self, error: Exception | None = None) -> None:
-        """The commit at the gate continues, or fails."""
+        """Let the commit at the gate continue, or fail."""
         self._error = error
         self._through.release()
 
@@ -93,8 +93,8 @@ class Gate:
 
 
 @pytest.mark.parametrize("turns", range(4))
-def test_a_take_ends_when_it_is_cancelled_while_something_changes(tmp_path: Path, turns: int) -> None:
-    """Ctrl-C cancels the loop at any turn of its event loop, also between a change and the take that it wakes."""
+def test_take_ends_when_it_is_cancelled_during_a_change(tmp_path: Path, turns: int) -> None:
+    """Ctrl-C may cancel the loop at any turn of its event loop, also between a change and the take that it wakes."""
 
     async def test() -> None:
         buffer = await opened(tmp_path)
@@ -328,7 +328,7 @@ def test_take_waits_for_a_batch_and_commits_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("at_once")
-def test_without_a_batch_there_is_a_reason(tmp_path: Path) -> None:
+def test_take_returns_the_reason_when_there_is_no_batch(tmp_path: Path) -> None:
     async def test() -> None:
         buffer = await opened(tmp_path)
         waiting = await buffer.take(0, 0.0)
@@ -383,7 +383,7 @@ def test_tokens_that_no_checkpoint_needs_are_pruned(tmp_path: Path) -> None:
 # -- a disk that does not answer, and the end
 
 
-def test_a_disk_that_does_not_answer_ends_the_run_in_bounded_time_and_holds_nothing_else_up(tmp_path: Path) -> None:
+def test_a_hanging_disk_ends_the_run_in_bounded_time_and_does_not_block_the_loop(tmp_path: Path) -> None:
     async def test() -> None:
         buffer, _ = await Buffer.open(tmp_path / FILE, SETTINGS, "train", limit_s=0.2)
         gate = Gate(buffer)

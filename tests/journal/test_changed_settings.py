@@ -1,4 +1,4 @@
-"""A resume with another `pipeline.on_stale`, and how the steps before and after it are verified."""
+"""A resume changes `pipeline.on_stale`, and the steps before and after are verified with their own settings."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def fill(book: DurableLedger) -> None:
 
 
 def finish(book: DurableLedger, *group_ids: int) -> None:
-    """Record and score all rollouts of groups, with tokens of the version that they were admitted at."""
+    """Record and score all rollouts of groups, with tokens of the groups' versions."""
     for group_id in group_ids:
         book.record(group_rollouts(group_id, [book.ledger.entry(group_id).version] * 2), group_outcomes(group_id))
 
 
 def step(book: DurableLedger) -> None:
-    """The newest groups finish and are trained; older ones keep running."""
+    """Finish and train the newest groups; older groups keep running."""
     at = book.ledger.step
     fill(book)
     while book.take(at) is not None:
@@ -61,7 +61,7 @@ def report_of(path: Path) -> Report:
 
 
 def late_run(path: Path) -> DurableLedger:
-    """A run with `train` whose first groups are late."""
+    """A run with `train`; its first groups are late."""
     book = opened(path, by("train"))
     for _ in range(4):
         step(book)
@@ -104,7 +104,7 @@ def test_each_step_is_checked_against_the_settings_at_its_time(path: Path) -> No
     assert {violation.step for violation in report_of(path).violations} == {11}, "step 9 was taken under `train`"
 
 
-def test_steps_before_a_raised_bound_are_checked_against_the_lower_one(path: Path) -> None:
+def test_steps_before_the_bound_was_raised_are_checked_against_the_old_bound(path: Path) -> None:
     book = opened(path, by("wait"))
     for _ in range(3):
         finish(book, *book.ledger.running)

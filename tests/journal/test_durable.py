@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path, settings: BufferSettings = SETTINGS, base: Any = None) -> tuple[DurableLedger, Opening]:
-    """A ledger, its opening, and the commit that follows."""
+    """Open a ledger, and commit what the opening notes."""
     book = DurableLedger(path, settings, base)
     opening = book.opening()
     commit(book)
@@ -52,7 +52,7 @@ def opened(path: Path, settings: BufferSettings = SETTINGS, base: Any = None) ->
 
 
 def reopened(book: DurableLedger, path: Path) -> tuple[DurableLedger, Opening]:
-    """The same journal in the next process, after all noted events are committed."""
+    """Commit all noted events, and open the journal as the next process would."""
     commit(book)
     book.journal.close()
     return opened(path)
@@ -92,7 +92,7 @@ def test_segments_of_several_versions_are_the_prefix_until_the_rollout_is_finish
     assert opening.groups[0].unscored == {}
 
 
-def test_a_rollout_generated_again_replaces_what_was_recorded_of_it(path: Path) -> None:
+def test_a_rollout_generated_again_replaces_its_recorded_tokens(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 1))
     first, again, third = (rollout("0-0", [0] * 9, seed) for seed in range(3))
@@ -224,7 +224,7 @@ def test_a_masked_rollout_is_judged_and_never_scored_again(path: Path) -> None:
         book.journal.batch(0)
 
 
-def test_a_response_without_tokens_is_a_rollout(path: Path) -> None:
+def test_a_response_without_tokens_is_recorded_as_a_rollout(path: Path) -> None:
     book, _ = opened(path)
     book.admit(candidates(1, 2))
     empty = rollout("0-0", ())
@@ -252,7 +252,7 @@ def test_prompts_are_admitted_while_there_is_room(path: Path) -> None:
 
 
 def overdue_book(path: Path) -> DurableLedger:
-    """A ledger whose group 0 delays the batch of step 1."""
+    """A ledger with a group 0 that delays the batch of step 1."""
     book, _ = opened(path, replace(SETTINGS, on_stale="requeue", groups_per_step=1))
     book.admit(candidates(1, 2))
     finish(book, 1)
@@ -346,7 +346,7 @@ def test_a_step_trained_again_keeps_its_first_report(path: Path) -> None:
 
 
 def base_of_a_checkpoint(path: Path) -> dict[str, Any]:
-    """What a checkpoint after two steps stores of a journal in which p1 runs again and p4 has just begun."""
+    """The state in a checkpoint after two steps; p1 runs again, and p4 has just begun."""
     book = overdue_book(path)
     book.requeue([0])
     assert book.take(1) is None
@@ -398,7 +398,7 @@ def test_a_prompt_that_waits_twice_is_admitted_twice(path: Path) -> None:
     assert len(reopened(book, path)[1].waiting) == 1
 
 
-def test_a_journal_keeps_its_base(tmp_path: Path) -> None:
+def test_a_reopened_journal_keeps_its_own_base(tmp_path: Path) -> None:
     base = base_of_a_checkpoint(tmp_path / "old.db")
     for settled, first in (("with", base), ("without", None)):
         path = tmp_path / f"{settled}.db"
@@ -408,7 +408,7 @@ def test_a_journal_keeps_its_base(tmp_path: Path) -> None:
         book.journal.close()
 
 
-def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
+def test_messages_and_fields_of_a_prompt_survive_a_restart(path: Path) -> None:
     book, _ = opened(path)
     (one,) = candidates(1, 1)
     messages = ({"role": "system", "content": "Zürich ✓"}, {"role": "user", "content": "2 + 2?"})
@@ -420,7 +420,7 @@ def test_messages_and_fields_of_a_prompt_come_back(path: Path) -> None:
 
 
 def test_solved_prompts_are_known_after_a_restart(path: Path) -> None:
-    """The last visits of a prompt count, whether or not its group was trained, except failed ones."""
+    """A prompt's last visits count, also if its group was not trained, but not failed visits."""
     settings = replace(SETTINGS, note_solved=True, max_staleness=9)
     rewards = {  # for each prompt, the rewards of its visits
         "once": [(1.0, 1.0)],

@@ -1,9 +1,9 @@
-"""What is acknowledged survives a crash at any moment, and results that arrive again change nothing.
+"""Acknowledged data survives a crash at any moment, and repeated results change nothing.
 
 The state machine acts as the driver and its engines, and calls a ledger with a journal. ``Known`` is the expected
 content of the journal: it is saved at every commit (which may come after any call) and restored at every crash.
-Rollouts may be episodes of several sequences, with given tokens anywhere; the keys of ``engines``, ``delivered`` and
-``prefixes`` are the ids of sequences.
+Rollouts may be episodes with several sequences, and given tokens anywhere. The keys of ``engines``, ``delivered`` and
+``prefixes`` are ids of sequences.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from asyncrl_cli.records.training import TrainingBatch, TrainingGroup
 
 @dataclass
 class Known:
-    """What the driver has sent, and the answers to it."""
+    """The driver's calls, and the answers to them."""
 
     ledger: LedgerState
     serial: int = 0
@@ -76,7 +76,7 @@ class Known:
 
 
 class Crashes(RuleBasedStateMachine):
-    """Any order of calls that a run can make, with commits and crashes between any two."""
+    """Calls in any possible order, with commits and crashes between any two."""
 
     @initialize(
         groups=st.integers(1, 2),
@@ -135,7 +135,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self._running())
     @rule(data=st.data(), count=st.integers(1, 3), sent=st.booleans())
     def generate(self, data: st.DataObject, count: int, sent: bool) -> None:
-        """Engines add tokens to some rollouts; with ``sent`` the driver sends them, and those not sent before."""
+        """Engines add tokens to some rollouts; with ``sent`` the driver sends all tokens not sent before."""
         running = data.draw(st.lists(st.sampled_from(self._running()), min_size=1, max_size=4, unique=True))
         branches = st.integers(0, 2 if self.episodes else 0)
         names = [branch_id(name, data.draw(branches)) for name in running]
@@ -147,7 +147,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def generate_again(self, data: st.DataObject) -> None:
-        """An engine failed, and another one starts at the beginning or at the end of a segment."""
+        """An engine failed, and another engine starts at the beginning or at the end of a segment."""
         name = data.draw(st.sampled_from(sorted(self.delivered)))
         sent = self.delivered[name]
         ends = [segment.end for segment in self.known.prefixes.get(name, ()) if segment.end < sent]
@@ -159,7 +159,7 @@ class Crashes(RuleBasedStateMachine):
     @precondition(lambda self: self._running())
     @rule(data=st.data(), count=st.integers(1, 4))
     def finish(self, data: st.DataObject, count: int) -> None:
-        """Rollouts end; one without tokens ends without tokens."""
+        """Rollouts end, some of them without tokens."""
         ended = data.draw(st.lists(st.sampled_from(self._running()), max_size=count, unique=True))
         self._call("record", [self._whole(name) for name in ended])
 
@@ -214,7 +214,7 @@ class Crashes(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def run_on(self, count: int) -> None:
-        """Some steps in which only the newest groups finish, so that the old ones become late."""
+        """Run steps while only the newest groups finish: the old groups become late."""
         for _ in range(count):
             self.admit(9)
             for group_id in reversed(self.book.ledger.running[1:]):
@@ -254,7 +254,7 @@ class Crashes(RuleBasedStateMachine):
         self.reports = []
         self._commit()
 
-    # -- what always holds
+    # -- invariants
 
     @invariant()
     def a_group_is_trained_at_most_once(self) -> None:
@@ -272,7 +272,7 @@ class Crashes(RuleBasedStateMachine):
         self.saved = self.known.copy()
 
     def _die(self) -> None:
-        """Leave the file as after a kill: the journal is not closed, and its log is not merged."""
+        """Leave the file as a kill would: the journal is not closed, and its log is not merged."""
         self.lives += 1
         path = self.folder / f"{self.lives}.db"
         for end in ("", "-wal"):
@@ -281,7 +281,7 @@ class Crashes(RuleBasedStateMachine):
         self._open(path)
 
     def _opened_as_saved(self) -> Any:
-        """The opening of the journal: it must have everything that was acknowledged, and nothing else."""
+        """Open the journal. It must have everything that was acknowledged, and nothing else."""
         opening, known = self.book.opening(), self.known
         assert self.book.ledger.snapshot() == known.ledger
         assert (opening.step, opening.version) == (known.ledger.step, known.ledger.version)
@@ -342,13 +342,13 @@ class Crashes(RuleBasedStateMachine):
         return answer
 
     def _more(self, name: str, count: int) -> Rollout:
-        """New tokens of a sequence; in an episode the first of them are given tokens."""
+        """New tokens of a sequence; in an episode the first tokens are given."""
         self.seed += 1
         given = self.random.randint(0, 2) if self.episodes else 0
         return rollout(name, [CONTEXT] * given + [self.book.ledger.version] * count, self.seed)
 
     def _whole(self, name: str) -> Rollout:
-        """A rollout at its end, with the present tokens of its branches."""
+        """A finished rollout with the current tokens of its branches."""
         others = sorted((one for one in self.engines if _rollout_of(one) == name != one), key=sequence_of)
         return episode([self.engines.get(name, rollout(name, ())), *(self.engines[one] for one in others)])
 
@@ -415,7 +415,7 @@ class Crashes(RuleBasedStateMachine):
         return [training_rollout_id(group_id, index) for group_id in group_ids for index in indices]
 
     def _running(self) -> list[str]:
-        """Rollouts that are generated."""
+        """Rollouts that engines are generating."""
         return [name for name in self._names(*self.book.ledger.running) if name not in self.known.recorded]
 
     def _unscored(self) -> list[str]:

@@ -53,7 +53,7 @@ def path_of(tmp_path: Path) -> Path:
     return found
 
 
-def test_every_event_is_given_once_and_in_order(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_every_event_is_yielded_once_and_in_order(recorded: RecordedRun, tmp_path: Path) -> None:
     five_steps(recorded, tmp_path)
     with snapshot(path_of(tmp_path)) as connection:
         found = list(events(connection))
@@ -98,7 +98,7 @@ def _plain(event: Event) -> dict[str, object]:
     return {name: value for name, value in event.facts().items() if not isinstance(value, dict)}
 
 
-def test_a_following_reader_gets_the_same_as_one_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_a_following_reader_gets_the_same_events_as_a_reader_at_the_end(recorded: RecordedRun, tmp_path: Path) -> None:
     reader, heard = Reader(), []
     path = path_of(tmp_path)
 
@@ -122,7 +122,7 @@ def test_a_following_reader_gets_the_same_as_one_at_the_end(recorded: RecordedRu
     assert Counter(map(str, heard)) == Counter(map(str, at_the_end))
 
 
-def test_only_the_kinds_asked_for(recorded: RecordedRun, tmp_path: Path) -> None:
+def test_only_requested_kinds_of_events_are_yielded(recorded: RecordedRun, tmp_path: Path) -> None:
     five_steps(recorded, tmp_path)
     with snapshot(path_of(tmp_path)) as connection:
         assert {event.name for event in events(connection, ["step", "fault"])} == {"step", "fault"}

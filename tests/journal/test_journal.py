@@ -1,4 +1,4 @@
-"""The journal's file: what is stored, who may read it at which time, and the errors when it fails."""
+"""The journal's file: its contents, its readers at every moment, and the errors when it fails."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def book_with_steps(path: Path, steps: int) -> DurableLedger:
-    """Some steps taken, one more group finished, and one with a finished and an unfinished rollout."""
+    """A ledger with some taken steps, a finished group, and a group with a finished and an unfinished rollout."""
     book = DurableLedger(path, SETTINGS)
     book.opening()
     for step in range(steps):
@@ -70,7 +70,7 @@ def _fill(book: DurableLedger) -> tuple[int, ...]:
 
 
 def _one_step(book: DurableLedger, step: int) -> None:
-    """The next two groups finish and are taken, and the version after them is published."""
+    """Finish and take the next two groups, and publish the version after them."""
     finish(book, *_fill(book)[:2])
     assert book.take(step) is None
     book.publish(publish_record(step + 1, step + 1))
@@ -78,7 +78,7 @@ def _one_step(book: DurableLedger, step: int) -> None:
 
 
 def batch_in(path: Path, step: int, earlier: bool = False) -> TrainingBatch:
-    """A batch, as a read-only reader reads it."""
+    """Read a batch through a read-only connection."""
     with closing(open_for_reading(path)) as connection:
         return read_batch(connection, step, earlier)
 
@@ -94,7 +94,7 @@ SINGLE = replace(SETTINGS, group_size=1, reject_uniform=False, max_staleness=2, 
 @settings(max_examples=30)
 @given(data=st.data())
 def test_a_group_of_one_has_the_results_of_its_prompt_in_earlier_batches(data: st.DataObject) -> None:
-    """Groups finish in any order, and a prompt may be several times in a batch."""
+    """Groups finish in any order, and a batch may have the same prompt several times."""
     names = st.sampled_from("abc")
     trained: list[tuple[int, str, Scored]] = []  # group, uid, result
     with TemporaryDirectory() as folder, patch("asyncrl_cli.journal.rollout_rows.MOST_VISITS", 3):
@@ -159,7 +159,7 @@ def test_a_full_disk_loses_nothing_acknowledged(path: Path) -> None:
     assert group.prefixes.keys() == {1}
 
 
-def test_the_lock_of_another_program_is_named_and_does_no_harm(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_another_program_is_reported_and_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "LOCK_PATIENCE_S", 0.01)
     book = book_with_steps(path, 1)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -180,7 +180,7 @@ def test_the_lock_of_another_program_is_named_and_does_no_harm(path: Path, monke
 
 
 def pruned(book: DurableLedger, before_step: int) -> int:
-    """Prune until nothing is left to prune; returns how many commits that took."""
+    """Prune until nothing is left to prune. Returns the number of commits."""
     commits = 1
     while book.journal.prune(before_step):
         commits += 1
@@ -327,7 +327,7 @@ def test_a_killed_run_is_never_read_without_its_last_commits(archive: Path, path
 # -- files that are not journals
 
 
-def test_a_missing_journal_is_named(path: Path) -> None:
+def test_a_missing_journal_is_an_error_with_its_path(path: Path) -> None:
     with pytest.raises(JournalError, match="there is no journal") as caught:
         open_for_reading(path)
     assert caught.value.location == str(path)
@@ -358,7 +358,7 @@ REQUESTS = [
 ]
 
 
-def test_the_work_of_engines_and_what_a_publish_kept_waiting(path: Path) -> None:
+def test_engine_requests_and_publish_waits_are_recorded(path: Path) -> None:
     book, pauses = book_with_steps(path, 1), {"engine-0": (1.5, 2.0), "engine-1": (1.25, 1.5)}
     for one in REQUESTS:
         book.journal.requested(one)
@@ -393,7 +393,7 @@ def with_a_torn_page(data: bytes) -> bytes:
 
 
 def with_flipped_bits(data: bytes) -> bytes:
-    """In the tokens of step 0, where SQLite itself does not detect it."""
+    """Flip bits in the tokens of step 0, which SQLite does not notice."""
     at = data.index(rollout("0-0").ids.tobytes())
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
@@ -440,7 +440,7 @@ def test_inconsistent_values_are_damage(path: Path, sql: str) -> None:
     assert caught.value.hint == DAMAGED
 
 
-def test_any_bits_are_read_back(path: Path) -> None:
+def test_experts_with_any_bits_are_read_back(path: Path) -> None:
     book = DurableLedger(path, SETTINGS)
     book.admit(candidates(1, 1))
     one = rollout("0-0", [0] * 5000)

@@ -1,4 +1,4 @@
-"""The recorded choice of experts in the journal: it is stored with its tokens; without it nothing is written."""
+"""Recorded expert choices are stored with their tokens; without them nothing is written."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_batch_has_the_experts_that_its_rollouts_had(path: Path, dtype: type) 
             assert same(found.prompt_experts, expected.prompt_experts)
 
 
-def test_unfinished_and_unscored_rollouts_keep_theirs(path: Path) -> None:
+def test_unfinished_and_unscored_rollouts_keep_their_experts(path: Path) -> None:
     book, (group, *_) = running(path)
     unfinished, unscored = routed(f"{group}-0", seed=1), routed(f"{group}-1", seed=2)
     for piece in (*pieces(unfinished, 0, 1), *pieces(unfinished, 1, 4)):
@@ -117,7 +117,7 @@ def test_tokens_that_are_generated_again_have_the_new_experts(path: Path) -> Non
     assert same(found.experts, again.experts)
 
 
-def test_without_them_nothing_is_written_and_old_tokens_take_theirs_along(path: Path) -> None:
+def test_tokens_without_experts_write_none_and_pruning_deletes_recorded_experts(path: Path) -> None:
     book, (one, other, *_) = running(path)
     book.record([rollout(f"{one}-{index}", VERSIONS) for index in (0, 1)])
     commit(book)

@@ -1,4 +1,4 @@
-"""Images in the journal: stored once, read back with their places, requeued, pruned, and checked for damage."""
+"""The journal stores each image once, reads it back at its place, requeues and prunes it, and notices damage."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def batch_of(path: Path, step: int) -> TrainingBatch:
 
 
 def train(book: DurableLedger, serial: int, *images: Image) -> None:
-    """A step of two groups with these images."""
+    """Train a step with two groups that have these images."""
     for group in book.admit([pictured(one, *images) for one in candidates(serial, 2)]):
         finish(book, group.group_id)
     assert book.take(book.ledger.step) is None

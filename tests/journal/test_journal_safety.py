@@ -1,4 +1,4 @@
-"""What keeps the journal correct: one writer, values that can be stored, checksums, and checkpoints as on disk."""
+"""The journal stays correct: one writer, storable values, checksums, and checkpoints that match the disk."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def opened(path: Path, kind: str = "train") -> DurableLedger:
 
 
 def one_step(book: DurableLedger) -> None:
-    """The next two groups are trained; more are running."""
+    """Train the next two groups; more groups are running."""
     at = book.ledger.step
     fill(book, book.journal.read(newest_serial) + 1)
     finish(book, *book.ledger.running[:2])
@@ -77,9 +77,7 @@ def test_of_two_writers_that_start_together_one_is_refused(path: Path) -> None:
     one_step(first)
 
 
-def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_writer_cannot_commit_while_a_new_writer_starts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "LOCK_PATIENCE_S", 0.0)
     old = opened(path)
     one_step(old)
@@ -104,7 +102,7 @@ def test_no_earlier_writer_commits_between_what_a_new_one_reads_and_its_start(
 
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 1), min_size=4, max_size=30))
-def test_whatever_two_writers_do_the_journal_is_that_of_the_newer(
+def test_after_any_actions_of_two_writers_the_journal_is_the_newer_ones(
     tmp_path_factory: pytest.TempPathFactory, turns: list[int]
 ) -> None:
     path = tmp_path_factory.mktemp("journal") / FILE
@@ -189,13 +187,13 @@ def test_a_moved_folder_ends_the_run_and_has_everything_acknowledged(path: Path,
     with pytest.raises(JournalError, match="was deleted, moved or replaced") as caught:
         one_step(book)
     assert "must stay in place" in caught.value.hint
-    with pytest.raises(JournalError, match="was deleted, moved or replaced"):  # also without a further commit
+    with pytest.raises(JournalError, match="was deleted, moved or replaced"):  # also without another commit
         book.journal.close()
     assert not path.parent.exists()
     assert DurableLedger(tmp_path / "moved" / FILE, SETTINGS).ledger.snapshot() == acknowledged
 
 
-# -- what cannot be stored
+# -- values that cannot be stored
 
 
 def test_a_prompt_that_cannot_be_stored_is_named_and_harms_no_other(path: Path) -> None:
@@ -246,7 +244,7 @@ def test_a_row_that_cannot_be_stored_is_refused_before_the_commit(
     assert DurableLedger(path, SETTINGS).ledger.snapshot() == before, "the others' rows are written"
 
 
-def test_a_message_loses_no_more_than_what_cannot_be_stored(path: Path) -> None:
+def test_only_characters_that_cannot_be_stored_are_escaped_in_a_message(path: Path) -> None:
     book = opened(path)
     book.admit(candidates(1, 1))
     book.journal.failed("engine", HALF_A_PAIR, f"é {HALF_A_PAIR}")
@@ -312,7 +310,7 @@ def test_damage_to_running_groups_is_found_at_the_resume(path: Path, sql: str, f
     assert caught.value.hint == DAMAGED
 
 
-def test_a_prompt_that_runs_again_has_a_checksum_of_its_own(path: Path) -> None:
+def test_a_prompt_that_runs_again_has_its_own_checksum(path: Path) -> None:
     book = opened(path)
     one_step(book)
     entry = book.ledger.entry(2)
@@ -339,7 +337,7 @@ def test_an_index_that_disagrees_with_its_table_is_found_before_a_resume(path: P
     assert caught.value.hint == DAMAGED
 
 
-def test_dropped_tokens_are_distinguished_from_lost_ones(path: Path) -> None:
+def test_dropped_tokens_are_distinguished_from_lost_tokens(path: Path) -> None:
     book = opened(path)
     for _ in range(3):
         one_step(book)
@@ -362,12 +360,12 @@ def folder_of(path: Path, step: int) -> Path:
 
 
 def recorded(path: Path) -> dict[int, bool]:
-    """Every checkpoint in the journal, and whether it still exists."""
+    """The steps of all checkpoints in the journal: True if the checkpoint still exists."""
     with queries.snapshot(path) as connection:
         return {at.after_step: at.removed_at is None for at in history(connection).checkpoints}
 
 
-def test_checkpoints_in_the_journal_are_those_on_disk(path: Path) -> None:
+def test_checkpoints_in_the_journal_match_the_disk(path: Path) -> None:
     book = opened(path)
     for step in (1, 2, 3):
         folder_of(path, step).mkdir(parents=True)
@@ -384,7 +382,7 @@ def test_checkpoints_in_the_journal_are_those_on_disk(path: Path) -> None:
 
 
 def test_pruning_keeps_the_tokens_that_a_checkpoint_on_disk_needs(path: Path) -> None:
-    """Also for a checkpoint that is not in the journal, because of a kill between its renaming and its row."""
+    """This includes a checkpoint without a row, because a kill came between its renaming and its row."""
     book = opened(path)
     for _ in range(6):
         one_step(book)
@@ -426,7 +424,7 @@ def test_rewards_that_differ_by_rounding_are_uniform(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("apart", "uniform"), [(False, {0, 1}), (True, {0})])
-def test_groups_are_uniform_by_the_rewards_that_they_learn_from(path: Path, apart: bool, uniform: set[int]) -> None:
+def test_uniform_groups_are_judged_by_the_rewards_that_train_them(path: Path, apart: bool, uniform: set[int]) -> None:
     by_parts = replace(SETTINGS, reward_parts={"reward": 1.0, "format": 0.5}, parts_apart=apart)
     book = DurableLedger.begin(path, by_parts, "train", "")
     book.admit([*candidates(1, 2), Candidate(3, Prompt("p3", "x"), (1,), {"epoch": 0, "position": 3})])
@@ -462,7 +460,7 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 @example(uid="a\0b", content="\0", reason="\0", reward=-0.0, later=False, metrics=-0.0)
 @example(uid="", content="", reason="", reward=-0.0, later=True, metrics=0)
 @example(uid="", content="", reason="", reward=np.float64(0.5), later=True, metrics=np.float64(0.5))
-def test_whatever_is_stored_reads_back_with_its_checksum(
+def test_stored_values_read_back_with_their_checksum(
     tmp_path_factory: pytest.TempPathFactory,
     uid: str,
     content: str,

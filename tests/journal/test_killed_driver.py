@@ -1,8 +1,8 @@
 """The driver is killed at every commit of a small run: before it, within it, and before its answer.
 
-Each driver is a child process with the real buffer, made-up rollouts and a trainer whose weights are the digests of its
-batches. Every answer that a driver gets goes to a log that outlives it. After each kill the journal must have all
-answers; the next driver completes the run, and the whole journal is audited.
+Each driver is a child process with the real buffer, made-up rollouts, and a trainer that uses digests of batches as
+weights. Every answer that a driver gets goes to a log that outlives the driver. After each kill the journal must have
+all answers; the next driver completes the run, and the whole journal is audited.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tests.e2e.faults.audit import audit
 STEPS = 2
 TOKENS, HALF = 6, 3
 Moment = Literal["before", "within", "after"]
-"""Of a commit: nothing is written, half is written, everything is durable without an answer."""
+"""When a commit is interrupted: nothing is written, half is written, or everything is durable but not answered."""
 
 
 class Log:
-    """The answers that drivers got, one JSON array a line, written before they do anything else."""
+    """The answers that drivers got, one JSON array per line. A driver writes an answer before it does anything else."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -54,7 +54,7 @@ class Log:
 
 
 class Driver:
-    """Drives a run to its end, from where the journal ends."""
+    """Drives a run from the journal's end to the run's end."""
 
     def __init__(self, buffer: Buffer, opening: Opening, log: Log) -> None:
         self._buffer = buffer
@@ -90,7 +90,7 @@ class Driver:
             self._running[admission.group_id] = admission
 
     async def _generate(self, group_id: int) -> None:
-        """Generate a group's missing tokens; half of them are reported first."""
+        """Generate a group's missing tokens, and report the first half early."""
         group = self._running.pop(group_id)
         for index in range(SETTINGS.group_size):
             if index in group.scored:
@@ -121,7 +121,7 @@ class Driver:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Run ``work`` in a child process; returns the process's exit status, negative for a signal."""
+    """Run ``work`` in a child process. Returns its exit status, negative for a signal."""
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -134,7 +134,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def drive(folder: Path, at: int = 0, moment: Moment = "before") -> None:
-    """Drive the run in ``folder``, and die at a ``moment`` of the commit ``at``, counted from 1 with the opening's."""
+    """Drive the run in ``folder``, and die at a ``moment`` of commit ``at``; the opening's commit is 1."""
     log, write, transaction, count = Log(folder / "log"), JournalFile.write, JournalFile.transaction, 0
     subject.LAZY_S = 0.0
 
@@ -172,7 +172,7 @@ def drive(folder: Path, at: int = 0, moment: Moment = "before") -> None:
 
 
 def check_answers(connection: sqlite3.Connection, answers: list[list[Any]]) -> None:
-    """The journal has every answer that a driver got."""
+    """Check that the journal has every answer that a driver got."""
     rows = {
         f"{group}-{index}": (tokens, reward)
         for group, index, tokens, reward in connection.execute(
@@ -198,7 +198,7 @@ def check_answers(connection: sqlite3.Connection, answers: list[list[Any]]) -> N
 
 
 def check_training(answers: list[list[Any]]) -> None:
-    """Every driver trains the steps in order, and no group in two of them."""
+    """Check that every driver trains the steps in order, and no group in two steps."""
     trained: dict[int, list[int]] = {}
     for what, step, *more in answers:
         if what == "trains":

@@ -1,4 +1,4 @@
-"""The ledger's rules one by one, with the examples of the design document."""
+"""The ledger's rules one by one, with the examples in its docstring."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def blocked(ledger: Ledger) -> Blocked:
 
 
 def four_long_groups(on_stale: OnStale) -> Ledger:
-    """The design document's example at step 1: groups 0 to 3 of version 0 still run, 6 and 7 are finished."""
+    """The docstring's example at step 1: groups 0 to 3 of version 0 still run, 6 and 7 are finished."""
     ledger = made_ledger(groups_per_step=2, publish_every=1, max_staleness=2, on_stale=on_stale)
     admit(ledger, 6)
     finish(ledger, 4, 5)
@@ -71,7 +71,7 @@ def test_room_follows_the_formula() -> None:
 
 
 def staleness_of_a_slow_trainer(ahead: int | None) -> list[int]:
-    """Two engine slots; each finishes two groups while the trainer trains one batch of two groups."""
+    """Two engine slots each finish two groups while the trainer trains one batch of two groups."""
     ledger = made_ledger(groups_per_step=2, max_staleness=8, ahead=ahead)
     staleness: list[int] = []
     for _ in range(40):
@@ -240,7 +240,7 @@ def test_without_staleness_finish_order_does_not_decide_the_batch(publish_every:
     assert ledger.room() == 0
 
 
-def test_without_staleness_the_missing_are_named() -> None:
+def test_without_staleness_missing_groups_are_named() -> None:
     ledger = made_ledger(groups_per_step=2, publish_every=2, max_staleness=0)
     admit(ledger, 4)
     finish(ledger, 0, 3)

@@ -1,7 +1,6 @@
 """The theorem of the ledger's docstring, tested on random histories of any length and order.
 
-The invariants are computed here from the formulas of the design document (U, R and m), not from the ledger's rule, so
-that the two can be compared.
+The invariants are computed from the theorem's formulas, independently of the ledger's code, and compared with it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from asyncrl_cli.records.groups import OnStale
 
 
 class Histories(RuleBasedStateMachine):
-    """Any order of events a run can have, with a crash (restore) at any moment."""
+    """Events in any possible order, with a crash (restore) at any moment."""
 
     @initialize(
         groups=st.integers(1, 4),
@@ -114,7 +113,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def nothing_is_stuck(self) -> None:
-        """If every running group ended now, and new ones too, the run would reach its next step."""
+        """If all running groups and all new groups end now, the run reaches its next step."""
         restored = Ledger.restore(self.ledger.settings, self.ledger.snapshot())
         while restored.publish_due:
             restored.publish()
@@ -134,7 +133,7 @@ class Histories(RuleBasedStateMachine):
         assert entry == GroupEntry(entry.group_id, self.ledger.version, self.ledger.version + self.S)
         self.entries[entry.group_id] = entry
 
-    # -- what always holds
+    # -- invariants
 
     @precondition(lambda self: self.ledger.settings.on_stale == "train")
     @rule()
@@ -266,9 +265,7 @@ def batches_without_staleness(every: int, uniform: set[int], order: list[float])
     uniform=st.sets(st.integers(0, 20), max_size=6),
     order=st.permutations(range(11)),
 )
-def test_without_staleness_batches_depend_on_nothing_but_the_groups(
-    every: int, uniform: set[int], order: list[float]
-) -> None:
+def test_without_staleness_batches_depend_only_on_the_groups(every: int, uniform: set[int], order: list[float]) -> None:
     kept = [group_id for group_id in range(40) if group_id not in uniform]
     expected = [tuple(kept[i : i + 3]) for i in range(0, 18, 3)]
     assert batches_without_staleness(every, uniform, order) == expected

@@ -1,4 +1,4 @@
-"""SQL on the journal's tables is in journal/ alone, and only its writer's files change rows."""
+"""Only journal/ has SQL on the journal's tables, and only its writer's files change rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import asyncrl_cli
 
 PACKAGE = Path(asyncrl_cli.__file__).parent
 OWN_DATABASE = "checks/doctor.py"
-"""Measures a disk with a temporary database of its own."""
+"""Measures a disk with its own temporary database."""
 WRITES = re.compile(r"\b(INSERT|UPDATE|DELETE|REPLACE|DROP|ALTER|CREATE)\b")
 
 

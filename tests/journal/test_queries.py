@@ -1,4 +1,4 @@
-"""What the inspection commands read from a journal that the buffer wrote."""
+"""The inspection commands' queries on a journal that the buffer wrote."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    """Three steps trained, a fourth batch taken, one group finished, others running; groups last 3, 7, 11, 3, ... s."""
+    """A run with three trained steps, a fourth batch taken, a finished group and running groups. Groups last 3, 7, 11,
+    3, ... s."""
     run = RecordedRun(path, monkeypatch, settings(max_staleness=2), lambda g: 3.0 + 4 * (g % 3), concurrency=4)
     for _ in range(3):
         run.step()
@@ -48,7 +49,7 @@ def ids(rows: list[queries.GroupRow]) -> list[int]:
 # -- the whole buffer
 
 
-def test_the_counts_are_the_ledgers(run: RecordedRun, journal: sqlite3.Connection) -> None:
+def test_overview_counts_equal_the_ledgers_counts(run: RecordedRun, journal: sqlite3.Connection) -> None:
     counts = run.book.ledger.counts()
     found = {count.state: count.groups for count in overview(journal).states}
     assert counts.taken == 8
@@ -63,7 +64,7 @@ def test_the_counts_are_the_ledgers(run: RecordedRun, journal: sqlite3.Connectio
     assert counts.running and counts.finished
 
 
-def test_ages_tokens_and_deadlines(run: RecordedRun, path: Path) -> None:
+def test_overview_shows_ages_tokens_and_deadlines(run: RecordedRun, path: Path) -> None:
     ledger = run.book.ledger
     open_group = ledger.running[0]
     growing = run.rollout(open_group, 0)
@@ -89,7 +90,7 @@ def test_ages_tokens_and_deadlines(run: RecordedRun, path: Path) -> None:
     assert all(due.staleness == 3 - due.version for due in found.due)
 
 
-def test_distributions(journal: sqlite3.Connection) -> None:
+def test_distributions_describe_each_states_rollouts(journal: sqlite3.Connection) -> None:
     found = overview(journal)
     lengths = {row.state: row for row in found.lengths}
     assert lengths["trained"].count == 12
@@ -99,7 +100,9 @@ def test_distributions(journal: sqlite3.Connection) -> None:
     assert "running" not in rewards
 
 
-def test_rejected_by_reason_and_requeued(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejected_groups_are_counted_by_reason_and_requeued_groups_separately(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of = settings(on_stale="requeue", reject_uniform=True)
     # Group 0 takes so long that its prompt is requeued.
     run = RecordedRun(path, monkeypatch, of, lambda g: 1000.0 if g == 0 else 3.0, concurrency=4)
@@ -270,7 +273,7 @@ def damage(path: Path, sql: str) -> None:
 # -- staleness
 
 
-def test_staleness_is_that_of_the_rows(run: RecordedRun, journal: sqlite3.Connection) -> None:
+def test_staleness_report_matches_the_rows(run: RecordedRun, journal: sqlite3.Connection) -> None:
     report = staleness_report(journal)
     assert report.violations == ()
     assert (report.late, report.groups) == (0, 8)
@@ -345,7 +348,7 @@ def test_tokens_are_counted_by_the_index(journal: sqlite3.Connection) -> None:
     assert "segments_sizes" in str([row[3] for row in journal.execute(f"EXPLAIN QUERY PLAN {counting}")])
 
 
-def test_ranges_of_steps() -> None:
+def test_steps_are_combined_into_ranges() -> None:
     steps = tuple(StepStaleness(step, step) for step in range(95))
     assert in_ranges(steps[:20], 20) == steps[:20]
     assert [(r.first, r.last) for r in in_ranges(steps[:21], 20)][-2:] == [(18, 19), (20, 20)]
@@ -356,7 +359,7 @@ def test_ranges_of_steps() -> None:
 # -- history
 
 
-def test_history(run: RecordedRun, path: Path) -> None:
+def test_history_lists_starts_failures_work_and_evaluations(run: RecordedRun, path: Path) -> None:
     journal = run.book.journal
     for step in (2, 3):
         journal.checkpointed(step, f"step-{step:06d}", 1.5)

@@ -1,4 +1,4 @@
-"""A run whose steps and evaluations are on disk, and what MLflow has received of it."""
+"""A run with steps and evaluations on disk, and the data that MLflow has received."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def local(folder: Path, model: str | None = None) -> Target:
 
 
 def spec_of(tracking: Mapping[str, Any], **sections: Any) -> ExperimentSpec:
-    """A spec with this section."""
+    """A spec with this ``tracking`` section."""
     values = {"model": {"path": "m"}, "task": {"use": "chain_sum"}, "stop": {"steps": 1}, "tracking": tracking}
     return ExperimentSpec.model_validate(values | sections)
 
 
 class Logged:
-    """What MLflow has received of the only run in the experiment."""
+    """The data that MLflow has received for the only run in the experiment."""
 
     def __init__(self, uri: str) -> None:
         from mlflow.tracking import MlflowClient
@@ -93,7 +93,7 @@ class Logged:
 
 @contextmanager
 def tracking_at(uri: str) -> Iterator[None]:
-    """Sets the store of this process, for functions of MLflow that use only that one."""
+    """Set this process's store during the block, for MLflow functions that use only this one."""
     import mlflow
 
     before = mlflow.get_tracking_uri()

@@ -16,7 +16,7 @@ START_S = 300.0
 
 
 class Server:
-    """A server on a free port of this machine, with its store in ``folder``; down until ``start``."""
+    """A server on a free port, with its store in ``folder``; it is down until ``start``."""
 
     def __init__(self, folder: Path) -> None:
         with socket.socket() as probe:
@@ -27,7 +27,7 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, and return when it answers."""
+        """Start the server, and return when it answers."""
         arguments = {
             "--host": "127.0.0.1",
             "--port": self._port,

@@ -1,4 +1,4 @@
-"""What a user sees: sparklines, one line per step, and a panel that fits the terminal."""
+"""The output for users: sparklines, one line per step, and a panel that fits the terminal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def evaluated(kind: EvaluationKind, step: int, accuracy: float) -> EvaluationRes
 # -- lines
 
 
-def test_a_step_in_one_line() -> None:
+def test_a_step_is_shown_in_one_line() -> None:
     assert step_line(7, 100, METRICS, {"greedy": 0.25, "sampled": 0.2}) == (
         "step 7/100  reward 0.512  held-out 0.250  length 88.1  staleness 0.5 max 1  12,345 tok/s"
         "  busy: trainer 90%, engines 75%  groups: 31 running, 3 finished"
@@ -92,7 +92,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 @pytest.fixture
 def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    """Forty steps of a thousand, groups of which are running and finished."""
+    """A run after 40 of 1,000 steps, with running and finished groups."""
     monkeypatch.setattr(recorded_run, "METRICS", recorded_run.METRICS | METRICS)
     of = settings(max_staleness=4, total_steps=1000)
     recorded = RecordedRun(run.path / FILE, monkeypatch, of, lambda g: 3.0 + 4 * (g % 3), concurrency=4)
@@ -107,7 +107,7 @@ def recorded(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
 
 
 class Screen:
-    """An outlet that keeps what it is given."""
+    """An outlet that stores its frames."""
 
     def __init__(self, width: int) -> None:
         self.size = (width, 60)
@@ -118,7 +118,7 @@ class Screen:
 
 
 def live_view(run: RunDirectory, width: int) -> tuple[LiveView, Callable[[], list[str]]]:
-    """A view, and the lines of its frames on a terminal of this width."""
+    """A view, and a function that returns the lines of its frames on a terminal with this width."""
     screen = Screen(width)
     view = LiveView(cast("Outlet", screen), run)
 
@@ -136,7 +136,7 @@ LABELS = [
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_the_panel_is_that_of_watch_under_what_the_loop_does(
+def test_the_panel_shows_the_run_and_the_activity_of_the_loop(
     run: RunDirectory, recorded: RecordedRun, width: int
 ) -> None:
     view, lines = live_view(run, width)
@@ -168,7 +168,7 @@ def test_before_there_is_a_journal_the_panel_shows_the_status(run: RunDirectory)
         (run.path / FILE).write_bytes(b"no journal at all" * 1000)
 
 
-def test_nothing_that_a_look_meets_ends_the_run(
+def test_an_error_while_looking_does_not_end_the_run(
     run: RunDirectory, recorded: RecordedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     view, lines = live_view(run, 80)
@@ -183,7 +183,7 @@ def test_nothing_that_a_look_meets_ends_the_run(
     assert lines() == before
 
 
-def test_it_looks_again_and_again_and_once_at_the_end(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_view_looks_repeatedly_and_once_at_the_end(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[str] = []
     third = Event()
 

@@ -21,7 +21,7 @@ SAMPLES = [
 ]
 
 
-def test_a_row_for_each_response_with_all_that_is_known_of_it(tmp_path: Path) -> None:
+def test_the_table_has_a_row_with_all_fields_for_each_response(tmp_path: Path) -> None:
     run = started_run(tmp_path)
     evaluate(run, 5, 0.5, SAMPLES)
     made = json.loads(table(run.path / "evaluations/step-000005-greedy.jsonl"), parse_constant=pytest.fail)
@@ -54,7 +54,7 @@ def test_mlflow_loads_each_table_once_however_often_it_was_sent(tmp_path: Path) 
     Sender(run, target).send("RUNNING")
     evaluate(run, 5, 0.5, SAMPLES[:1])
     Sender(run, target).send("RUNNING")
-    (run.path / FILE).unlink()  # killed before it could record what it had sent
+    (run.path / FILE).unlink()  # as if killed before recording the sent data
     Sender(run, target).send("FINISHED")
 
     logged = Logged(target.uri)

@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 class Warnings:
-    """A quiet console that keeps its warnings."""
+    """A quiet console that stores its warnings."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -38,7 +38,7 @@ class Warnings:
 
 
 def report(tracking: dict[str, Any], folder: Path, search_path: Path, steps: range = range(1, 4)) -> tuple[Any, ...]:
-    """Report a small run; returns its folder, what the monitors wrote, and the warnings."""
+    """Report a small run. Returns its folder, the monitors' closing texts, and the warnings."""
     run = RunDirectory(folder / "run-1")
     (run.path / "logs").mkdir(parents=True, exist_ok=True)
     run.write_text("spec.yaml", yaml.safe_dump({"seed": 3, "stop": {"steps": 3}, "tracking": tracking}))
@@ -107,7 +107,7 @@ print(notes["W&B"], warnings)
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("wandb") is None, reason="asyncrl[wandb] is not installed")
 def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path: Path) -> None:
-    """In a separate process: the library's own process runs until that one exits."""
+    """In a separate process, because the library's process runs until it exits."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     program = [sys.executable, "-c", WANDB, str(tmp_path)]
@@ -129,7 +129,7 @@ def test_weights_and_biases_offline_has_steps_evaluations_and_the_spec(tmp_path:
     assert [record.exit.exit_code for record in found if record.HasField("exit")] == [0]
 
 
-# -- the user's own
+# -- the user's monitors
 
 
 def test_the_example_of_the_documentation_works(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ class Other: pass
 """
 
 
-def test_one_that_raises_is_switched_off(tmp_path: Path) -> None:
+def test_a_users_monitor_that_raises_is_switched_off(tmp_path: Path) -> None:
     (tmp_path / "my_broken_monitors.py").write_text(BROKEN)
     run, notes, warnings = report({"monitors": ["my_broken_monitors:Broken"]}, tmp_path, tmp_path)
     assert warnings == [f"! the monitor Broken is switched off: KeyError: 'loss'; the run continues (see {LOG})\n"]
@@ -180,7 +180,7 @@ def test_invalid_monitors_are_refused_before_the_start(name: str, message: str, 
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
-def test_an_extra_that_is_missing_is_named_before_the_start(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_extra_is_named_before_the_start(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncrl_cli.monitors.extras.find_spec", lambda _: None)
     tracking = TrackingSpec.model_validate({package: True if package == "tensorboard" else {}})
     with pytest.raises(ConfigError) as refused:

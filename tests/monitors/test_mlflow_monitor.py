@@ -18,7 +18,7 @@ from .mlflow_runs import spec_of
 
 
 def closed(run: RunDirectory, problem: str, **tracking: Any) -> str:
-    """The message if ``problem`` prevents that everything is sent."""
+    """The message if ``problem`` keeps data from being sent."""
 
     class Answered(Mlflow):
         def _end(self, ending: Ending) -> str:
@@ -36,7 +36,7 @@ def test_unsent_steps_are_kept_and_the_note_says_how_to_send_them(tmp_path: Path
     assert note == f"{kept} kept, not sent (no answer from http://there); later: asyncrl track {run.argument}"
 
 
-def test_where_everything_went(tmp_path: Path) -> None:
+def test_the_note_names_the_mlflow_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     Outbox(run, "http://there", "mine").note(run_id="abc")
     assert closed(run, "", uri="http://there", experiment="mine") == "run abc in experiment mine"

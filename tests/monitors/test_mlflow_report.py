@@ -42,7 +42,7 @@ def test_mlflow_gets_the_report_of_a_run_as_it_ended_and_once(run: RunDirectory,
     again.send("FAILED", run)
     assert not again.reported, "it has the report"
 
-    (run.path / FILE).unlink()  # killed before it could record what it had sent
+    (run.path / FILE).unlink()  # as if killed before recording the sent data
     files = logged.files()
     Sender(run, target).send("FAILED", run)
     assert Logged(target.uri).files() == files
@@ -59,7 +59,7 @@ def test_a_resumed_run_gets_a_new_report(run: RunDirectory, tmp_path: Path) -> N
 
 
 @pytest.mark.stack
-def test_a_report_that_cannot_be_made_keeps_nothing_else_back(tmp_path: Path) -> None:
+def test_a_failed_report_does_not_stop_other_uploads(tmp_path: Path) -> None:
     run, target = started_run(tmp_path), local(tmp_path)
     do_steps(run, 1, 2)
     evaluate(run, 0, 0.5)

@@ -41,13 +41,13 @@ def versions(uri: str) -> dict[str, dict[str, str]]:
     return {str(one.version): one.tags for one in found}
 
 
-def test_it_is_one_version_however_often_it_is_tried(run: RunDirectory, tmp_path: Path) -> None:
+def test_repeated_attempts_register_one_version(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path, NAME)
     first = Sender(run, target)
     first.send("FINISHED")
     assert first.outbox.version == "1"
     Sender(run, target).send("FINISHED")
-    (run.path / FILE).unlink()  # killed before it could record what it had sent
+    (run.path / FILE).unlink()  # as if killed before recording the sent data
     again = Sender(run, target)
     again.send("FINISHED")
     assert again.outbox.version == "1"
@@ -68,7 +68,7 @@ def test_it_is_one_version_however_often_it_is_tried(run: RunDirectory, tmp_path
     assert version.source == f"{logged.run.info.artifact_uri}/{PLACE}"
 
 
-def test_only_a_finished_run_and_only_when_asked(run: RunDirectory, tmp_path: Path) -> None:
+def test_only_a_finished_run_is_registered_and_only_on_request(run: RunDirectory, tmp_path: Path) -> None:
     for status in ("RUNNING", "FAILED", "KILLED"):
         Sender(run, local(tmp_path, NAME)).send(status)
     silent = Sender(run, local(tmp_path))
@@ -78,7 +78,7 @@ def test_only_a_finished_run_and_only_when_asked(run: RunDirectory, tmp_path: Pa
     assert not any(name.startswith("models/") for name in Logged(local(tmp_path).uri).files())
 
 
-def test_a_continued_run_is_a_further_version_and_the_first_one_is_kept(run: RunDirectory, tmp_path: Path) -> None:
+def test_a_continued_run_adds_a_version_and_keeps_the_first(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path, NAME)
     Sender(run, target).send("FINISHED")
     do_steps(run, 4, 6)
@@ -107,7 +107,7 @@ def test_two_runs_are_versions_of_one_model(run: RunDirectory, tmp_path: Path) -
     assert {str(one.version): one.tags["asyncrl_run"] for one in found} == {"1": "spelling-1", "2": "spelling-2"}
 
 
-def test_what_has_arrived_of_a_large_model_is_not_sent_again(
+def test_files_of_a_large_model_that_arrived_are_not_sent_again(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.tracking import MlflowClient

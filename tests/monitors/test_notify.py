@@ -1,4 +1,4 @@
-"""Notices: what is sent, to whom, and that a failure to send has no effect on the run."""
+"""Notices: their contents and targets, and that a failed delivery has no effect on the run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def warned(spec: NotifySpec, run: RunDirectory, event: Any = "failure", message: str = "engine-0: gone") -> list[str]:
-    """Send a notice; returns the warnings."""
+    """Send a notice. Returns the warnings."""
     warnings: list[str] = []
     notifier = Notifier(spec, run, warnings.append)
     notifier.tell(event, message)
@@ -106,7 +106,7 @@ def test_a_webhooks_address_may_stay_in_the_environment(
     assert "no http address" in warned(spec, run)[0]
 
 
-def test_a_webhook_that_never_finishes_its_answer_is_not_waited_for(
+def test_a_webhook_that_never_finishes_its_answer_does_not_delay_the_run(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
@@ -132,7 +132,7 @@ def test_only_requested_events_are_sent(run: RunDirectory, hook: Hook) -> None:
     assert [hook.got.get_nowait()[1]["event"] for _ in range(hook.got.qsize())] == ["finish"]
 
 
-def test_a_webhook_that_fails_is_warned_of_without_its_address(run: RunDirectory, hook: Hook) -> None:
+def test_a_failed_webhook_gives_a_warning_without_its_address(run: RunDirectory, hook: Hook) -> None:
     hook.status = 500
     (warning,) = warned(NotifySpec(webhook=hook.address), run)
     assert "did not take the notice" in warning and "500" in warning and "secret" not in warning
@@ -154,11 +154,11 @@ def test_a_command_gets_the_notice_and_is_not_part_of_the_run(
     assert (run.path / LOG).read_text() == "printed\n"
 
 
-def test_a_command_that_fails_is_warned_of(run: RunDirectory) -> None:
+def test_a_failed_command_gives_a_warning(run: RunDirectory) -> None:
     assert warned(NotifySpec(command="exit 3"), run) == [f"notify: the command ended with 3; its output is in {LOG}"]
 
 
-def test_a_command_that_hangs_is_ended_with_all_that_it_started(
+def test_a_hanging_command_is_killed_with_its_child_processes(
     run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "COMMAND_S", 0.5)

@@ -1,4 +1,4 @@
-"""What remains to be sent is determined by the run's folder only."""
+"""The run's folder alone determines which data remains to send."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def write(run: RunDirectory, step: int, time: float) -> None:
     run.append("metrics.jsonl", {"step": step, "version": step, "time": time, "loss": 0.5})
 
 
-def test_an_empty_folder_owes_nothing(run: RunDirectory) -> None:
+def test_an_empty_folder_has_nothing_to_send(run: RunDirectory) -> None:
     assert opened(run).steps() == []
 
 
-def test_steps_after_the_last_one_sent(run: RunDirectory) -> None:
+def test_only_steps_after_the_last_sent_step_are_sent(run: RunDirectory) -> None:
     for step in range(1, 6):
         write(run, step, 100.0 + step)
     outbox = opened(run)
@@ -75,7 +75,7 @@ def test_the_file_is_read_from_its_end(run: RunDirectory, block: int, monkeypatc
     assert steps(outbox) == [6, 7]
 
 
-def test_files_that_are_new_or_written_again(run: RunDirectory) -> None:
+def test_new_and_rewritten_files_are_sent(run: RunDirectory) -> None:
     run.write_text("evaluations/step-1.jsonl", "{}\n")
     path = run.path / "evaluations/step-1.jsonl"
     assert next(opened(run).files("metrics", [path])) == path
@@ -86,7 +86,7 @@ def test_files_that_are_new_or_written_again(run: RunDirectory) -> None:
     assert list(opened(run).files("metrics", [path])) == [path]
 
 
-def test_another_server_has_got_nothing(run: RunDirectory) -> None:
+def test_everything_is_sent_to_another_server(run: RunDirectory) -> None:
     write(run, 1, 100.0)
     opened(run).note(step=1, time=100.0, run_id="abc")
     elsewhere = opened(run, "elsewhere")

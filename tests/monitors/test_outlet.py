@@ -1,4 +1,4 @@
-"""Output and files of a run that cannot be written: the run continues, and reports what is missing."""
+"""If output or files of a run cannot be written, the run continues and reports the missing part."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def gone_terminal() -> int:
 
 @pytest.fixture(params=[gone_reader, gone_terminal, lambda: os.open("/dev/full", os.O_WRONLY)])
 def unwritable(request: pytest.FixtureRequest) -> Iterator[int]:
-    """A descriptor to which nothing can be written: the reader exited, the terminal was closed, or the disk is full."""
+    """A descriptor that fails: the reader exited, the terminal was closed, or the disk is full."""
     descriptor = request.param()
     yield descriptor
     os.close(descriptor)
 
 
-def test_output_that_fails_is_counted_and_nothing_else(unwritable: int, tmp_path: Path) -> None:
+def test_failed_output_is_counted_and_raises_nothing(unwritable: int, tmp_path: Path) -> None:
     run, out = RunDirectory.create(tmp_path, "test"), Outlet(unwritable)
     recorder = Recorder(run, pytest.fail)
     reporter = Reporter(recorder, PlainView(10, out))
@@ -69,7 +69,7 @@ def test_secrets_and_control_characters_are_not_written(monkeypatch: pytest.Monk
     os.close(writer)
 
 
-def test_a_reader_that_stops_reading_holds_nothing_up_and_hears_what_it_missed() -> None:
+def test_a_stalled_reader_delays_nothing_and_later_gets_the_number_of_missing_lines() -> None:
     reader, writer = os.pipe()
     out = Outlet(writer)
     written = 3 * LINES
@@ -151,7 +151,7 @@ def test_on_a_stopped_terminal_lines_are_counted_and_frames_are_not() -> None:
     os.close(writer)
 
 
-def test_an_error_that_a_job_does_not_handle_ends_no_thread_and_nothing_is_taken_after_the_end(
+def test_an_error_in_a_job_does_not_end_the_thread_and_no_job_is_taken_after_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done: list[int] = []
@@ -163,7 +163,7 @@ def test_an_error_that_a_job_does_not_handle_ends_no_thread_and_nothing_is_taken
 
 
 def in_the_way(run: RunDirectory) -> Path:
-    """A folder with the name of the state file."""
+    """A folder with the state file's name."""
     path = run.path / "state.json"
     path.unlink(missing_ok=True)
     path.mkdir()
@@ -186,7 +186,7 @@ def test_a_replaced_file_is_complete_again_after_a_success(tmp_path: Path) -> No
     assert missing.startswith("rows.jsonl is not complete: TypeError") and "state.json" not in missing
 
 
-def test_files_that_cannot_be_written_are_warned_of_once_and_named_at_the_end(tmp_path: Path) -> None:
+def test_unwritable_files_give_one_warning_and_are_named_at_the_end(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "test")
     (run.path / "metrics.jsonl").symlink_to("/dev/full")
     in_the_way(run)
@@ -252,7 +252,7 @@ def test_a_signal_ends_the_work_and_a_second_ctrl_c_the_process(start: Start, fi
     assert process.wait(60) == 130
 
 
-def test_what_nohup_ignores_stays_ignored(start: Start) -> None:
+def test_signals_that_nohup_ignores_stay_ignored(start: Start) -> None:
     process = start(f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{WAITING}")
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
@@ -263,7 +263,7 @@ def test_what_nohup_ignores_stays_ignored(start: Start) -> None:
     assert process.wait(60) == 130
 
 
-def test_before_there_is_a_loop_a_signal_is_ctrl_c(start: Start) -> None:
+def test_a_signal_before_the_loop_starts_acts_like_ctrl_c(start: Start) -> None:
     process = start(
         "import signal\nfrom asyncrl_cli.orchestrator.interrupts import stop_on_signals\n"
         "try:\n    with stop_on_signals():\n        print('up', flush=True)\n        signal.pause()\n"

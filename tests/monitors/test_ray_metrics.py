@@ -45,7 +45,7 @@ INFO = RunInfo("run-1", Path("run-1"), 40, {})
 
 
 class Noted:
-    """What was passed to Ray: values by metric and tags."""
+    """Values passed to Ray, by metric and tags."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         noted = self
@@ -180,7 +180,7 @@ def test_prometheus_targets_are_the_nodes_with_an_agent(
 
 
 def exported(noted: Noted, run: RunDirectory) -> set[str]:
-    """All names that Prometheus can have, with the metrics of a step from docs/metrics.md."""
+    """All possible names in Prometheus, including the step metrics in docs/metrics.md."""
     metrics = RayMetrics(run, SPEC, pytest.fail)
     metrics.started(INFO)
     metrics.finish(Ending("finished"))
@@ -192,7 +192,7 @@ def exported(noted: Noted, run: RunDirectory) -> set[str]:
     return {f"ray_{series.split()[0]}{'_total' * series.endswith(' total')}" for series in noted.values}
 
 
-def test_the_dashboard_asks_for_what_there_is(noted: Noted, run: RunDirectory) -> None:
+def test_the_dashboard_queries_only_existing_metrics(noted: Noted, run: RunDirectory) -> None:
     dashboard = json.loads((ROOT / "templates/grafana/asyncrl.json").read_text())
     panels, variables = dashboard["panels"], {one["name"]: one for one in dashboard["templating"]["list"]}
     asked = [query["expr"] for panel in panels for query in panel["targets"]]
@@ -211,7 +211,7 @@ def test_the_dashboard_asks_for_what_there_is(noted: Noted, run: RunDirectory) -
         assert all(query.count(pair[0]) == query.count(pair[1]) for pair in ("()", "{}", "[]"))
 
 
-def test_the_dashboard_is_what_grafana_takes() -> None:
+def test_the_dashboard_has_the_form_that_grafana_accepts() -> None:
     dashboard = json.loads((ROOT / "templates/grafana/asyncrl.json").read_text())
     assert dashboard["schemaVersion"] >= 38 and "id" not in dashboard
     variables = {one["name"]: one for one in dashboard["templating"]["list"]}
@@ -304,7 +304,7 @@ def test_prometheus_gets_real_numbers_where_ray_has_its_agent(tmp_path: Path) ->
     No other process can use this Ray: it requires its token, and listens on loopback only.
     """
     program = [sys.executable, "-c", SCRAPED, str(tmp_path)]
-    # Another Ray of this process has set these variables (it requires its token, too); this one must not use them.
+    # Another Ray in this process has set these variables for its own token; this Ray must not use them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     out = subprocess.run(program, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
     seen = json.loads(out.splitlines()[-1])

@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def sampled(run: RunDirectory, count: int) -> list[dict[str, Any]]:
-    """At least this many samples, from a thread that is then stopped."""
+    """Sample at least this often in a thread, and stop it."""
     there, stopped = threading.Semaphore(0), threading.Event()
     thread = threading.Thread(target=sample_machine, args=(run, machine_monitors(), there.release, stopped, 0.01))
     thread.start()
@@ -54,12 +54,12 @@ def test_samples_have_the_names_of_mlflow_and_the_step_of_the_run(run: RunDirect
     assert times == sorted(set(times))
 
 
-def test_shares_of_time_are_those_since_the_sample_before(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_time_count_since_the_previous_sample(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     import psutil
 
     askers: list[int] = []
 
-    def cpu_percent() -> float:  # psutil remembers the last call of each thread, and returns 0 for the first one
+    def cpu_percent() -> float:  # psutil remembers each thread's last call, and returns 0 for the first call
         askers.append(threading.get_ident())
         return float(askers.count(threading.get_ident()) - 1)
 
@@ -68,7 +68,7 @@ def test_shares_of_time_are_those_since_the_sample_before(run: RunDirectory, mon
     assert [row[CPU] for row in rows] == list(range(1, len(rows) + 1))
 
 
-def test_gpus_are_measured_where_there_are_any(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_gpus_are_measured(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow.system_metrics.metrics import gpu_monitor
 
     nvml = SimpleNamespace(
@@ -89,7 +89,7 @@ def test_gpus_are_measured_where_there_are_any(run: RunDirectory, monkeypatch: p
     assert row["system/gpu_0_power_usage_watts"] == 350
 
 
-def test_samples_are_sent_once_however_often_it_is_tried(run: RunDirectory, tmp_path: Path) -> None:
+def test_repeated_attempts_send_each_sample_once(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path)
     for second in range(1, 4):
         run.append(SAMPLES, {"step": 1, "time": 1e6 + second, CPU: 10.0 * second})
@@ -101,7 +101,7 @@ def test_samples_are_sent_once_however_often_it_is_tried(run: RunDirectory, tmp_
     expected = [(1, 10.0), (1, 20.0), (1, 30.0), (2, 40.0)]
     assert Logged(target.uri).history(CPU) == expected
 
-    (run.path / FILE).unlink()  # killed before it could record what it had sent
+    (run.path / FILE).unlink()  # as if killed before recording the sent data
     Sender(run, target).send("FINISHED")
     logged = Logged(target.uri)
     assert logged.history(CPU) == expected

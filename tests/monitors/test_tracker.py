@@ -1,4 +1,4 @@
-"""A run's numbers arrive at a real MLflow as soon as it is available."""
+"""A run's numbers arrive in a real MLflow once it is available."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def until(condition: Callable[[], Any], what: str) -> None:
 # -- one attempt
 
 
-def test_everything_is_sent_once_however_often_it_is_tried(run: RunDirectory, tmp_path: Path) -> None:
+def test_repeated_attempts_send_everything_once(run: RunDirectory, tmp_path: Path) -> None:
     target = local(tmp_path)
     do_steps(run, 1, 3)
     evaluate(run, 0, 0.25)
@@ -58,7 +58,7 @@ def test_everything_is_sent_once_however_often_it_is_tried(run: RunDirectory, tm
     again.send("RUNNING")
     assert (again.steps, again.evaluations) == (2, 1)
 
-    # Killed before it could record what it had sent, and before it knew the MLflow run.
+    # As if killed before recording the sent data and the MLflow run.
     (run.path / FILE).unlink()
     Sender(run, target).send("FINISHED")
     logged = Logged(target.uri)
@@ -108,7 +108,7 @@ def test_a_store_that_was_removed_is_filled_again(run: RunDirectory, tmp_path: P
     assert Logged(local(elsewhere).uri).history("loss") == losses(2)
 
 
-def test_an_artifact_store_out_of_order_keeps_no_number_back(run: RunDirectory, tmp_path: Path) -> None:
+def test_numbers_arrive_although_the_artifact_store_fails(run: RunDirectory, tmp_path: Path) -> None:
     (tmp_path / "artifacts").write_text("a file where a folder should be")
     do_steps(run, 1, 2)
     evaluate(run, 0, 0.5)
@@ -176,7 +176,7 @@ def test_what_a_server_missed_arrives_once_it_is_up(run: RunDirectory, server: S
 
 @pytest.fixture
 def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
-    """A run that has files of every kind: a journal, an evaluation and a model."""
+    """A run with all kinds of files: a journal, an evaluation and a model."""
     run = made_run(tmp_path / "runs", monkeypatch, SITUATIONS["slow trainer"])
     for name in ("evaluations", "model"):
         (run.path / name).mkdir()
@@ -209,7 +209,7 @@ def test_a_server_that_is_down_at_the_end_gets_everything_later(whole: RunDirect
     thread.join(LIMIT_S)
     assert not thread.is_alive()
 
-    (whole.path / FILE).unlink()  # killed before it could record what it had sent
+    (whole.path / FILE).unlink()  # as if killed before recording the sent data
     Sender(whole, target).send("FINISHED", whole.as_if(phase="finished"))
     logged = Logged(server.uri)
     assert logged.run.info.status == "FINISHED"
@@ -237,7 +237,7 @@ def test_the_report_says_how_the_run_ended(whole: RunDirectory, tmp_path: Path, 
     assert text in Logged(local(tmp_path).uri).content("report.html").decode()
 
 
-def test_an_interrupted_run_sends_no_report_for_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
+def test_an_interrupted_run_sends_no_report_because_it_has_no_time(whole: RunDirectory, tmp_path: Path) -> None:
     send_to_the_end(whole, local(tmp_path, "speller"), Ending("interrupted"))
     files = Logged(local(tmp_path).uri).files()
     assert "evaluations/step-000003-greedy.json" in files
