@@ -18,6 +18,7 @@ Steps count from 0 here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import sqlite3
 from bisect import bisect_right
@@ -176,7 +177,8 @@ def _settings_at(connection: sqlite3.Connection, now: Progress) -> Callable[[int
 
 def in_ranges(steps: tuple[StepStaleness, ...], rows: int) -> tuple[StepStaleness, ...]:
     """Combine steps into at most ``rows`` ranges of 1, 2, 5, 10, 20, ... steps; the last range may have fewer."""
-    size = next(size for size in _round_sizes() if size * rows >= len(steps))
+    sizes = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+    size = next(size for size in sizes if size * rows >= len(steps))
     return tuple(together(steps[at : at + size]) for at in range(0, len(steps), size))
 
 
@@ -190,13 +192,6 @@ def together(steps: tuple[StepStaleness, ...]) -> StepStaleness:
         crossed=sum(step.crossed for step in steps),
         dropped=any(step.dropped for step in steps),
     )
-
-
-def _round_sizes() -> Iterator[int]:
-    power = 1
-    while True:
-        yield from (power, 2 * power, 5 * power)
-        power *= 10
 
 
 def _token_violations(

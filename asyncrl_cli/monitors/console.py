@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import Event, Lock, Thread
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from asyncrl_cli.core.secrets import hide
 from asyncrl_cli.core.terminal import counted, printable
@@ -20,19 +20,15 @@ from asyncrl_cli.monitors.outlet import Outlet, Terminal
 from asyncrl_cli.records.groups import Counts
 from asyncrl_cli.runs.directory import RunDirectory
 
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
 DRAW_S = 0.25
 """Seconds between two frames."""
 LOOK_S = 1.0
 """Seconds between two updates of the panel from the run's files."""
 LOOK_SHARE = 0.01
 """Largest share of time spent reading: on a slow disk the panel is updated less often."""
-
-
-class SupportsWrite(Protocol):
-    """A target for text."""
-
-    def write(self, text: str, /) -> object:
-        """Append a text."""
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Mapping[str, float]) -> str:
@@ -51,7 +47,7 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float], accuracy: Map
 class PlainView(Monitor):
     """A line per step, for logs and pipes."""
 
-    def __init__(self, steps: int, out: SupportsWrite) -> None:
+    def __init__(self, steps: int, out: SupportsWrite[str]) -> None:
         self._steps = steps
         self._out = out
         self._accuracy: dict[str, float] = {}
@@ -86,7 +82,7 @@ class PlainView(Monitor):
 class QuietView(Monitor):
     """Shows only warnings and errors, on standard error."""
 
-    def __init__(self, err: SupportsWrite) -> None:
+    def __init__(self, err: SupportsWrite[str]) -> None:
         self._err = err
 
     def warn(self, text: str) -> None:
