@@ -155,6 +155,7 @@ class DurableLedger:
         new = set()
         for rollout in rollouts:
             if self._is_unfinished(rollout.rollout_id):
+                # First: if the journal refuses the rollout, memory must not have it.
                 self.journal.recorded(rollout, by_rollout.get(rollout.rollout_id))
                 self._finished.add(group_and_index(rollout.rollout_id))
                 new.add(rollout.rollout_id)

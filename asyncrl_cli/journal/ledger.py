@@ -269,7 +269,7 @@ class Ledger:
     def finish(self, group_id: int) -> None:
         """All rollouts of a running group are complete. Raises ``LedgerError`` if the group is not running."""
         self._remove(self._running, group_id, "running")
-        insort(self._finished, group_id)
+        insort(self._finished, group_id)  # sorted by index, which is the order of deadlines; see the proof
 
     def reject(self, group_id: int, reason: str) -> None:
         """Drop a running or finished group; it leaves A, which frees its room. ``rejections`` counts it by reason
@@ -333,7 +333,7 @@ class Ledger:
             raise LedgerError(f"no batch can be taken: {self.next_batch()}")
         if batch.step != self._step:
             raise LedgerError(f"the next batch belongs to step {self._step}, not {batch.step}")
-        self._check(batch)
+        self._check(batch)  # all rules again, because events may have come since ``next_batch``
         leaving = set(batch.group_ids)
         self._finished = [group_id for group_id in self._finished if group_id not in leaving]
         for group_id in batch.group_ids:
@@ -443,7 +443,7 @@ class Ledger:
         if unfinished := [group_id for group_id in ids if _index(self._finished, group_id) is None]:
             raise LedgerError(f"groups {unfinished} have not finished, or are gone")
         if batch != self._batch(ids):
-            raise LedgerError("the batch's versions are not the ledger's")
+            raise LedgerError("the batch's versions differ from the ledger's")
         leaving = set(ids)
         behind = sorted(group_id for group_id in self._version_of if group_id not in leaving)
         if self.settings.max_staleness == 0:
@@ -453,6 +453,7 @@ class Ledger:
             raise LedgerError(f"the batch leaves behind groups that would miss their deadline: {behind[0]} first")
 
     def _check_restored(self, outstanding: int) -> None:
+        # Versions must not fall with the index, nor exceed the ledger's: the order of deadlines depends on it.
         versions = [*(self._version_of[group_id] for group_id in sorted(self._version_of)), self._version]
         sound = (
             len(self._version_of) == outstanding
@@ -464,6 +465,7 @@ class Ledger:
         )
         if not sound:
             raise LedgerError("the snapshot contradicts itself")
+        # The claim, U(d) <= places(d) + B: a run under ``train``, or with a larger bound, may have violated it.
         if self.settings.on_stale != "train":
             overflow = self._overflow(sorted(self._version_of)) - self.settings.groups_per_step
             if overflow > 0:

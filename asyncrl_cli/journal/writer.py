@@ -69,6 +69,8 @@ _ROLLOUT = """
         masked = excluded.masked, turns = excluded.turns, scored_at = excluded.scored_at,
         oldest = excluded.oldest, newest = excluded.newest, recorded_at = excluded.recorded_at, crc = excluded.crc
 """
+# A rollout may fail before it is recorded: then this makes its row. Otherwise the row keeps its other columns. Only
+# SQLite knows these, so it also computes the checksum.
 _SCORE = """
     INSERT INTO rollouts
         (group_id, rollout_index, tokens, reward, failure, metrics, masked, turns, scored_at, recorded_at, crc)
