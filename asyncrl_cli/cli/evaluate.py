@@ -69,7 +69,9 @@ def evaluate(
         raise typer.BadParameter("there is only one greedy response per prompt", param_hint="--samples")
     with refusing():
         if output is not None and not output.absolute().parent.is_dir():
-            raise ConfigError("no such folder", location=str(output.parent), hint="make it, or choose another -o FILE")
+            raise ConfigError(
+                "no such folder", location=str(output.parent), hint="create it, or choose another -o FILE"
+            )
         changes = [*(overrides or ()), *(() if samples is None else (f"evaluation.samples={samples}",))]
         loaded, base, run = _read(target, spec_file=spec, data=data, changes=changes, runs_dir=runs_dir)
         settings = loaded.spec

@@ -165,7 +165,7 @@ def events(
 
     for name in kind or ():
         if name not in KINDS:
-            raise typer.BadParameter(f"there is no kind {name!r}; one of {', '.join(KINDS)}", param_hint="--kind")
+            raise typer.BadParameter(f"unknown kind {name!r}; known: {', '.join(KINDS)}", param_hint="--kind")
     shown = json_line if as_json else as_line
     for event in run_events(find_run(runs_dir, run), kind or (), follow):
         echo(shown(event))

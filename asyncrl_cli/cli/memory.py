@@ -92,7 +92,7 @@ def table(spec: ExperimentSpec, model: SizedModel, estimate: Estimate) -> str:
         lines += [
             "",
             f"each engine has room for {max(0, cache.tokens):,} tokens of keys and values: {cache.longest:,} rollouts "
-            f"of the longest length, {cache.average:,} of half of it (rollout.max_running_rollouts "
+            f"of the longest length, {cache.average:,} of half that length (rollout.max_running_rollouts "
             f"{spec.rollout.max_running_rollouts:,})",
         ]
     elif spec.rollout.gpus_per_engine and model.cache_numbers is not None:

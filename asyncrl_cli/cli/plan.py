@@ -141,7 +141,7 @@ def _predicted(
     by_length = spans(planned.scenario, spec.rollout.max_response_tokens)
     pages = {"plan": plan_page(spec.name, predicted=predicted, by_length=by_length, planned=planned, memory=gpus)}
     if calibration is not None and shares_host(spec):
-        # A compared run recorded the machine's speed at its own time.
+        # A run to compare with recorded the machine's speed when it started.
         now = processor_speed() if run is None else run.manifest.get(SPEED)
         pages["machine"] = machine_page(calibration, now, predicted.outcome.step_s)
     if run is not None:

@@ -193,7 +193,7 @@ def _gpu(name: str) -> Gpu:
     from asyncrl_cli.train.flops import GPUS
 
     if name.lower() not in GPUS:
-        raise typer.BadParameter(f"no data sheet of {name!r}; known: {', '.join(GPUS)}", param_hint="--gpu")
+        raise typer.BadParameter(f"no data sheet for {name!r}; known: {', '.join(GPUS)}", param_hint="--gpu")
     return GPUS[name.lower()]
 
 

@@ -73,7 +73,7 @@ def _writing(what: str, path: Path) -> Iterator[None]:
     try:
         yield
         if is_new:
-            echo(f"made the folder {path.parent}", err=True)
+            echo(f"created the folder {path.parent}", err=True)
     except OSError as error:
         message = f"the {what} cannot be written: {error.strerror}"
         raise RunError(message, location=str(path), hint="name another file with -o") from None

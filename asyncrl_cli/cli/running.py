@@ -163,7 +163,7 @@ def resume(
 
 
 def search_path(run: RunDirectory) -> Path:
-    """Return the folder with the user's modules: the run was started with a spec file in this folder."""
+    """Return the folder of the user's modules: the folder of the spec file that started the run."""
     return Path(run.manifest.get("spec_file", run.path / "spec.yaml")).parent
 
 

@@ -74,8 +74,8 @@ class JournalFile:
             self._files = {}
 
     def needed_from(self, checkpoints: int, on_disk: Collection[int]) -> int:
-        """Return the first step that the newest ``checkpoints`` checkpoints, or any checkpoint ``on_disk``, need the
-        tokens of. Returns 0 if they need all tokens."""
+        """Return the first step with tokens that are still needed, by the newest ``checkpoints`` checkpoints or by any
+        checkpoint ``on_disk``. Returns 0 if all tokens are needed."""
         recorded = {step for (step,) in self._rows("SELECT step FROM checkpoints")}
         newest = sorted(recorded.union(on_disk))[-checkpoints:]
         return min([*newest, *on_disk]) if len(newest) == checkpoints else 0

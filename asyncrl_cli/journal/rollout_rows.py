@@ -155,7 +155,7 @@ def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, I
         raise _malformed(f"group {group_id} is missing")
     *columns, crc = row
     if crc is not None and row_crc(group_id, *columns) != crc:
-        raise _malformed(f"the prompt of group {group_id} has another checksum")
+        raise _malformed(f"the prompt of group {group_id} has a wrong checksum")
     uid, content, fields, prompt_ids, version, *_ = columns
     ids = tuple(np.frombuffer(prompt_ids, TOKENS).tolist())
     prompt = prompt_of(uid, content, fields)
@@ -169,7 +169,7 @@ def read_group(connection: sqlite3.Connection, group_id: int, known: dict[str, I
 
 
 def read_image(connection: sqlite3.Connection, digest: str) -> Image | None:
-    """Read the image with this digest; None if the journal does not have it, or has other bytes."""
+    """Read the image with this digest; None if the journal does not have it, or has wrong bytes."""
     row = connection.execute("SELECT data FROM images WHERE digest = ?", (digest,)).fetchone()
     return image if row is not None and (image := Image.of(row[0])).digest == digest else None
 
@@ -188,10 +188,10 @@ def read_images(
     ):
         index, branch, _, start, length, digest = columns
         if row_crc(group_id, *columns) != crc:
-            raise _malformed(f"the place of an image of group {group_id} has another checksum")
+            raise _malformed(f"the place of an image of group {group_id} has a wrong checksum")
         if digest not in known:
             if (image := read_image(connection, digest)) is None:
-                raise _malformed(f"the image {digest} of group {group_id} is missing, or has other bytes")
+                raise _malformed(f"the image {digest} of group {group_id} is missing, or has wrong bytes")
             known[digest] = image
         found[index, branch] = (*found.get((index, branch), ()), PlacedImage(known[digest], start, length))
     return found
@@ -210,7 +210,7 @@ def read_rollouts(connection: sqlite3.Connection, group_id: int) -> dict[int, Ro
 
 def _checked(group_id: int, index: int, crc: int | None, columns: Sequence[Any]) -> RolloutRow:
     if crc is not None and row_crc(group_id, index, *columns[:-1]) != crc:
-        raise _malformed(f"rollout {training_rollout_id(group_id, index)} has another checksum")
+        raise _malformed(f"rollout {training_rollout_id(group_id, index)} has a wrong checksum")
     return RolloutRow(*columns)
 
 
@@ -280,7 +280,7 @@ def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, 
         "SELECT rollout_index, branch, start, ids, crc FROM experts WHERE group_id = ?", (group_id,)
     ):
         if row_crc(group_id, index, branch, start, chosen) != crc:
-            raise _malformed(f"the experts of rollout {training_rollout_id(group_id, index)} have another checksum")
+            raise _malformed(f"the experts of rollout {training_rollout_id(group_id, index)} have a wrong checksum")
         experts[index, branch, start] = chosen
     found: dict[int, dict[int, list[Segment]]] = {}
     for index, branch, start, version, tokens, logprobs, crc, keyed in connection.execute(
@@ -291,7 +291,7 @@ def read_tokens(connection: sqlite3.Connection, group_id: int, known: dict[str, 
         name = training_rollout_id(group_id, index)
         key = (group_id, index, branch, start, version)
         if _crc(tokens, logprobs) != crc or (keyed is not None and key_crc(*key, crc) != keyed):
-            raise _malformed(f"the tokens of rollout {name} have another checksum")
+            raise _malformed(f"the tokens of rollout {name} have a wrong checksum")
         ids, values = np.frombuffer(tokens, TOKENS), np.frombuffer(logprobs, LOGPROBS)
         chosen = experts.get((index, branch, start))
         segment = Segment(

@@ -130,7 +130,7 @@ TABLES = """
 
 DAMAGED = (
     "the file is damaged: `asyncrl resume RUN --without-journal` continues from the newest checkpoint, and generates "
-    "again what was not trained by then; the damaged file is kept"
+    "untrained groups again; the damaged file is kept"
 )
 
 
@@ -155,7 +155,7 @@ def explained(path: Path) -> Iterator[None]:
         elif any(sign in text for sign in _SIGNS_OF_DAMAGE):
             hint = DAMAGED
         else:
-            hint = "check the file, its permissions and those of its folder"
+            hint = "check the permissions of the file and its folder"
         raise JournalError(f"the journal failed: {text}", location=str(path), hint=hint) from error
 
 
@@ -230,9 +230,9 @@ def _connected_for_reading(path: Path) -> sqlite3.Connection:
     log = path.with_name(f"{path.name}-wal")
     if log.is_file() and log.stat().st_size:  # SQLite ignores this file if it opens the journal as immutable
         raise JournalError(
-            f"the journal has commits in {log.name}, which cannot be read in a folder that may not be written",
+            f"the journal has commits in {log.name}, which cannot be read in a read-only folder",
             location=str(path),
-            hint="copy the folder to where you may write, and look at the copy",
+            hint="copy the folder to a writable place, and inspect the copy",
         )
     return sqlite3.connect(f"{path.absolute().as_uri()}?immutable=1", uri=True)
 

@@ -95,7 +95,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
     every = where.settings.publish_every
     settings_at = _settings_at(connection, where)
     violations = [
-        Violation(step, None, f"the batch is of version {version}, and its step belongs to version {step // every}")
+        Violation(step, None, f"the batch has version {version}, but its step belongs to version {step // every}")
         for step, version in batch_versions.items()
         if version != step // every
     ]
@@ -118,7 +118,7 @@ def staleness_report(connection: sqlite3.Connection) -> Report:
         elif not 0 <= staleness <= bound:
             fault = f"{staleness} versions later, and the bound is {bound}"
             if staleness < 0:
-                fault = "before there was such a version"
+                fault = "before this version existed"
             what = f"admitted at version {version}, trained at version {batch_versions[step]}: {fault}"
             violations.append(Violation(step, group_id, what))
     tokens = 0

@@ -429,7 +429,7 @@ def _fault_of(value: object) -> str:
         case None | bytes():
             return ""
         case int():
-            return "" if -_LIMIT <= value < _LIMIT else "a number of more than 64 bits"
+            return "" if -_LIMIT <= value < _LIMIT else "a number with more than 64 bits"
         case float():
             return "NaN" if math.isnan(value) else ""
         case str():

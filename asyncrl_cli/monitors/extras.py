@@ -52,7 +52,7 @@ def _require(package: str, location: str) -> None:
 
 
 def _own(name: str, search_path: Path, location: str) -> Monitor:
-    hint = f"name a subclass of {PROTOCOL} whose constructor needs no argument"
+    hint = f"name a subclass of {PROTOCOL} with a constructor that needs no arguments"
     found = import_named(name, folder=search_path, location=location, hint=hint)
     if not (isinstance(found, type) and issubclass(found, Monitor)):
         raise ConfigError(f"{name} is not a subclass of {PROTOCOL}", location=location, hint=hint)

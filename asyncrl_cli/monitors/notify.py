@@ -117,13 +117,13 @@ def _post(webhook: str, notice: Mapping[str, Any]) -> None:
         name = webhook.removeprefix(FROM_ENVIRONMENT)
         address = os.environ.get(name, "")
         if not address.startswith(("http://", "https://")):
-            raise ValueError(f"the environment variable {name} holds no http address")
+            raise ValueError(f"the environment variable {name} has no http address")
     headers = {"Content-Type": "application/json", "User-Agent": "asyncrl"}
     request = urllib.request.Request(address, json.dumps(notice).encode(), headers)
     try:
         urllib.request.urlopen(request, timeout=WEBHOOK_S).close()
     except OSError as error:
-        raise OSError(f"the webhook did not take the notice: {error}") from None
+        raise OSError(f"the webhook did not accept the notice: {error}") from None
 
 
 def _execute(command: str, notice: Mapping[str, Any], log: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_hint_about_a_run_has_the_folder_that_was_given(
 
 
 def test_a_new_folder_of_a_file_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for expected in (f"made the folder {tmp_path / 'new'}\n", ""):
+    for expected in (f"created the folder {tmp_path / 'new'}\n", ""):
         with _writing("timeline", tmp_path / "new/timeline.json"):
             (tmp_path / "new").mkdir(exist_ok=True)
         assert capsys.readouterr().err == expected

@@ -113,7 +113,7 @@ def test_a_server_that_is_down_is_named_and_nothing_is_lost(run: RunDirectory, t
     failed = track("--uri", server.uri, cwd=tmp_path)
     assert (failed.returncode, failed.stdout) == (1, "")
     assert failed.stderr == (
-        f"error: MLflow did not take everything: no answer from {server.uri}\n --> {run.run_id}\n"
+        f"error: MLflow did not accept everything: no answer from {server.uri}\n --> {run.run_id}\n"
         f"hint: everything is kept in the run's folder; try again later: asyncrl track {run.run_id}\n"
     )
     (run.path / FILE).unlink()

@@ -416,7 +416,7 @@ def test_damage_to_unfinished_tokens_is_found_at_the_opening(path: Path) -> None
     data = path.read_bytes()
     at = data.index(rollout(name).logprobs.tobytes())
     path.write_bytes(data[:at] + bytes([data[at] ^ 0x80]) + data[at + 1 :])
-    with pytest.raises(JournalError, match=f"the tokens of rollout {name} have another checksum") as caught:
+    with pytest.raises(JournalError, match=f"the tokens of rollout {name} have a wrong checksum") as caught:
         DurableLedger(path, SETTINGS).opening()
     assert caught.value.hint == DAMAGED
 

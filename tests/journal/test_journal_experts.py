@@ -143,5 +143,5 @@ def test_damaged_experts_are_found(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("UPDATE experts SET ids = CAST(substr(ids, 1, length(ids) - 1) || x'63' AS BLOB)")
         connection.commit()
-    with pytest.raises(JournalError, match=f"the experts of rollout {group}-0 have another checksum"):
+    with pytest.raises(JournalError, match=f"the experts of rollout {group}-0 have a wrong checksum"):
         DurableLedger(path, SETTINGS).opening()

@@ -264,21 +264,21 @@ def test_only_characters_that_cannot_be_stored_are_escaped_in_a_message(path: Pa
     [
         (
             "UPDATE rollouts SET reward = 0.25 WHERE group_id = 0 AND rollout_index = 1",
-            "rollout 0-1 has another checksum",
+            "rollout 0-1 has a wrong checksum",
         ),
-        ("UPDATE rollouts SET finish_reason = 'stpp' WHERE group_id = 0", "rollout 0-0 has another checksum"),
+        ("UPDATE rollouts SET finish_reason = 'stpp' WHERE group_id = 0", "rollout 0-0 has a wrong checksum"),
         (
             "UPDATE rollouts SET group_id = 5000 WHERE group_id = 0 AND rollout_index = 0",
             "group 0 has 1 of its 2 rewards",
         ),
-        ("UPDATE groups SET prompt = '\"texu 1\"' WHERE id = 0", "the prompt of group 0 has another checksum"),
-        ("UPDATE groups SET version = 1 WHERE id = 0", "the prompt of group 0 has another checksum"),
+        ("UPDATE groups SET prompt = '\"texu 1\"' WHERE id = 0", "the prompt of group 0 has a wrong checksum"),
+        ("UPDATE groups SET version = 1 WHERE id = 0", "the prompt of group 0 has a wrong checksum"),
         ("UPDATE groups SET step = 3 WHERE id = 0", "the batch of step 0 has 1 groups"),
         (
             "UPDATE segments SET group_id = 5000 WHERE group_id = 0 AND rollout_index = 0",
             "rollout 0-0 has 0 of its 2 tokens",
         ),
-        ("UPDATE segments SET version = 1 WHERE group_id = 0 AND rollout_index = 0", "0-0 have another checksum"),
+        ("UPDATE segments SET version = 1 WHERE group_id = 0 AND rollout_index = 0", "0-0 have a wrong checksum"),
         ("UPDATE groups SET uid = CAST(x'ff41' AS TEXT) WHERE id = 0", "decode"),
     ],
 )
@@ -294,8 +294,8 @@ def test_changed_values_are_found_as_damage(path: Path, sql: str, fault: str) ->
 @pytest.mark.parametrize(
     ("sql", "fault"),
     [
-        ("UPDATE rollouts SET reward = 0.25 WHERE group_id = 2", "rollout 2-0 has another checksum"),
-        ("UPDATE segments SET start = 1 WHERE group_id = 2", "rollout 2-0 have another checksum"),
+        ("UPDATE rollouts SET reward = 0.25 WHERE group_id = 2", "rollout 2-0 has a wrong checksum"),
+        ("UPDATE segments SET start = 1 WHERE group_id = 2", "rollout 2-0 have a wrong checksum"),
         ("DELETE FROM segments WHERE group_id = 2", "rollout 2-1 has 0 of its 2 tokens"),
     ],
 )

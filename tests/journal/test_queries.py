@@ -296,7 +296,7 @@ def test_staleness_report_matches_the_rows(run: RecordedRun, journal: sqlite3.Co
             "UPDATE groups SET version = 0 WHERE step = 3",
             "admitted at version 0, trained at version 3: 3 versions later",
         ),
-        ("UPDATE groups SET version = 4 WHERE step = 3", "trained at version 3: before there was such a version"),
+        ("UPDATE groups SET version = 4 WHERE step = 3", "trained at version 3: before this version existed"),
         (
             "UPDATE segments SET version = -1 WHERE group_id = 1 AND rollout_index = 1 AND start = 0",
             "older than its group",

@@ -99,7 +99,7 @@ def test_a_webhooks_address_may_stay_in_the_environment(
     run: RunDirectory, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = NotifySpec(webhook="env:MY_HOOK")
-    assert warned(spec, run) == ["notify: the environment variable MY_HOOK holds no http address"]
+    assert warned(spec, run) == ["notify: the environment variable MY_HOOK has no http address"]
     monkeypatch.setenv("MY_HOOK", hook.address)
     assert warned(spec, run) == [] and hook.got.qsize() == 1
     monkeypatch.setenv("MY_HOOK", "file:///etc/passwd")
@@ -135,10 +135,10 @@ def test_only_requested_events_are_sent(run: RunDirectory, hook: Hook) -> None:
 def test_a_failed_webhook_gives_a_warning_without_its_address(run: RunDirectory, hook: Hook) -> None:
     hook.status = 500
     (warning,) = warned(NotifySpec(webhook=hook.address), run)
-    assert "did not take the notice" in warning and "500" in warning and "secret" not in warning
+    assert "did not accept the notice" in warning and "500" in warning and "secret" not in warning
     hook.close()
     (warning,) = warned(NotifySpec(webhook=hook.address), run)
-    assert "did not take the notice" in warning and "secret" not in warning
+    assert "did not accept the notice" in warning and "secret" not in warning
 
 
 def test_a_command_gets_the_notice_and_is_not_part_of_the_run(

@@ -269,9 +269,9 @@ def test_a_damaged_journal_is_reported_and_kept(run: RunDirectory, damage: str) 
 @pytest.mark.parametrize(
     ("sql", "fault"),
     [
-        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 4", "rollout 4-0 has another checksum"),
+        ("UPDATE rollouts SET reward = 0.5 WHERE group_id = 4", "rollout 4-0 has a wrong checksum"),
         ("DELETE FROM segments WHERE group_id = 4", "rollout 4-0 has 0 of its"),
-        ("UPDATE groups SET prompt = '\"other\"' WHERE id = 4", "the prompt of group 4 has another checksum"),
+        ("UPDATE groups SET prompt = '\"other\"' WHERE id = 4", "the prompt of group 4 has a wrong checksum"),
     ],
 )
 def test_damage_to_what_is_trained_again_is_found_before_anything_starts(

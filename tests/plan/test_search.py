@@ -158,7 +158,7 @@ def test_plan_without_a_measurement(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (("quickstart.yaml",), "nothing is measured, and no data sheet"),
         (("quickstart.yaml", "--gpus", "8"), "belong together"),
         (("qwen3-4b-8gpu.yaml", "--search"), "belong together"),
-        (("qwen3-4b-8gpu.yaml", "--gpu", "abacus"), "no data sheet of"),
+        (("qwen3-4b-8gpu.yaml", "--gpu", "abacus"), "no data sheet for"),
         (("qwen3-4b-8gpu.yaml", "--calibrate", "--calibrate-from", "latest"), "cannot be combined"),
     ],
 )

@@ -253,7 +253,7 @@ def send_rest(run: RunDirectory, target: Target) -> Sender:
         raise
     except Exception as error:
         raise RunError(
-            f"MLflow did not take everything: {failure(error, target.uri)}",
+            f"MLflow did not accept everything: {failure(error, target.uri)}",
             location=run.run_id,
             hint=f"everything is kept in the run's folder; try again later: asyncrl track {run.argument}",
         ) from error
