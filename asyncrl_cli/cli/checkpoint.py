@@ -96,8 +96,7 @@ def prune(
     run: RunName = "latest",
     keep_last: Annotated[int | None, typer.Option("--keep-last", metavar="N", min=1, help="Keep the N newest.")] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option("--keep-every", metavar="N", min=0, help="Keep steps divisible by N; 0 for none."),
+        int | None, typer.Option("--keep-every", metavar="N", min=0, help="Keep steps divisible by N; 0 for none.")
     ] = None,
     keep_best: Annotated[
         int | None, typer.Option("--keep-best", metavar="N", min=0, help="Keep the N with the best greedy accuracy.")
@@ -152,9 +151,7 @@ def _chosen(run: RunDirectory, step: int | None) -> list[Checkpoint]:
     checkpoints = complete_checkpoints(run.path / "checkpoints")
     if not checkpoints:
         raise RunError(
-            "the run has no checkpoint",
-            location=run.run_id,
-            hint="set checkpoints.every, or let the run finish",
+            "the run has no checkpoint", location=run.run_id, hint="set checkpoints.every, or let the run finish"
         )
     return checkpoints
 

@@ -62,12 +62,10 @@ def inspect_buffer(
         float | None, typer.Option("--min-reward", metavar="REWARD", help="List groups with at least this mean reward.")
     ] = None,
     stale_over: Annotated[
-        int | None,
-        typer.Option("--stale-over", metavar="N", help="List groups with a staleness above N versions."),
+        int | None, typer.Option("--stale-over", metavar="N", help="List groups with a staleness above N versions.")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option("--limit", metavar="N", min=1, help=f"List N groups, newest first. Default: {LISTED}."),
+        int | None, typer.Option("--limit", metavar="N", min=1, help=f"List N groups, newest first. Default: {LISTED}.")
     ] = None,
     save_images: Annotated[
         Path | None,
@@ -177,13 +175,7 @@ def staleness(
         str | None, typer.Option("--steps", metavar="all", help="`all`: one row per step instead of ranges of steps.")
     ] = None,
     what_if: Annotated[
-        int | None,
-        typer.Option(
-            "--what-if",
-            metavar="S",
-            min=0,
-            help="Estimate the time of a step with this bound.",
-        ),
+        int | None, typer.Option("--what-if", metavar="S", min=0, help="Estimate the time of a step with this bound.")
     ] = None,
     as_json: AsJson = False,
     runs_dir: RunsDir = Path("runs"),

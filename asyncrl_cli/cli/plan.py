@@ -24,8 +24,7 @@ def plan(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", help="The YAML spec.")],
     overrides: Overrides = None,
     calibrate: Annotated[
-        bool,
-        typer.Option("--calibrate", help="Measure here: train a few steps with one engine and the fewest ranks."),
+        bool, typer.Option("--calibrate", help="Measure here: train a few steps with one engine and the fewest ranks.")
     ] = False,
     calibrate_from: Annotated[
         str | None,

@@ -108,10 +108,7 @@ def _findings(spec: Path, overrides: Sequence[str], as_json: bool) -> Iterator[F
 
 def resume(
     run_id: RunName,
-    steps: Annotated[
-        int | None,
-        typer.Option("--steps", metavar="STEPS", min=1, help="Train to this step."),
-    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="STEPS", min=1, help="Train to this step.")] = None,
     step: Step = None,
     overrides: Annotated[
         list[str] | None,
