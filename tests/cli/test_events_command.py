@@ -82,7 +82,7 @@ def test_following_a_run_prints_new_events_until_it_ends(
     assert [json.loads(line)["step"] for line in shown.splitlines()] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("kind", "hint"), [("steps", "one of start, admit")])
+@pytest.mark.parametrize(("kind", "hint"), [("steps", "known: start, admit")])
 def test_an_unknown_kind_of_event_is_refused(
     recorded: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str, hint: str
 ) -> None:
