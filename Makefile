@@ -36,8 +36,8 @@ PROCESSES ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 # Both parts run, so that one failure does not hide another.
 test: test-setup
 	status=0; \
-	$(BIN)/python -m pytest --ignore tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder || status=$$?; \
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || status=$$?; \
+	$(BIN)/python -m pytest --rotate --ignore tests/e2e -n $(PROCESSES) --dist loadfile --no-loadscope-reorder || status=$$?; \
+	$(BIN)/python -m pytest --rotate tests/e2e -n 2 --dist loadfile --no-loadscope-reorder || status=$$?; \
 	exit $$status
 
 # Pure logic and small real parts.
@@ -46,7 +46,7 @@ test-fast: install
 
 # Takes hours: rare combinations, the fault campaign, agent libraries in bulk, the spec fuzzer.
 nightly: test-setup faults
-	$(BIN)/python -m pytest -m nightly
+	$(BIN)/python -m pytest -m "nightly or rotating"
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 500
 	$(BIN)/python -m tests.e2e.gateway.campaign --sessions 200 --agents all
 	$(BIN)/python -m tests.spec.fuzz

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import secrets
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,11 @@ LONG = (
 """Files that take between half a minute and three minutes, the longest first."""
 
 
+ROTATING = 2
+"""Files with tests marked `rotating` that each part of `make test` runs."""
+DRAWN = pytest.StashKey[set[str]]()
+
+
 # Collecting the tests imports torch and transformers; the garbage collector would take a third of it (decision 0044).
 gc.disable()
 
@@ -76,10 +83,42 @@ def pytest_collection_finish() -> None:
         torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move long files to the front: a process takes a whole file, and none should begin a long file at the end."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rotate", action="store_true", help="of the tests marked `rotating`, run only the commit's")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Move long files to the front: a process takes a whole file, and none should begin a long file at the end.
+
+    With ``--rotate``, deselect the rotating tests that the commit does not draw.
+    """
     order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
+    if config.getoption("rotate"):
+        rotating = [item for item in items if item.get_closest_marker("rotating")]
+        drawn = drawn_files({file_of(item) for item in rotating}, commit())
+        config.stash[DRAWN] = drawn
+        left = [item for item in rotating if file_of(item) not in drawn]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in left]
+
+
+def file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def drawn_files(names: Collection[str], commit: str) -> set[str]:
+    """The files with rotating tests that run at a commit: different ones for each commit, the same in every process."""
+    return set(random.Random(commit).sample(sorted(names), min(ROTATING, len(names))))
+
+
+def commit() -> str:
+    """The checkout's commit, or "" without git."""
+    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    with suppress(OSError):
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -88,6 +127,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     reasons = Counter(str(report.longrepr[-1]) for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in sorted(reasons.items()):
         terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
+    if drawn := terminalreporter.config.stash.get(DRAWN, None):
+        terminalreporter.write_line(f"rotating tests that this commit draws: {', '.join(sorted(drawn))}")
 
 
 @pytest.fixture(scope="session", autouse=True)

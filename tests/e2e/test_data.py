@@ -24,7 +24,7 @@ from .conftest import Runs, rows
 from .journal import probe_gaps
 from .recorded_experts import check_recorded_experts
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 MIXTRAL = {
     "architecture": "mixtral",

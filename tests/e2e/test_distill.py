@@ -16,7 +16,7 @@ from tests.spell_backward import SpellBackward
 
 from .conftest import BASE_SPEC, Runs, rows
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def write_rows(file: Path, careful: float) -> None:

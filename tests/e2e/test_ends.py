@@ -99,6 +99,7 @@ def test_ctrl_c_ends_a_run_that_starts(own_runs: Runs, log: str) -> None:
     interrupted(own_runs, process)
 
 
+@pytest.mark.rotating
 def test_ctrl_c_ends_an_evaluation(own_runs: Runs) -> None:
     spec = own_runs.write_spec(model={"warm_start": None})
     process = own_runs.start("evaluate", spec, "--samples", "500", "--json")
@@ -169,6 +170,7 @@ def test_an_engine_that_cannot_start_is_named_with_its_cause_and_not_started_aga
     assert "Traceback" not in ended.out + ended.err
 
 
+@pytest.mark.rotating
 def test_a_run_whose_groups_are_all_rejected_says_so(tmp_path: Path) -> None:
     (tmp_path / "constant.py").write_text("def reward(prompt, response):\n    return 0.5\n")
     prompts = [{"uid": str(index), "prompt": f"word {index}"} for index in range(8)]

@@ -15,7 +15,7 @@ from asyncrl_cli.journal.schema import FILE
 
 from .conftest import Runs, rows
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 REWARDS = '''
 import json

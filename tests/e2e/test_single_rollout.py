@@ -16,7 +16,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 
 from .conftest import Runs, rows, until
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 PROMPTS, GROUPS, HALF_LIFE = 24, 16, 2.0
 REWARD = """

@@ -10,7 +10,7 @@ from asyncrl_cli.records.generation import CONTEXT
 
 from .conftest import Runs, rows
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def test_an_agent_is_trained_as_it_comes(shared_runs: Runs) -> None:

@@ -18,7 +18,7 @@ from asyncrl_cli.records.generation import CONTEXT
 
 from .conftest import Runs, rows, until
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 MODULE = """
     import json

@@ -113,6 +113,7 @@ def test_image_run_is_equal_after_a_kill_without_its_files_and_replays(tmp_path:
     assert "data:image/png;base64," in report.read_text()
 
 
+@pytest.mark.rotating
 def test_environment_shows_pictures_that_are_trained_on_inspected_and_replayed(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     spec = spec_for(runs, "camera", {"mode": "async", "max_staleness": 1}, steps=2, task={"use": "camera:Camera"})

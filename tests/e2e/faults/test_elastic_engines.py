@@ -12,7 +12,7 @@ from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.disturbed import DisturbedRun
 from tests.e2e.faults.verdict import judge
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def scale(runs: Runs, run: DisturbedRun, engines: int) -> str:

@@ -12,7 +12,7 @@ from tests.e2e.faults.conftest import Disturb
 from tests.e2e.faults.disturbed import Ended
 from tests.e2e.faults.verdict import judge, left_behind
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 
 def test_a_stalled_trainer_is_named_and_the_run_can_be_resumed(disturb: Disturb) -> None:

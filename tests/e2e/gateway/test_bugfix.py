@@ -15,7 +15,7 @@ from asyncrl_cli.journal.schema import FILE, open_for_reading
 from tests.e2e.conftest import ROOT, Runs, rows
 from tests.sandbox.kinds import NEEDS_BUBBLEWRAP
 
-pytestmark = [pytest.mark.stack, NEEDS_BUBBLEWRAP]
+pytestmark = [pytest.mark.stack, NEEDS_BUBBLEWRAP, pytest.mark.rotating]
 
 
 def test_a_warm_started_policy_uses_the_shell(tmp_path: Path) -> None:

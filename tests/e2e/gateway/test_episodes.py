@@ -263,6 +263,7 @@ def is_of_sandbox(process: psutil.Process, driver: int) -> bool:
         return False
 
 
+@pytest.mark.rotating
 def test_bad_agents_fail_with_their_reasons_and_the_run_continues(runs: Runs) -> None:
     kinds = ("never returns", "floods", "prints", "leaves children", "ends its process", "is correct")
     parts = [write(runs, kind.replace(" ", "-"), 1 if kind != "is correct" else 30, kind=kind) for kind in kinds]

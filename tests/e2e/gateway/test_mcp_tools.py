@@ -17,7 +17,7 @@ from tests.e2e.conftest import Runs, rows
 from tests.e2e.gateway.sessions import CALCULATOR
 from tests.e2e.gateway.test_episodes import played
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 SECRET = "a-token-that-no-file-may-have"
 SERVER = """

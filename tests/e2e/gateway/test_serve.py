@@ -174,6 +174,7 @@ THINKERS_TEMPLATE = (
 )
 
 
+@pytest.mark.rotating
 def test_reasoning_and_content_stream_in_pieces_before_the_calls_of_tools(tmp_path: Path) -> None:
     runs = Runs(tmp_path)
     (tmp_path / "thinker.py").write_text(THINKER)

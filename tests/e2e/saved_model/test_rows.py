@@ -18,7 +18,7 @@ from asyncrl_cli.spec.load import load_spec
 
 from ..conftest import Runs, rows
 
-pytestmark = pytest.mark.stack
+pytestmark = [pytest.mark.stack, pytest.mark.rotating]
 
 QUIET = {"enable_thinking": False}
 BEGUN = {"role": "assistant", "content": "The answer is"}
